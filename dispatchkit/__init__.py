@@ -102,7 +102,7 @@ _HOME = {
     "load_plugins": "plugins",
 }
 
-# Spelt out, since type checkers and linters read it without running the module.
+# Written out, since type checkers and linters read it without running the module.
 __all__ = [
     "Axis",
     "Batch",
@@ -154,11 +154,11 @@ def __getattr__(name: str) -> Any:
         from dispatchkit.distributions import distribution_of, load_attribute
 
         if distribution_of("attribute", name) is not None:
-            # An ImportError where it is missing: `from dispatchkit import` drops other messages.
+            # An ImportError if it is missing: `from dispatchkit import` drops other messages.
             return load_attribute(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses bypass this function
     return value
 
 

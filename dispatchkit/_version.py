@@ -1,3 +1,3 @@
-"""The version, where every module may read it."""
+"""The version, importable from every module."""
 
 __version__ = "0.1.0"

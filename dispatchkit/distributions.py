@@ -1,8 +1,8 @@
-"""Which distribution brings a name that the core does not have.
+"""Which distribution provides a name that the core does not have.
 
-The one place where the core names its own plugins: it imports none of them, and loads one only
-when a user asks for a name of it. The table serves the default policy and every message that
-says what to install.
+The only place where the core names its own plugins. It imports none of them, and loads one only if
+a user requests one of its names. The table is used for the default policy and for messages that say
+what to install.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from dispatchkit.errors import MissingDistributionError
 
-#: The policy that is taken where neither the user nor a plugin chooses one.
+#: The policy used if neither the user nor a plugin chooses one.
 DEFAULT_POLICY = "vllm"
 
 #: Kind of name -> name -> distribution. Kinds are those of the hooks' records, and
@@ -61,15 +61,15 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
 
 
 def distribution_of(kind: str, name: str) -> str | None:
-    """Return the distribution that brings a name; None if it is not known.
+    """Return the distribution that provides a name; None if unknown.
 
-    A release is not part of the name: ``vllm@0.13`` comes with ``vllm``.
+    A version suffix is not part of the name: ``vllm@0.13`` comes with ``vllm``.
     """
     return DISTRIBUTIONS.get(kind, {}).get(name.partition("@")[0])
 
 
 def install_hint(kind: str, name: str) -> str:
-    """Return a sentence that says what to install for a name; empty if it is not known."""
+    """Return a sentence that says what to install for a name; empty if unknown."""
     distribution = distribution_of(kind, name)
     if distribution is None:
         return ""
@@ -77,11 +77,11 @@ def install_hint(kind: str, name: str) -> str:
 
 
 def load_attribute(name: str, what: str = "") -> Any:
-    """Return a Python name of one of our distributions.
+    """Return a Python object from one of our distributions.
 
     Args:
         name: A name of kind ``attribute``; the distribution's package has it.
-        what: What a message calls it; ``dispatchkit.<name>`` by default.
+        what: Its name in messages; by default ``dispatchkit.<name>``.
 
     Raises:
         MissingDistributionError: The distribution is not installed.

@@ -1,8 +1,8 @@
 """Every exception that dispatchkit raises on purpose.
 
-Each message says what was given, what is allowed, whose doing it is and the next step.
-Each class also inherits the built-in exception a caller would expect, so that existing
-``except ValueError`` clauses keep working, and carries the facts as attributes.
+Each message says what was given, what is allowed, which component is at fault, and the next step.
+Each class also inherits from the built-in exception that a caller would expect, so that existing
+``except ValueError`` clauses keep working, and has the details as attributes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 
 
 def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
-    """Return the known names closest to a misspelt one, best first."""
+    """Return the known names closest to a misspelled one, best first."""
     by_lower = {one.lower(): one for one in sorted(known)}
     near = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
     return tuple(by_lower[one] for one in near)
@@ -26,7 +26,7 @@ _LONGEST_MESSAGE = 1000
 
 
 def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
-    """Return a text for a message, with its middle left out if it is longer than ``most``."""
+    """Shorten a text for a message, omitting its middle if it is longer than ``most``."""
     if len(text) <= most:
         return text
     head = 2 * most // 3
@@ -34,7 +34,7 @@ def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as messages show it, however large it is."""
+    """Return a value's text for messages, shortened if large."""
     try:
         return shortened(repr(value))
     except ValueError:  # an int of thousands of digits
@@ -42,7 +42,7 @@ def _shown(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the names nearest to a misspelt one; empty if none is near."""
+    """Return a sentence with the names closest to a misspelled one; may be empty."""
     near = nearest_names(name, known)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
@@ -52,11 +52,11 @@ class Origin:
     """Where a plugin comes from.
 
     Attributes:
-        plugin: Name of the plugin: its entry point's name, or the name it was passed in by.
+        plugin: Name of the plugin: its entry point's name, or the name it was passed in under.
         distribution: Distribution with the entry point; None for an object passed in.
         version: Version of that distribution; None for an object passed in.
-        entry_point: What the entry point names (``module:object``); None likewise.
-        is_there: False for a name that was asked for and fits no plugin.
+        entry_point: The entry point's value (``module:object``); None for an object passed in.
+        is_there: False for a requested name that matches no plugin.
     """
 
     plugin: str
@@ -81,12 +81,12 @@ class DispatchkitError(Exception):
 
 
 class ConfigError(DispatchkitError, ValueError):
-    """A setting has a value that cannot be used.
+    """A setting has an invalid value.
 
     Attributes:
         setting: Name of the setting, as the user writes it.
-        value: What was given.
-        allowed: What would be accepted, in words.
+        value: The given value.
+        allowed: The allowed values, in words.
     """
 
     setting: str
@@ -100,12 +100,12 @@ class ConfigError(DispatchkitError, ValueError):
 
 
 class UnknownNameError(ConfigError, LookupError):
-    """A name was asked for that nothing goes by.
+    """A requested name does not exist.
 
     Attributes:
-        kind: What was looked for (``policy``, ``backend``, ``trace column``).
-        name: The name asked for.
-        known: All names there are.
+        kind: The kind of name (``policy``, ``backend``, ``trace column``).
+        name: The requested name.
+        known: All existing names.
         nearest: The known names closest to it.
     """
 
@@ -122,12 +122,12 @@ class UnknownNameError(ConfigError, LookupError):
 
 
 class DescriptorError(DispatchkitError, ValueError):
-    """The facts of a batch are impossible or outside the configured limits.
+    """The properties of a batch are impossible or outside the configured limits.
 
     Attributes:
-        field: Which fact (``num_tokens``, ``num_reqs``, ``loras``, ...).
-        value: What was given.
-        allowed: What would be accepted, in words.
+        field: The property (``num_tokens``, ``num_reqs``, ``loras``, ...).
+        value: The given value.
+        allowed: The allowed values, in words.
     """
 
     field: str
@@ -141,7 +141,7 @@ class DescriptorError(DispatchkitError, ValueError):
 
 
 class InputError(DispatchkitError, ValueError):
-    """A tensor given to a runner does not fit the declared static input.
+    """A tensor passed to a runner does not match the declared static input.
 
     Attributes:
         name: Name of the input.
@@ -155,8 +155,8 @@ class InputError(DispatchkitError, ValueError):
 class NoGraphError(DispatchkitError, RuntimeError):
     """No graph serves this batch, and running it eager is not allowed.
 
-    Raised where the allowed modes exclude eager (a rank that agreed on a mode it has no
-    graph for), and in strict mode.
+    Raised if the allowed modes exclude eager (for example on a rank that agreed to a mode without a
+    graph), and in strict mode.
 
     Attributes:
         reason: Why no graph serves it.
@@ -177,8 +177,8 @@ class PolicyError(DispatchkitError, RuntimeError):
     Attributes:
         policy: Name of the policy.
         origin: Distribution and version that provides it, or where it was passed in.
-        hook: Which method or hook answered so (``declare``, ``decide``, ``observe``).
-        value: What it answered.
+        hook: The method or hook at fault (``declare``, ``decide``, ``observe``).
+        value: The value it returned.
     """
 
     policy: str
@@ -195,11 +195,11 @@ class PolicyError(DispatchkitError, RuntimeError):
 
 
 class RegistrationError(DispatchkitError, ValueError):
-    """A plugin, a name or a key could not be registered; nothing of it was kept."""
+    """A plugin, a name or a key could not be registered; nothing was changed."""
 
 
 class PluginError(RegistrationError):
-    """One plugin, or one name that it claims, could not be taken.
+    """One plugin, or one name that it claims, could not be loaded.
 
     Attributes:
         origin: The plugin and its distribution.
@@ -215,24 +215,24 @@ class PluginError(RegistrationError):
 
 
 class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
-    """Loading in strict mode found problems; the group holds a PluginError for each."""
+    """Loading in strict mode found problems; the group has one PluginError each."""
 
     def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
-        """Build the group; the message lists every problem."""
+        """Create the group; the message lists every problem."""
         listing = "".join(f"\n- {error}" for error in errors)
         text = f"loading plugins found {len(errors)} problem(s):{listing}\n"
         return super().__new__(cls, text, list(errors))
 
 
 class RegistryError(DispatchkitError, RuntimeError):
-    """A graph entry was asked for a transition that its state does not allow."""
+    """A transition is not allowed in the state of a graph's entry."""
 
 
 class CaptureError(DispatchkitError, RuntimeError):
-    """Capturing a graph failed; streams, generators and other keys are as before.
+    """Capturing a graph failed; streams, generators and other keys are unchanged.
 
     Attributes:
-        key: What was being captured, as text ("" when unknown at that depth).
+        key: The key being captured, as text; "" if unknown.
         reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
     """
 
@@ -245,10 +245,10 @@ class CaptureError(DispatchkitError, RuntimeError):
 
 
 class SwapError(DispatchkitError, RuntimeError):
-    """A swap was refused while serving; what was in force stays as it was.
+    """A swap was refused while serving; the policy and configuration in force did not change.
 
     Attributes:
-        failed: Why, by key as text.
+        failed: Reasons, by key as text.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:
@@ -257,7 +257,7 @@ class SwapError(DispatchkitError, RuntimeError):
 
 
 class ReplayError(DispatchkitError, RuntimeError):
-    """A replay failed or was refused; the caller got no result of an earlier step."""
+    """A replay failed or was refused; no result of an earlier step was returned."""
 
 
 class BackendUnavailableError(DispatchkitError, ImportError):
@@ -265,15 +265,15 @@ class BackendUnavailableError(DispatchkitError, ImportError):
 
 
 class MissingDistributionError(DispatchkitError, ImportError):
-    """A name comes with a distribution that is not installed; the message says which."""
+    """A name belongs to a distribution that is not installed; the message names it."""
 
 
 class TraceError(DispatchkitError, ValueError):
-    """A trace file cannot be read as one.
+    """A trace file is missing or malformed, or cannot be written.
 
     Attributes:
         path: The file.
-        line: 1-based line number, or None when the fault is of the file as a whole.
+        line: 1-based line number, or None if the fault concerns the whole file.
     """
 
     path: str
@@ -286,10 +286,10 @@ class TraceError(DispatchkitError, ValueError):
 
 
 class RankError(DispatchkitError, RuntimeError):
-    """Ranks cannot go on together: one is late, gone, has raised, or is set up otherwise.
+    """Ranks cannot continue together: one is late, gone, has raised, or is configured differently.
 
     Attributes:
-        ranks: Global numbers of the ranks it is put down to; empty where that is not known.
+        ranks: Global numbers of the ranks at fault; empty if unknown.
         step: Last step that all ranks are known to have agreed on, 0 before the first.
         reason: A short word: ``late`` (or dead), ``raised``, ``left``, ``differs``,
             ``connection``, ``not_measured`` (how outputs are cut along an axis).

@@ -1,7 +1,8 @@
-"""Output files: complete or not there at all, and never over what they are made from.
+"""Write output files completely or not at all, and never over their inputs.
 
-A file is written under a temporary name beside its own and renamed once it is whole. Whatever
-interrupts the writing (an error, Ctrl-C, a full disk) leaves an older file of that name as it was.
+A file is written under a temporary name in the same folder and renamed once it is complete. If
+writing is interrupted (by an error, Ctrl-C, a full disk), an existing file of that name does not
+change.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _LONGEST_STEM = 240
 
 
 def real_target(path: StrPath) -> Path:
-    """Return the absolute path that a name stands for, links followed.
+    """Return the absolute path of a name, following links.
 
-    Written to, a link keeps pointing where it did; and a program may change its folder between
-    naming a file and writing it.
+    Writing must not replace a link, and a program may change its working directory between naming a
+    file and writing it.
 
     Raises:
-        OSError: The path is relative and the current folder is gone.
+        OSError: The path is relative and the current folder no longer exists.
     """
     return Path(os.path.realpath(path))
 
@@ -52,14 +53,14 @@ def check_output(
     """Validate an output path before long work begins.
 
     Args:
-        path: The file that is to be written.
-        inputs: Files that the output is made from; None stands for one that is not given.
-        overwrite: Whether a file that exists may be replaced.
-        hint: What to do about a file that exists.
+        path: The file to write.
+        inputs: Files that the output is made from; None for one that is not given.
+        overwrite: Whether an existing file may be replaced.
+        hint: What to do about an existing file.
 
     Raises:
-        ConfigError: The path is a folder or one of the inputs, under whatever name; its folder
-            is missing or read-only; or the file exists and ``overwrite`` is False.
+        ConfigError: The path is a folder or one of the inputs, under any name; its folder is
+            missing or read-only; or the file exists and ``overwrite`` is False.
     """
     shown = os.fspath(path)
     try:
@@ -75,11 +76,11 @@ def check_output(
             mode = None
         if mode is not None:
             if stat.S_ISDIR(mode):
-                raise ConfigError("output", shown, "a file, and it is a folder")
+                raise ConfigError("output", shown, "a file, not a folder")
             if not os.access(target, os.W_OK):
                 raise ConfigError("output", shown, "a file that can be written")
             if not stat.S_ISREG(mode):
-                return  # a device or a pipe is written to, never replaced
+                return  # devices and pipes are written to, never replaced
             if not overwrite:
                 raise ConfigError("output", shown, "a file that does not exist yet", hint)
         if not target.parent.is_dir():
@@ -96,7 +97,7 @@ def is_special(target: Path) -> bool:
     """Return whether a path is a device or a pipe, which is written to and never replaced.
 
     Raises:
-        OSError: The path cannot be looked at.
+        OSError: The path cannot be inspected.
     """
     return target.exists() and not target.is_dir() and not target.is_file()
 
@@ -104,7 +105,7 @@ def is_special(target: Path) -> bool:
 def _is_same(target: Path, source: StrPath) -> bool:
     try:
         return target.samefile(source)
-    except (OSError, ValueError):  # one of them is not there
+    except (OSError, ValueError):  # one of them does not exist
         return False
 
 
@@ -114,19 +115,19 @@ def _unwritable(path: StrPath, error: OSError | ValueError) -> ConfigError:
 
 
 def _part_name(target: Path, number: int) -> str:
-    # Shortened where the name itself is about as long as a file system allows.
+    # Shortened if the name itself is close to the file system's limit.
     name = os.fsdecode(os.fsencode(target.name)[:_LONGEST_STEM])
     return f"{name}.part" if not number else f"{name}.{number}.part"
 
 
 def open_beside(target: Path) -> tuple[int, Path]:
-    """Open a new, empty file beside a target; return its descriptor and path.
+    """Open a new, empty file next to a target; return its descriptor and path.
 
-    It is called ``TARGET.part``, or ``TARGET.1.part`` and so on where that is taken: what another
-    process writes, or left when it was killed, stays.
+    It is named ``TARGET.part``, or ``TARGET.1.part`` and so on if that exists, so that files of
+    other processes, even killed ones, are kept.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
     for number in itertools.count():
@@ -149,13 +150,13 @@ def rename_over(part: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
-    """Open a binary file for writing that gets its name once the block has ended.
+    """Open a binary file for writing that gets its name when the block ends.
 
     Args:
         path: The finished file; replaced if it exists. A device or pipe is written to directly.
 
     Raises:
-        ConfigError: It cannot be written; an older file of that name is kept.
+        ConfigError: It cannot be written; an existing file of that name is kept.
     """
     check_output(path)
     try:
@@ -182,8 +183,8 @@ def write_whole(path: StrPath, content: str) -> None:
     """Write a text file in UTF-8, complete or not at all.
 
     Raises:
-        ConfigError: It cannot be written; an older file of that name is kept.
+        ConfigError: It cannot be written; an existing file of that name is kept.
     """
     with whole_file(path) as stream:
-        # A file name that is not UTF-8 may be part of the text.
+        # The text may contain a file name that is not UTF-8.
         stream.write(content.encode("utf-8", errors="backslashreplace"))

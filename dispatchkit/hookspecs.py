@@ -15,21 +15,20 @@ point of the group ``dispatchkit``. It imports public names only::
     def dispatchkit_register_policies():
         return [PolicySpec("smallest", SmallestPolicy, summary="Smallest captured bucket")]
 
-No hook runs per step: a step reads a table. What happens later (a capture, a swap, a fault of
-a policy) reaches observers, which ``dispatchkit_register_observers`` brings.
+No hook runs per step: a step reads a table. Later events (a capture, a swap, a fault of a policy)
+are sent to observers, registered with ``dispatchkit_register_observers``.
 
-A ``register`` hook is called once, when its plugin is loaded, on the thread that loads. It
-returns a list or tuple of records, ``[]`` for none. It must not touch a device, open files or
-ports, print, or import what only a factory needs: a process may be forked afterwards, and
-dispatchers load every plugin. Whatever it raises, or returns instead, undoes the whole plugin.
+A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
+list or tuple of records, which may be empty. It must not touch a device, open files or ports,
+print, or import modules that only a factory needs: the process may be forked afterwards, and
+dispatchers load every plugin. If it raises or returns anything else, the whole plugin is left out.
 
-Where two plugins claim one name, both are named in a warning. One rule decides, whatever the
-order of ``sys.path``: built-in names stay unless ``replace`` says otherwise; then what was
-passed in; then the distribution called ``dispatchkit-<name>``; then the first in the alphabet.
+If two plugins claim one name, a warning names both. The winner does not depend on the order of
+``sys.path``: built-in names win unless listed in ``replace``; then plugins that were passed in;
+then the distribution named ``dispatchkit-<name>``; then the first in alphabetical order.
 
-A hook takes the arguments listed or fewer, by name, without defaults. Wrappers are refused.
-Hooks gain arguments and records gain fields; neither is renamed or removed but in a major
-version.
+A hook takes the listed arguments or fewer, by name, without defaults. Wrappers are refused. Hooks
+may gain arguments and records may gain fields; they are renamed or removed only in major versions.
 """
 
 from __future__ import annotations
@@ -83,12 +82,12 @@ def _check_text(record: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
 @attrs.frozen
 class Spec:
-    """Something that can be chosen by name, and what makes it.
+    """A name, and the factory of the object it selects.
 
     Attributes:
-        name: The name it is chosen by.
-        factory: Called with the user's options as keywords; returns a new object. It imports
-            what it needs when it is called, not before.
+        name: The name that users choose.
+        factory: Called with the user's options as keyword arguments; returns a new object. It
+            imports what it needs when called, not earlier.
         summary: One line for listings.
     """
 
@@ -102,7 +101,7 @@ class Spec:
 
 @attrs.frozen
 class PolicySpec(Spec):
-    """A policy; see ``dispatchkit.dispatch.policy`` for what it must have and may have."""
+    """A policy; see ``dispatchkit.dispatch.policy`` for required and optional parts."""
 
     kind: ClassVar[str] = "policy"
     hook: ClassVar[str] = "dispatchkit_register_policies"
@@ -120,8 +119,8 @@ class LanePolicySpec(Spec):
 class BackendSpec(Spec):
     """A backend; see ``dispatchkit.backends.base``.
 
-    A runner calls the factory with ``device`` alone: an index, a name such as ``cuda:1``, or
-    None for the current device. An ImportError of the factory says what to install.
+    A runner calls the factory with only ``device``: an index, a name such as ``cuda:1``, or None
+    for the current device. The message of an ImportError should say what to install.
     """
 
     kind: ClassVar[str] = "backend"
@@ -132,7 +131,7 @@ class BackendSpec(Spec):
 class ObserverSpec(Spec):
     """An observer; its methods named after events (``on_capture``) are called with them.
 
-    See ``dispatchkit.observe.events`` for the events and what a callback may do.
+    See ``dispatchkit.observe.events`` for the events and what callbacks may do.
     """
 
     kind: ClassVar[str] = "observer"
@@ -141,11 +140,11 @@ class ObserverSpec(Spec):
 
 @attrs.frozen
 class CommandSpec(Spec):
-    """A command of the ``dispatchkit`` command line; its name is the word typed.
+    """A command of the ``dispatchkit`` command line, invoked by its name.
 
-    The factory takes no options and returns the function that is the command, with typer's
-    annotations; its docstring is the command's help. It imports that function when it is
-    called: typer and rich may be missing where plugins are loaded. See ``dispatchkit.cli``.
+    The factory takes no options and returns the command's function, with typer's annotations; its
+    docstring is the command's help. It imports that function only when called, since typer and rich
+    may not be installed when plugins are loaded. See ``dispatchkit.cli``.
     """
 
     kind: ClassVar[str] = "command"
@@ -164,7 +163,7 @@ RECORDS: tuple[type[Spec], ...] = (
 
 @hookspec
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:  # type: ignore[empty-body]
-    """Return the policies that this plugin brings.
+    """Return the policies that this plugin provides.
 
     Example:
         return [PolicySpec("smallest", SmallestPolicy)]
@@ -173,10 +172,10 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:  # type: ignore[emp
 
 @hookspec
 def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:  # type: ignore[empty-body]
-    """Return the lane policies that this plugin brings.
+    """Return the lane policies that this plugin provides.
 
-    A lane policy chooses the lane (one stream with its own pool and buffers) of each step;
-    it combines with any policy.
+    A lane policy chooses the lane (one stream with its own pool and buffers) of each step, and can
+    be combined with any policy.
 
     Example:
         return [LanePolicySpec("round-robin", RoundRobin)]
@@ -185,7 +184,7 @@ def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:  # type: i
 
 @hookspec
 def dispatchkit_register_backends() -> Sequence[BackendSpec]:  # type: ignore[empty-body]
-    """Return the backends that this plugin brings.
+    """Return the backends that this plugin provides.
 
     Example:
         return [BackendSpec("hip", make_hip_backend, summary="HIP graphs")]
@@ -194,10 +193,10 @@ def dispatchkit_register_backends() -> Sequence[BackendSpec]:  # type: ignore[em
 
 @hookspec
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:  # type: ignore[empty-body]
-    """Return the observers that this plugin brings.
+    """Return the observers that this plugin provides.
 
-    An observer is made when the user asks for it by name; from then on it is called directly,
-    not through hooks.
+    An observer is created when the user requests it by name, and is then called directly, not
+    through hooks.
 
     Example:
         return [ObserverSpec("prometheus", PrometheusObserver)]
@@ -215,21 +214,22 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[em
 
 @hookspec(firstresult=True)
 def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
-    """Choose the policy for a configuration, where the user named none.
+    """Choose the policy for a configuration if the user did not.
 
-    It is called when a dispatcher is built, on the thread that builds it, while nothing is
-    captured; it must not touch a device. The first answer that is not None counts, and
-    plugins are asked in no promised order.
+    Called when a dispatcher is built, on the building thread, while nothing is being captured; it
+    must not touch a device. The first result that is not None is used; the order of plugins is
+    unspecified.
 
     Args:
         config: Sizes (tokens), limits and modes of the dispatcher; read only.
 
     Returns:
-        The name of a registered policy, or None: not mine. When all answer None the default
-        policy is taken.
+        The name of a registered policy, or None to leave the choice to others. If all return None,
+        the default policy is used.
 
     Raises:
-        Anything: a PluginError that names the plugin; no dispatcher is built. An unknown
+        Anything: becomes a PluginError that names the plugin, and no dispatcher is built. An
+            unknown name is refused as if the user had given it.
         name is refused as if the user had given it.
 
     Example:

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded on first use, so that importing it stays cheap."""
+"""Load names of a package on first use, to keep its import fast."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``, which find names in modules.
+    """Return a ``__getattr__`` and ``__dir__`` for a package that load names from modules.
 
     Args:
         package: The package's ``__name__``.
-        homes: The module of each name, relative to the package: ``"costs"`` lies in it,
-            ``".costs"`` beside it.
+        homes: The module of each name, relative to the package: ``"costs"`` is inside it,
+            ``".costs"`` next to it.
     """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{homes[name]}", package), name)
-        setattr(sys.modules[package], name, value)  # the next access does not come here
+        setattr(sys.modules[package], name, value)  # later accesses bypass this function
         return value
 
     def names() -> list[str]:

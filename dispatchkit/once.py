@@ -1,4 +1,4 @@
-"""Warnings: once for each key, such as a reason; and the line of the user's call, for messages."""
+"""Warn once per key, such as a reason, and locate the user's call for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 __all__ = ["Once", "line_of_call", "warn_at_call"]
 
-# Packages between a user's call and a warning.
+# Packages whose frames may lie between a user's call and a warning.
 _NOT_THE_USERS = frozenset({"dispatchkit", "torch", "contextlib", "functools"})
 
 
@@ -21,7 +21,7 @@ def warn_at_call(message: str, category: type[Warning]) -> None:
 
 
 def line_of_call() -> str:
-    """Return file and line of the user's code that is running; ``""`` where there is none."""
+    """Return file and line of the user's running code; ``""`` if there is none."""
     frame = inspect.currentframe()
     while frame is not None and _is_internal(frame.f_globals):
         frame = frame.f_back
@@ -29,9 +29,9 @@ def line_of_call() -> str:
 
 
 def _is_internal(names: dict[str, object]) -> bool:
-    """Return whether names are those of a module between a user's code and a message."""
+    """Return whether a module may lie between a user's code and a message."""
     name = str(names.get("__name__", ""))
-    # The demonstration's model is a model like any other.
+    # The demo's model counts as user code.
     return _package(names) in _NOT_THE_USERS and not name.startswith("dispatchkit.demo.")
 
 
@@ -40,16 +40,16 @@ def _package(names: dict[str, object]) -> str:
 
 
 class Once:
-    """Says of each key whether it comes for the first time.
+    """Tracks whether a key is seen for the first time.
 
-    Thread safety: any thread; of several that come with a key at once, one is the first.
+    Thread safety: any thread; of several concurrent calls with a key, exactly one is the first.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, object] = {}
 
     def first(self, key: Hashable = "") -> bool:
-        """Return True for the first call with a key, and False from then on."""
+        """Return True for the first call with a key, and False afterwards."""
         if key in self._seen:
             return False
         own = object()

@@ -1,9 +1,9 @@
 """The settings of a runner: frozen records of plain values.
 
-They print as the call that makes them, compare, pickle, and change by ``attrs.evolve``. What is
-no plain value stays outside: tensors and generators are in ``StepState``, policies and backends
-are arguments of ``GraphRunner``, a lane policy that is an object is in ``Lanes``, and plugins
-come with the policy (``plugins.with_policy()``).
+They print as the call that creates them, can be compared and pickled, and are changed with
+``attrs.evolve``. Other objects are kept elsewhere: tensors and generators in ``StepState``,
+policies and backends in arguments of ``GraphRunner``, lane policy objects in ``Lanes``, and plugins
+with the policy (``plugins.with_policy()``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: The order in which graphs are evicted, by name.
+#: The eviction orders, by name.
 EVICTIONS: Final = ("benefit", "lru")
-#: ``check``: compare the first replay of each graph, and its first padded one.
+#: ``check``: compare the first replay of each graph and its first padded replay.
 FIRST: Final = "first"
 #: ``output_batch_dims``: measured at two sizes.
 DERIVED: Final = "derived"
@@ -80,7 +80,7 @@ def _anything(value: Any, name: str) -> Any:
 
 
 def _device(value: Any) -> str | None:
-    return None if value is None else str(value)  # of a torch.device, as a plain value
+    return None if value is None else str(value)  # a torch.device, as a plain value
 
 
 def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
@@ -101,12 +101,12 @@ class CaptureOptions:
 
     Attributes:
         warmups: Eager runs before each capture.
-        capture_after: Number of calls that ask for a key before it is captured lazily.
+        capture_after: Number of calls that need a key before it is captured lazily.
         state_limit_bytes: Most bytes of undeclared state to save around warmups.
-        prove_rows: Prove for each graph that padding changes no row of a batch; a batch smaller
-            than a graph that fails runs eager. False: you know that padding does not matter.
-        break_on_unsafe: In PIECEWISE, a step that is one function also breaks at operators that
-            are tagged ``cudagraph_unsafe``, beside those of ``declare_support``.
+        prove_rows: Prove for each graph that padding does not change the rows of a batch; if that
+            fails, smaller batches run eager. False: you know that padding does not matter.
+        break_on_unsafe: In PIECEWISE, a step that is one function also breaks at operators tagged
+            ``cudagraph_unsafe``, in addition to those of ``declare_support``.
     """
 
     warmups: int = setting(1, _count(0), About("Eager runs before each capture."))
@@ -120,14 +120,14 @@ class CaptureOptions:
 
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryOptions:
-    """Limits that hold at every moment, also while one graph takes another's place.
+    """Limits that hold at all times, even while one graph replaces another.
 
     Attributes:
         max_graphs: Most live graphs; None for no limit.
-        max_bytes: Most bytes that the graphs' pool and outputs take; None for no limit.
-        eviction: Which graph is evicted first: ``lru``, the one not used for longest, or
-            ``benefit``, the one with the fewest replays for its size. A function of your own
-            is set by ``runner.controls.set_eviction``.
+        max_bytes: Most bytes of the graphs' pool and outputs; None for no limit.
+        eviction: Which graph is evicted first: ``lru``, the least recently used, or ``benefit``,
+            the one with the fewest replays for its size. Set a custom function with
+            ``runner.controls.set_eviction``.
     """
 
     max_graphs: int | None = setting(
@@ -148,14 +148,14 @@ class BufferOptions:
     """Static buffers of inputs and outputs.
 
     Attributes:
-        row_count: Name of an input that the runner itself provides: the true number of rows, a
+        row_count: Name of an input that the runner provides itself: the true number of rows, as a
             0-d int64 tensor on the device.
-        buffer_rows: Rows that the static inputs have room for at least, where a swap may bring
-            larger sizes; by default those of the largest size.
-        output_batch_dims: Index of the batch dimension of the outputs (None: none), for all
-            of them or as a structure; ``derived``: measured at two sizes.
-        share_outputs: Where there are several, graphs write their outputs to one memory, by a
-            copy inside the graph; False saves the copy and spends memory for each graph.
+        buffer_rows: Minimum number of rows of the static inputs, if a swap may bring larger sizes;
+            by default those of the largest size.
+        output_batch_dims: Index of the outputs' batch dimension (None if there is none), for all of
+            them or as a structure; ``derived``: measured at two sizes.
+        share_outputs: Several graphs write their outputs to shared memory, by a copy inside the
+            graph; False saves the copy but takes memory for each graph.
     """
 
     row_count: str | None = setting(None, or_none(_text))
@@ -172,11 +172,10 @@ class LaneOptions:
 
     Attributes:
         lane_policy: Name of the policy that chooses the lane of each submitted step;
-            ``round-robin`` by default. An object is passed as ``lanes=Lanes(4, policy)``.
+            ``round-robin`` by default. Pass an object as ``lanes=Lanes(4, policy)``.
         lane_policy_options: Options of the lane policy.
-        disjoint_state: Steps in flight at a time change different parts of the state, such
-            as other rows of a KV cache. Otherwise steps that change state run one after
-            another, whatever the lane.
+        disjoint_state: Concurrent steps change different parts of the state, such as different rows
+            of a KV cache. Otherwise steps that change state run one after the other, on any lanes.
     """
 
     lane_policy: str | None = setting(None, or_none(_text))
@@ -188,29 +187,28 @@ class LaneOptions:
 
 @attrs.frozen(kw_only=True, repr=False)
 class RunnerOptions:
-    """Settings of a ``GraphRunner`` beyond those that are its own arguments.
+    """Settings of a ``GraphRunner`` other than its own arguments.
 
     Attributes:
-        config: Sizes, limits and modes beyond those that are arguments of the runner, such as
+        config: Sizes, limits and modes other than the runner's arguments, such as
             ``DispatchConfig(max_num_seqs=64)``.
         policy_options: Options of a policy that is chosen by name.
-        device: Where the tensors of a call are, such as ``cuda:1``.
+        device: The device of a call's tensors, such as ``cuda:1``.
         strict: A downgrade to eager raises.
-        check: Compare one replay in this many with eager (slow, for tests and doubts); 0: off.
-            ``first``: the first replay of each graph, and its first padded one. Nothing is
-            measured then. None: off.
-        sample_every: Of the steps that a learning policy wants timed as a rule, measure one
-            in this many; those of its one-shot decisions are all measured.
-        rows_independent: No row of a mixed batch depends on another one, so that a policy may
-            split a batch over several graphs. It is proven at each capture, unless rows are not
-            proven at all.
+        check: Compare one replay in this many with eager (slow; for tests and debugging); 0: off.
+            ``first``: the first replay of each graph and its first padded replay. No steps are
+            measured while this is on. None: off.
+        sample_every: Of the steps whose steady decision a learning policy wants timed, measure one
+            in this many; steps of one-shot decisions are always measured.
+        rows_independent: No row of a mixed batch depends on another, so that a policy may split a
+            batch over several graphs. This is proven at each capture, unless ``prove_rows`` is off.
         capture: How keys are captured.
-        memory: Limits of the graphs' number and memory.
+        memory: Limits on the number and memory of graphs.
         buffers: Static buffers of inputs and outputs.
         lanes: How submitted steps are spread over lanes.
 
     Raises:
-        ConfigError: A setting has a value that cannot be used.
+        ConfigError: A setting has an invalid value.
     """
 
     config: DispatchConfig = setting(attrs.Factory(DispatchConfig), _one(DispatchConfig))
@@ -245,7 +243,7 @@ class RunnerOptions:
     __repr__ = repr_of_given
 
 
-#: The groups of RunnerOptions, by the name of the field.
+#: The groups of RunnerOptions, by field name.
 GROUPS: Final[Mapping[str, type[Any]]] = {
     "config": DispatchConfig,
     "capture": CaptureOptions,
@@ -261,7 +259,7 @@ def names_of(record: type[Any]) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-#: The group that each setting is in, "" for those of RunnerOptions itself.
+#: The group of each setting; "" for those of RunnerOptions itself.
 _GROUP_OF: Final[Mapping[str, str]] = {
     **{name: group for group, kind in GROUPS.items() for name in names_of(kind)},
     **dict.fromkeys(names_of(RunnerOptions), ""),
@@ -269,7 +267,7 @@ _GROUP_OF: Final[Mapping[str, str]] = {
 
 
 def settings_of(options: RunnerOptions) -> dict[str, Any]:
-    """Return every setting of all groups by name, as it holds."""
+    """Return the values of all settings of all groups, by name."""
     return {
         name: getattr(getattr(options, group) if group else options, name)
         for name, group in _GROUP_OF.items()
@@ -278,11 +276,11 @@ def settings_of(options: RunnerOptions) -> dict[str, Any]:
 
 
 def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> RunnerOptions:
-    """Return options with some settings changed, in whichever group each of them is.
+    """Return options with some settings changed, in any group.
 
     Raises:
         UnknownNameError: There is no such setting.
-        ConfigError: A setting has a value that cannot be used.
+        ConfigError: A setting has an invalid value.
     """
     by_group: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
@@ -297,7 +295,7 @@ def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> Runner
 
 # -- keywords that moved ------------------------------------------------------------------
 
-# Arguments of a runner that are settings too.
+# Arguments of a runner that are also settings.
 _KEPT = frozenset({"sizes", "max_num_tokens", "mode", "axes", "lanes"})
 _STATE = {"scratch": "scratch", "generators": "generators"}
 _RENAMED = {"query_len": "query_lens"}
@@ -305,10 +303,10 @@ _MOVED = {*_GROUP_OF, *_STATE, *_RENAMED, "plugins"} - _KEPT
 
 
 def refuse_moved(arguments: Mapping[str, Any]) -> None:
-    """Refuse keywords of a runner that are settings of its options.
+    """Reject keywords of a runner that are settings of its options.
 
     Raises:
-        ConfigError: There are such; it ends with the arguments to write in their place.
+        ConfigError: There are such keywords; the message ends with the arguments to write instead.
     """
     moved = [name for name in arguments if name in _MOVED]
     if not moved:
@@ -327,9 +325,9 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
 
 
 def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the arguments to write, what to call afterwards, and what is a default anyway.
+    """Return the arguments to write, the calls to add, and the settings that equal defaults.
 
-    Objects go by the names of the keywords that they were given as.
+    Objects are shown by the names of their keywords.
     """
     written, called = [], ""
     if moved.pop("plugins", None) is not None:
@@ -370,7 +368,7 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
 
 
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function so that keywords which moved to options are refused with a way out."""
+    """Decorate a function to reject keywords that moved to options, with the replacement."""
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:

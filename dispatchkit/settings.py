@@ -1,6 +1,6 @@
-"""One schema of settings, from four places: Python, ``pyproject.toml``, environment, command line.
+"""Settings from Python, ``pyproject.toml``, the environment and the command line.
 
-A setting has one name, one meaning and one error text wherever it is written::
+A setting has the same name, meaning and error text wherever it is given::
 
     load_settings(sizes=[1, 2, 4])      # Python
     sizes = [1, 2, 4]                   # pyproject.toml, under [tool.dispatchkit]
@@ -8,7 +8,7 @@ A setting has one name, one meaning and one error text wherever it is written::
     dispatchkit --set sizes=1,2,4 ...   # command line
 
 The later of ``pyproject.toml``, environment, and call (or command line) wins. Every value is
-checked, also one that another overrides, and remembers where it came from.
+checked, even if overridden, and keeps its source.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["SETTINGS", "VARIABLES", "Setting", "Settings", "Sourced", "load_sett
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
-# Read by others: the GPU tests, and dispatchkit-vllm inside vLLM.
+# Read elsewhere: by the GPU tests, and by dispatchkit-vllm inside vLLM.
 _NO_SETTINGS = frozenset(
     {
         FILE_VARIABLE,
@@ -55,12 +55,12 @@ _NO_SETTINGS = frozenset(
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 
-# -- settings that are part of no other record --------------------------------------------
+# -- settings outside the other records --------------------------------------------
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(name, value, "text that is not empty")
+        raise ConfigError(name, value, "non-empty text")
     return value.strip()
 
 
@@ -109,12 +109,12 @@ class RunnerArguments:
 
 @attrs.frozen(kw_only=True)
 class CostSettings:
-    """Which model of costs commands plan and simulate with."""
+    """The cost model for planning and simulation."""
 
     cost_model: str = setting(
         "lm-decode-h100",
         _text,
-        About("What a step costs: a built-in model's name, or a file.", read=_as_given),
+        About("Cost model: name of a built-in model, or a file.", read=_as_given),
     )
 
 
@@ -137,9 +137,9 @@ class Setting:
 
     Attributes:
         name: Its name in Python and ``pyproject.toml``.
-        group: Who takes it: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
+        group: The record it belongs to: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
             ``plugins`` or ``costs``.
-        field: The field of the record that it is part of.
+        field: The record's field.
     """
 
     name: str
@@ -148,35 +148,35 @@ class Setting:
 
     @property
     def about(self) -> About:
-        """What is said of it."""
+        """The description of the setting."""
         about: About = self.field.metadata[ABOUT]
         return about
 
     @property
     def help(self) -> str:
-        """What it is, in a sentence."""
+        """A one-sentence description."""
         return self.about.help
 
     @property
     def derived(self) -> str:
-        """In words, how it is derived where nobody gives it."""
+        """How it is derived if not given, in words."""
         return self.about.derived
 
     @property
     def default(self) -> Any:
-        """What holds where nobody gives it; None where it is derived."""
+        """The default; None if it is derived."""
         return default_of(self.field)
 
     @property
     def variable(self) -> str:
-        """The environment variable that holds it."""
+        """Its environment variable."""
         return PREFIX + self.name.upper()
 
     def check(self, value: Any) -> Any:
-        """Return what a value means, native or text.
+        """Convert a native or text value.
 
         Raises:
-            ConfigError: It cannot be used.
+            ConfigError: The value is invalid.
         """
         return check_setting(self.field, self.about.read(value, self.name))
 
@@ -198,9 +198,9 @@ SETTINGS: Mapping[str, Setting] = {
 """All settings, by name."""
 
 VARIABLES: frozenset[str] = _NO_SETTINGS | {PREFIX + name.upper() for name in SETTINGS}
-"""All environment variables that mean something to dispatchkit or one of its distributions."""
+"""All environment variables of dispatchkit and its distributions."""
 
-# Settings of a runner that are arguments of its own.
+# Settings of a runner that are its own arguments.
 _ARGUMENTS = names_of(RunnerArguments)
 
 
@@ -209,11 +209,11 @@ _ARGUMENTS = names_of(RunnerArguments)
 
 @attrs.frozen
 class Sourced:
-    """A value and where it came from.
+    """A value and its source.
 
     Attributes:
         value: The value, checked.
-        source: Where, in words.
+        source: The source, in words.
         place: ``default``, ``file``, ``environment`` or ``call``.
     """
 
@@ -224,11 +224,10 @@ class Sourced:
 
 @attrs.frozen
 class Settings:
-    """Settings as they hold, each with its source.
+    """The settings in effect, each with its source.
 
     Attributes:
-        given: By name, every value that was given; the first one holds, those behind it are
-            overridden.
+        given: All values that were given, by name; the first one applies and overrides the others.
         file: The ``pyproject.toml`` that was read, if any.
     """
 
@@ -239,11 +238,11 @@ class Settings:
         return self.sourced(name).value
 
     def is_given(self, name: str) -> bool:
-        """Return whether anybody gave a setting."""
+        """Return whether a setting was given."""
         return bool(self.given.get(_known(name).name))
 
     def sourced(self, name: str) -> Sourced:
-        """Return a setting's value with its source; the default where nobody gave it.
+        """Return a setting's value, which may be the default, with its source.
 
         Raises:
             UnknownNameError: There is no such setting.
@@ -253,7 +252,7 @@ class Settings:
         return found[0] if found else Sourced(known.default, "default", "default")
 
     def chosen(self, group: str) -> dict[str, Any]:
-        """Return the settings of a group that somebody gave."""
+        """Return the settings of a group that were given."""
         return {
             name: found[0].value
             for name, found in self.given.items()
@@ -261,13 +260,13 @@ class Settings:
         }
 
     def dispatch_config(self, **unless_given: Any) -> DispatchConfig:
-        """Return the DispatchConfig that the settings make.
+        """Return the DispatchConfig of the settings.
 
         Args:
-            unless_given: Values for settings that nobody gave.
+            unless_given: Values for settings that were not given.
 
         Raises:
-            ConfigError: Two settings contradict each other; a note says where each is from.
+            ConfigError: Two settings contradict each other; notes state their sources.
         """
         values = {
             **{name: value for name, value in unless_given.items() if value is not None},
@@ -282,7 +281,7 @@ class Settings:
             raise
 
     def options(self, config: DispatchConfig | None = None) -> RunnerOptions:
-        """Return the options of a runner.
+        """Return the RunnerOptions of the settings.
 
         Args:
             config: The configuration; by default that of the settings.
@@ -293,7 +292,7 @@ class Settings:
         return attrs.evolve(with_settings(RunnerOptions(), plain), config=config)
 
     def runner_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that make a GraphRunner of these settings.
+        """Return the keyword arguments of a GraphRunner with these settings.
 
         Example: ``GraphRunner(step, inputs, **load_settings().runner_arguments())``
         """
@@ -311,17 +310,17 @@ class Settings:
     def plugin_filter(self) -> dict[str, Any]:
         """Return the keyword arguments of ``load_plugins``.
 
-        Where the settings name plugins, the environment is one of the places that they are from,
-        and not another list that takes away.
+        If the settings name plugins, the environment is already included in them, and must not
+        exclude further plugins.
         """
         found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
         return {**found, "environ": {}} if self.chosen("plugins") else found
 
     def disagreements(self) -> tuple[str, ...]:
-        """Return a sentence for each setting that file and environment give differently.
+        """Describe each setting whose values in file and environment differ.
 
-        A call or command line that overrides them is meant; between the two others, one may
-        have been forgotten.
+        Overriding them by a call or on the command line is intended, but a value in the file or the
+        environment may have been forgotten.
         """
         said = []
         for name, found in self.given.items():
@@ -335,7 +334,7 @@ class Settings:
         return tuple(said)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every setting with value, source and what it overrides, as plain values."""
+        """Return every setting with its value, source and overridden values, as plain values."""
         rows = []
         for name, one in SETTINGS.items():
             now = self.sourced(name)
@@ -357,7 +356,7 @@ class Settings:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value for JSON."""
     if isinstance(value, CUDAGraphMode):
         return str(value)
     if isinstance(value, tuple) and value and isinstance(value[0], Axis):
@@ -371,7 +370,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is written in ``pyproject.toml``."""
+    """Return a value as written in ``pyproject.toml``."""
     value = plain(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(shown, value)) + "]"
@@ -381,7 +380,7 @@ def shown(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    """Return a key of a table, quoted unless it may stand bare."""
+    """Return a key of a TOML table, quoted if necessary."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -400,17 +399,17 @@ def load_settings(
     """Return the settings of call, environment and ``pyproject.toml``; the first of these wins.
 
     Args:
-        given: Settings of the call, by name; None stands for one that is not given.
-        more: The same, as keyword arguments.
-        environ: Environment variables; those of the process by default.
-        file: The TOML file to read; by default that of DISPATCHKIT_CONFIG, or else the
-            nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
-        start: Where to look for it, upwards; the current folder by default.
-        sources: What to call the source of a setting of the call, by name.
+        given: Settings of the call, by name; None means not given.
+        more: Further settings of the call, as keyword arguments.
+        environ: Environment variables; by default those of the process.
+        file: The TOML file to read; by default the one in DISPATCHKIT_CONFIG, or else the nearest
+            ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
+        start: The folder where the upward search for it begins; by default the current folder.
+        sources: Descriptions of the sources of the call's settings, by name.
 
     Raises:
-        UnknownNameError: There is no such setting; the nearest are named.
-        ConfigError: A value cannot be used, or the file cannot be read.
+        UnknownNameError: There is no such setting; the message lists the closest ones.
+        ConfigError: A value is invalid, or the file cannot be read.
     """
     environ = os.environ if environ is None else environ
     call: dict[str, Sourced] = {}
@@ -450,7 +449,7 @@ def _sourced(name: str, value: Any, source: str, place: str) -> Sourced:
     setting = _known(name, source)
     try:
         with warnings.catch_warnings():
-            # The whole configuration warns once, when it is made.
+            # The complete configuration warns once, when it is created.
             warnings.simplefilter("ignore", CaptureSizeWarning)
             return Sourced(setting.check(value), source, place)
     except ConfigError as error:
@@ -465,7 +464,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
             continue
         name = variable.removeprefix(PREFIX).lower()
         source = f"the environment variable {variable}"
-        # An empty variable is as good as none, save where an empty list says something.
+        # An empty variable counts as unset, except where an empty list is meaningful.
         if text.strip() or _known(name, source).group == "plugins":
             found[name] = _sourced(name, text, source, "environment")
     return found
@@ -476,7 +475,7 @@ def _read_file(
     environ: Mapping[str, str],
     start: str | os.PathLike[str] | None,
 ) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the file and its table; without one, nothing."""
+    """Return the file and its table, or nothing if there is no file."""
     wanted = file or environ.get(FILE_VARIABLE) or None
     if wanted is not None:
         path = Path(wanted)
@@ -488,7 +487,7 @@ def _read_file(
         return path, table
     try:
         here = Path(start or Path.cwd()).absolute()
-    except FileNotFoundError:  # the current folder was removed: nothing lies above it
+    except FileNotFoundError:  # the current folder was removed, so there are no parents
         return None, {}
     for folder in (here, *here.parents):
         path = folder / "pyproject.toml"

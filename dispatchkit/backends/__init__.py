@@ -1,6 +1,6 @@
-"""What a device must do, what it may offer, and the built-in devices, chosen by name.
+"""The protocols of backends, and the built-in backends, chosen by name.
 
-Importing this loads no torch; a backend is imported when it is asked for.
+Importing this package does not import torch; a backend is imported when it is requested.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a device must do for dispatchkit: one Protocol, no torch.
+"""The protocols that every backend must implement, without torch.
 
-A backend owns streams, events, memory pools and the capture and replay of one callable.
-It decides nothing. The same ``BackendTests`` pass on every backend. What a backend may offer
-beyond this is in ``optional``.
+A backend owns streams, events, memory pools, and the capture and replay of one callable. It decides
+nothing. Every backend must pass the same ``BackendTests``. Optional features are in ``optional``.
 
-Words are torch's: see "CUDA semantics", section "CUDA Graphs", in torch's documentation.
+Terms are those of torch: see "CUDA semantics", section "CUDA Graphs", in torch's documentation.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import attrs
 
 @attrs.frozen
 class BackendCapabilities:
-    """What a backend can do, asked by the core before it decides anything.
+    """The capabilities of a backend, read before anything is decided.
 
     Attributes:
-        graphs: It can capture and replay at all.
-        max_streams: Number of distinct streams the device gives (None: no limit known).
-        device_timing: Timing events measure device time; otherwise times are host times.
+        graphs: It can capture and replay graphs.
+        max_streams: Number of independent streams of the device (None: no known limit).
+        device_timing: Timing events measure device time rather than host time.
         concurrent_streams: Work on two streams may overlap in time.
-        poisons_outputs: Outputs read before the first replay hold recognisable poison;
-            otherwise they hold whatever was in the memory.
+        poisons_outputs: Outputs read before the first replay hold recognizable poison rather than
+            old memory contents.
         stream_priorities: ``new_stream`` takes ``priority``, as ``PriorityBackend`` says.
-        steps_beside_captures: While one thread captures, others may run and replay what the
-            callable does, as long as it changes nothing outside.
+        steps_beside_captures: While one thread captures, others may run and replay the same
+            operations, provided that the callable has no outside effects.
         unwatched_captures: ``capture`` takes ``watched``, ``notes`` and ``compiled``, as
             ``UnwatchedCaptureBackend`` says.
     """
@@ -57,7 +56,7 @@ class Event(Protocol):
         ...
 
     def query(self) -> bool:
-        """Return whether the work before the event is done; never blocks."""
+        """Return whether the work before the event is done, without blocking."""
         ...
 
     def synchronize(self) -> None:
@@ -75,7 +74,7 @@ class Stream(Protocol):
 
     @property
     def handle(self) -> int:
-        """The raw handle, cheap to compare."""
+        """The raw handle, which is cheap to compare."""
         ...
 
     def wait_event(self, event: Event) -> None:
@@ -83,11 +82,11 @@ class Stream(Protocol):
         ...
 
     def wait_stream(self, stream: Stream) -> None:
-        """Make later work of this stream wait for all work now queued on another."""
+        """Make later work of this stream wait for all work currently queued on another."""
         ...
 
     def query(self) -> bool:
-        """Return whether all queued work is done; never blocks."""
+        """Return whether all queued work is done, without blocking."""
         ...
 
     def synchronize(self) -> None:
@@ -101,7 +100,7 @@ class CapturedGraph(Protocol):
 
     @property
     def outputs(self) -> Any:
-        """What the callable returned at capture; overwritten by every replay."""
+        """The callable's result at capture; overwritten by every replay."""
         ...
 
     @property
@@ -114,48 +113,48 @@ class CapturedGraph(Protocol):
         ...
 
     def release(self) -> None:
-        """Release the graph and what it holds; a replay afterwards raises ReplayError."""
+        """Release the graph and what it holds; a later replay raises ReplayError."""
         ...
 
 
 class GraphBackend(Protocol):
-    """What every backend has: a device that captures and replays.
+    """A device that captures and replays.
 
-    Thread safety: every method may be called from any thread. ``capture`` holds a lock of
-    the whole process per device, so that one capture runs at a time.
+    Thread safety: every method may be called from any thread. ``capture`` holds a process-wide lock
+    per device, so that one capture runs at a time.
     """
 
     @property
     def name(self) -> str:
-        """The name it is chosen by (``cuda``, ``tape``)."""
+        """Its name (``cuda``, ``tape``)."""
         ...
 
     @property
     def torch_device(self) -> str:
-        """The device string tensors are made on (``cuda:0``, ``cpu``)."""
+        """The device string for tensors (``cuda:0``, ``cpu``)."""
         ...
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this backend can do."""
+        """The backend's capabilities."""
         ...
 
     def device_info(self) -> dict[str, str]:
-        """Return device name, driver and library versions for reports."""
+        """Return the device name and the driver and library versions, for reports."""
         ...
 
     # -- streams and events -------------------------------------------------------------
 
     def current_stream(self) -> Stream:
-        """Return the stream that new work of this thread goes to."""
+        """Return the current stream of this thread."""
         ...
 
     def current_stream_handle(self) -> int:
-        """Return the raw handle of the current stream; the cheapest way to ask."""
+        """Return the raw handle of the current stream; the cheapest query."""
         ...
 
     def new_stream(self) -> Stream:
-        """Return a stream; beyond ``max_streams`` raise ConfigError saying the limit."""
+        """Return a stream; beyond ``max_streams``, raise a ConfigError with the limit."""
         ...
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
@@ -163,7 +162,7 @@ class GraphBackend(Protocol):
         ...
 
     def new_event(self, *, timing: bool = False) -> Event:
-        """Return a new event; only a timing event measures."""
+        """Return a new event; only timing events measure time."""
         ...
 
     def synchronize(self) -> None:
@@ -177,7 +176,7 @@ class GraphBackend(Protocol):
         ...
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes the pool reserves now; 0 once it is unused."""
+        """Return the bytes that the pool currently reserves; 0 once it is unused."""
         ...
 
     # -- graphs -------------------------------------------------------------------------
@@ -186,7 +185,7 @@ class GraphBackend(Protocol):
         """Run the callable eagerly on a stream, ordered after the caller's stream.
 
         Returns:
-            What the last run returned. The caller's stream waits for the warmup.
+            The result of the last run. The caller's stream waits for the warmup.
         """
         ...
 
@@ -200,16 +199,15 @@ class GraphBackend(Protocol):
     ) -> CapturedGraph:
         """Capture the callable on a stream into a pool.
 
-        The callable's effects on the device do not happen at capture; random generators
-        and every storage outside the graph are left as they were. Nested captures are
-        refused. Intermediates that user code keeps stay alive with the graph.
+        The callable has no effects on the device during capture; random generators and all storages
+        outside the graph are left as they were. Nested captures are refused. Intermediates that
+        user code keeps stay alive with the graph.
 
-        The stream is one of ``new_stream()``: a device captures no default stream.
+        The stream must come from ``new_stream()``: the default stream cannot be captured.
 
         Raises:
-            CaptureError: From the original exception, which is its ``__cause__``.
-                The current stream, the generators, the garbage collector and outside
-                storage are as before.
+            CaptureError: The original exception is its ``__cause__``. The current stream, the
+                generators, the garbage collector and outside storage are as before.
         """
         ...
 

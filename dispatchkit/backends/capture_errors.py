@@ -1,4 +1,4 @@
-"""The CaptureError for what stopped a capture, the same on every device."""
+"""Create the CaptureError for an exception raised in a capture, on any device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
-# In the text of CUDA's errors 900, 901 and 907, after which the capture is void, and of
-# torch's own check of copies, which keeps it whole.
+# Texts of CUDA's errors 900, 901 and 907, which invalidate the capture, and of torch's own check of
+# copies, which does not.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
     "previous error during capture",
@@ -23,27 +23,26 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 
 def clear_frames(error: BaseException, handled: BaseException | None) -> None:
-    """Drop the local variables of the frames an error came through.
+    """Clear the local variables of the frames in an error's traceback.
 
-    Whoever keeps the error as the reason of a failed key would otherwise keep every tensor
-    that the callable held when it failed. The functions of those frames stay, so that the
-    traceback still shows where it failed, and with them what they close over; see
-    ``clear_traceback``.
+    An error stored as the reason of a failed key would otherwise keep alive every tensor that the
+    callable held when it failed. The frames' functions are kept, so that the traceback still shows
+    where it failed, and with them what they close over; see ``clear_traceback``.
 
     Args:
         error: The error of the capture.
-        handled: What the caller was handling when the capture began (``sys.exception()``);
-            it is in the error's context, and not the capture's to touch.
+        handled: The exception the caller was handling when the capture began (``sys.exception()``);
+            it is in the error's context and must not be changed.
     """
     for one in _chain(error, handled):
         traceback.clear_frames(one.__traceback__)
 
 
 def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
-    """Drop an error's traceback and all that it holds, for an error that nobody gets to see.
+    """Drop the traceback of an error that nobody will see, with everything it holds.
 
-    A cleared frame still holds its function, and that what it closes over (CPython 3.11 on).
-    The error itself may live on: a callable may raise one that it keeps.
+    A cleared frame still references its function and the function's closure (CPython 3.11 and
+    later). The error itself may stay alive: a callable may keep the exception it raises.
 
     Args:
         error: The error of the capture.
@@ -55,7 +54,7 @@ def clear_traceback(error: BaseException, handled: BaseException | None) -> None
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
-    """Return an error with its causes, contexts and parts, but for what is not its own."""
+    """Return an error with its causes, contexts and parts, except for the caller's own."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -70,11 +69,11 @@ def _chain(error: BaseException, handled: BaseException | None) -> list[BaseExce
 
 
 def origin_of(error: BaseException) -> str:
-    """Return the file, line and function that an error comes from, as ``model.py:12 (forward)``.
+    """Return the origin of an error as ``model.py:12 (forward)``.
 
-    It is the innermost that is of neither torch nor dispatchkit, and inside of what dispatchkit
-    called; where there is none, as in a module of torch's own, the innermost of torch's public
-    modules: those behind them only pass calls on. Empty for an error without a traceback.
+    It is the innermost frame inside the callable that belongs to neither torch nor dispatchkit. If
+    there is none, as in one of torch's own modules, it is the innermost frame of torch's public
+    modules, since private ones only pass calls on. Empty for an error without a traceback.
     """
     found = ""
     for module, place in _places(error):
@@ -91,8 +90,8 @@ def origin_of(error: BaseException) -> str:
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield the module and the place of each frame of an error, innermost first.
 
-    Those outside of the innermost call by dispatchkit's runners and captures are left out: they
-    are of who asked for a step, and not of the step.
+    Frames outside the innermost call by dispatchkit's runners and captures are left out: they
+    belong to the caller of the step, not to the step.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
@@ -106,30 +105,29 @@ def _module(frame: FrameType) -> str:
 
 
 def _calls_steps(frame: FrameType) -> bool:
-    """Return whether a frame is of dispatchkit, and not of what watches operations."""
+    """Return whether a frame belongs to dispatchkit, other than to its watch of operations."""
     package, _, inside = _module(frame).partition(".")
     return package == "dispatchkit" and not inside.startswith("backends.")
 
 
 def capture_error(error: BaseException) -> CaptureError:
-    """Return the error of a capture for what the callable raised."""
+    """Return the CaptureError for an exception raised by the callable."""
     if isinstance(error, CaptureError):
         return CaptureError(str(error), key=error.key, reason=error.reason)
     origin = origin_of(error)
     at = f" at {origin}" if origin else ""
     if isinstance(error, HostSyncError):
         return CaptureError(
-            f"The function cannot be captured, since it calls {error}{at}. {error.next_step}",
+            f"The function cannot be captured because it calls {error}{at}. {error.next_step}",
             reason="host_sync",
         )
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _NOT_CAPTURABLE):
         return CaptureError(
             f"The function did something that a stream cannot capture{at}: "
-            f"{text.splitlines()[0]}. "
-            "Typical are copies to or from ordinary host memory, waits for the device inside "
-            "an extension, and work on the default stream. Move it out of the captured "
-            "function, or mark that piece eager.",
+            f"{text.splitlines()[0]}. Typical causes are copies to or from pageable host memory, "
+            "synchronization inside an extension, and work on the default stream. Move it out of "
+            "the captured function, or mark that piece eager.",
             reason="host_sync",
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
@@ -141,7 +139,7 @@ def capture_error(error: BaseException) -> CaptureError:
             reason="out_of_memory",
         )
     return CaptureError(
-        f"The function failed while it was captured{at}: {type(error).__name__}: {error}. Run it "
-        "eagerly to see whether it fails there too.",
+        f"The function failed during capture{at}: {type(error).__name__}: {error}. Run it eagerly "
+        "to see whether it fails there, too.",
         reason="error",
     )

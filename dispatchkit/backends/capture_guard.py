@@ -1,7 +1,7 @@
-"""What every capture of the process shares, whatever the device: no torch here.
+"""State shared by all captures of the process, on any device, without torch.
 
-One capture runs at a time per device, captures do not nest in a thread, and the garbage
-collector stays out of them: a collection in mid-capture may destroy an old graph, whose
+One capture runs at a time per device, captures do not nest in a thread, and the garbage collector
+is disabled during captures: a collection in the middle of one may destroy an old graph, whose
 clean-up calls are not allowed while a stream is capturing.
 """
 
@@ -20,10 +20,10 @@ _T = TypeVar("_T")
 
 
 class HostSyncError(RuntimeError):
-    """Something waited for the device in the middle of a capture.
+    """A call waited for the device in the middle of a capture.
 
     Args:
-        call: What.
+        call: The call.
         why: Why it waits.
         next_step: What to do about it.
     """
@@ -39,11 +39,11 @@ class HostSyncError(RuntimeError):
 
 
 class _ThreadState(threading.local):
-    """Which device this thread is capturing on; empty outside a capture.
+    """The device that this thread is capturing on; empty outside a capture.
 
     Attributes:
-        device: What is called now becomes part of a graph of this device.
-        paused: A capture on this device has ended a segment, and goes on later.
+        device: Calls now become part of a graph of this device.
+        paused: A capture on this device has ended a segment and will resume.
     """
 
     device = ""
@@ -61,7 +61,7 @@ def capturing_device() -> str:
 
 
 def refuse_in_capture(call: str) -> None:
-    """Raise HostSyncError where this thread is inside a capture."""
+    """Raise HostSyncError if this thread is inside a capture."""
     if capturing_device():
         raise HostSyncError(call)
 
@@ -72,10 +72,10 @@ def _lock_of(device: str) -> threading.Lock:
 
 
 class _CollectorHold:
-    """Keeps the garbage collector off while any capture of the process runs.
+    """Disables the garbage collector while any capture of the process runs.
 
-    Captures of two devices may overlap: the first one in remembers the setting and the last one
-    out puts it back.
+    Captures on two devices may overlap: the first to begin saves the setting and the last to end
+    restores it.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _CollectorHold:
         self._was_enabled = False
 
     def enter(self, holder: object) -> None:
-        """Keep it off for a holder."""
+        """Disable it for a holder."""
         with self._guard:
             if not self._holders:
                 self._was_enabled = gc.isenabled()
@@ -92,7 +92,7 @@ class _CollectorHold:
             gc.disable()
 
     def leave(self, holder: object) -> None:
-        """Keep it off no longer for a holder; a second call changes nothing."""
+        """Stop disabling it for a holder; a second call has no effect."""
         with self._guard:
             if holder not in self._holders:
                 return
@@ -104,7 +104,7 @@ class _CollectorHold:
             self._holders.discard(holder)
 
     def forget(self) -> None:
-        """Put the setting back for a process that has none of the holders."""
+        """Restore the setting in a process that has none of the holders."""
         self._guard = threading.Lock()
         if self._holders and self._was_enabled:
             gc.enable()
@@ -125,7 +125,7 @@ def is_any_capturing() -> bool:
 
 
 def refuse_nested(device: str) -> None:
-    """Raise CaptureError where this thread is already inside a capture."""
+    """Raise CaptureError if this thread is already inside a capture."""
     if outer := _thread.device or _thread.paused:
         raise CaptureError(
             f"A capture on {device!r} was begun inside a capture on {outer!r} of the "
@@ -136,20 +136,20 @@ def refuse_nested(device: str) -> None:
 
 
 def pause_capture() -> None:
-    """Let what this thread does take effect at once, in the middle of its capture."""
+    """Pause this thread's capture, so that calls take effect immediately."""
     _thread.device, _thread.paused = "", _thread.device or _thread.paused
 
 
 def resume_capture() -> None:
-    """Go on with the capture that was paused."""
+    """Resume the paused capture."""
     _thread.device, _thread.paused = _thread.device or _thread.paused, ""
 
 
 def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
-    """Call what captures, holding the device's lock and keeping the collector off.
+    """Run a capture, holding the device's lock and with the garbage collector disabled.
 
-    A signal's exception may come at any instruction, at the beginning of what cleans up too.
-    So the lock is in a ``with`` statement of its own, and what cleans up is called twice.
+    A signal handler's exception may be raised at any instruction, even at the beginning of the
+    clean-up. So the lock has its own ``with`` statement, and the clean-up is called twice.
 
     Raises:
         CaptureError: This thread is already capturing (reason ``nested``).
@@ -173,17 +173,17 @@ def _end_capture(holder: object) -> None:
     _collector.leave(holder)
 
 
-# Locks of runners, which another thread may hold at a fork: in the child that thread is not there.
+# Locks of runners, which another thread may hold at a fork and which does not exist in the child.
 _free_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def free_in_children(*locks: Any) -> None:
-    """Let re-entrant locks be free in a forked process, unless the thread that forks holds them."""
+    """Release re-entrant locks in a forked process, unless the forking thread holds them."""
     _free_in_children.update(locks)
 
 
 def _begin_child() -> None:
-    """Forget the captures and locks of threads that a forked process does not have."""
+    """Reset captures and locks of threads that do not exist in a forked process."""
     if not (_thread.device or _thread.paused):
         _locks.clear()
         _collector.forget()
@@ -192,5 +192,5 @@ def _begin_child() -> None:
             lock._at_fork_reinit()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_begin_child)

@@ -1,11 +1,12 @@
-"""What a backend may offer beyond ``GraphBackend``, and the record of what one does offer.
+"""Optional parts of backends beyond ``GraphBackend``, and a record of those offered.
 
-Each part is a Protocol of its own, and a backend has as many of them as its device can do. A
-method that is there is offered; where only the arguments of a required method differ, a field of
-``BackendCapabilities`` says so. ``features_of`` is the one place that looks.
+Each part is a Protocol, and a backend implements those that its device supports. Having the methods
+means offering the part; if only the arguments of a required method differ, a field of
+``BackendCapabilities`` indicates it. ``features_of`` is the only place that checks.
 
-Without a part the runner does what it replaces: a warmup for a rehearsal, ``replay`` for a
-direct launch, copies by torch for a copy node. ``BackendTests`` tests each part that is offered.
+Without a part, the runner uses an alternative: a warmup instead of a rehearsal, ``replay`` instead
+of a direct launch, copies by torch instead of a copy node. ``BackendTests`` tests each part that is
+offered.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
 
 _T = TypeVar("_T")
 
-#: Launches a graph on a stream. Both arguments are those of the device's runtime: what
-#: ``direct_launch`` returned for the graph, and the stream's raw handle as ``ctypes.c_void_p``.
-#: It returns 0 or None, or the runtime's error code if nothing was launched.
+#: Launches a graph on a stream. The arguments are those of the device's runtime: the handle that
+#: ``direct_launch`` returned for the graph, and the stream's raw handle as ``ctypes.c_void_p``. It
+#: returns 0 or None, or the runtime's error code if nothing was launched.
 LaunchCall = Callable[[Any, Any], int | None]
 
 
 class RehearsingBackend(Protocol):
-    """A backend that measures beforehand how much memory a capture takes.
+    """A backend that measures in advance how much memory a capture takes.
 
-    Without it, a budget of bytes goes by the memory of the first warmup, and a graph that turns
+    Without it, a budget in bytes relies on the memory of the first warmup, and a graph that turns
     out larger is evicted after its capture.
     """
 
@@ -40,13 +41,13 @@ class RehearsingBackend(Protocol):
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return by how many bytes at most a capture would make the pool grow.
+        """Return an upper bound, in bytes, of the pool's growth by a capture.
 
-        The callable runs once on the stream, like a warmup: the caller restores what it
-        changes. The pool stays as it is.
+        The callable runs once on the stream, like a warmup: the caller restores what it changes.
+        The pool does not change.
 
         Raises:
-            CaptureError: The callable cannot be captured, as far as a rehearsal shows.
+            CaptureError: The callable cannot be captured, as far as a rehearsal reveals.
         """
         ...
 
@@ -61,34 +62,34 @@ class PriorityBackend(Protocol):
         """Return a stream.
 
         Args:
-            priority: How urgent its work is, at least 0. Larger numbers go first, and a number
-                beyond the device's range counts as the largest in it. A graph keeps the
-                priority of the stream that captured it.
+            priority: Urgency of its work, at least 0. Larger numbers go first, and a number beyond
+                the device's range is reduced to the maximum. A graph keeps the priority of the
+                stream that captured it.
 
         Raises:
-            ConfigError: The device has no stream left; the error says the limit.
+            ConfigError: The device has no stream left; the error states the limit.
         """
         ...
 
 
 class DirectLaunchBackend(Protocol):
-    """A backend that launches graphs by a call of the device's runtime, past ``replay``.
+    """A backend that launches graphs through the device's runtime, bypassing ``replay``.
 
     Without it, ``replay`` launches each graph. Only graphs without random state are launched
-    directly, since their generators need not move.
+    directly, since they need not advance generators.
     """
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the call, and what stands for the graph in it; None if only replay launches it.
+        """Return the launch function and the graph's handle; None if only ``replay`` can launch it.
 
-        The answer holds until the graph is released. The call runs once per step: it takes no
-        lock and makes no object.
+        The result is valid until the graph is released. The function runs once per step: it must
+        not take a lock or create an object.
 
         Args:
             graph: A graph of this backend, or another object with ``replay()``.
 
         Raises:
-            ReplayError: The graph is released.
+            ReplayError: The graph was released.
         """
         ...
 
@@ -100,24 +101,24 @@ class UploadingBackend(Protocol):
     """
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
-        """Queue the preparation on a stream; return whether that could be done.
+        """Queue the preparation on a stream; return whether it is supported.
 
         Raises:
-            ReplayError: The graph is released.
+            ReplayError: The graph was released.
         """
         ...
 
 
 class WarmupNotes(Protocol):
-    """What a warmup shows about the operations of the capture that follows."""
+    """What a warmup reveals about the operations of the capture that follows."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operations can be captured by these notes, without another watch."""
+        """Whether the operations can be captured with these notes, without another watch."""
         ...
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note an operation before it runs, as ``__torch_dispatch__`` gets it."""
+        """Note an operation before it runs; arguments as for ``__torch_dispatch__``."""
         ...
 
 
@@ -126,12 +127,12 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def holds(self) -> list[Any]:
-        """Storages on the device that are kept alive until release; the runner adds more."""
+        """Device storages that are kept alive until release; the runner adds more."""
         ...
 
     @property
     def host_tensors(self) -> list[Any]:
-        """Host memory that the graph copies from or to; another capture has its own."""
+        """Host memory that the graph copies from or to; each capture has its own."""
         ...
 
     @property
@@ -141,14 +142,14 @@ class WatchedGraph(CapturedGraph, Protocol):
 
 
 class UnwatchedCaptureBackend(Protocol):
-    """A backend that looks at each operation of a capture, and can do without.
+    """A backend that watches each operation of a capture, and can capture without.
 
-    ``capabilities.unwatched_captures`` is True. A watch costs microseconds for each operation.
-    The runner watches one capture of those that run the same operations at different sizes.
+    ``capabilities.unwatched_captures`` is True. A watch costs microseconds per operation. Of
+    captures that run the same operations at different sizes, the runner watches one.
     """
 
     def new_notes(self) -> WarmupNotes | None:
-        """Return empty notes for a warmup; None if no warmup can stand in for a watch."""
+        """Return empty notes for a warmup; None if a warmup cannot replace a watch."""
         ...
 
     def capture(
@@ -167,16 +168,16 @@ class UnwatchedCaptureBackend(Protocol):
 
         Args:
             run: The callable.
-            stream: One of ``new_stream()``.
-            pool: Where the graph's memory comes from.
-            generators: Random generators beside the default one.
-            watched: Look at each operation. False: the caller watched the same operations in
-                an earlier capture, and adds to ``holds`` what that graph held.
-            notes: Plain notes of a warmup of the same operations, which take the place of the
-                watch. Memory that only the warmup used is not kept.
+            stream: A stream from ``new_stream()``.
+            pool: The pool for the graph's memory.
+            generators: Random generators other than the default one.
+            watched: Watch each operation. False: the caller watched the same operations in an
+                earlier capture, and adds that graph's ``holds`` to this graph's.
+            notes: Plain notes of a warmup of the same operations, which replace the watch. Memory
+                that only the warmup used is not kept alive.
             compiled: The callable calls functions of torch.compile, which must run compiled.
-            draws: It may draw random numbers. False: a warmup showed that it draws none, so
-                that no generator need be kept from other threads meanwhile.
+            draws: It may draw random numbers. False: a warmup showed that it draws none, so that
+                other threads may use the generators meanwhile.
 
         Raises:
             CaptureError: As for ``GraphBackend.capture``.
@@ -189,21 +190,20 @@ class SegmentGraph(CapturedGraph, Protocol):
 
     @property
     def num_operations(self) -> int:
-        """What a replay queues: kernels, copies and fills. 0: a replay would do nothing."""
+        """Number of kernels, copies and fills that a replay queues; 0 if a replay does nothing."""
         ...
 
 
 class SegmentedCapture(Protocol):
-    """A capture that breaks and goes on, as seen by the callable that is captured."""
+    """A capture with breaks, as seen by the callable that is captured."""
 
     def end(self) -> SegmentGraph:
-        """End the segment: what is called from here on runs at once.
+        """End the segment; later calls run immediately.
 
-        Nothing of the segment has run; its replay computes what was captured. Tensors that are
-        alive keep their memory.
+        Nothing in the segment has run; a replay computes it. Live tensors keep their memory.
 
         Raises:
-            CaptureError: No segment is begun, or it cannot be ended.
+            CaptureError: No segment has begun, or it cannot be ended.
         """
         ...
 
@@ -211,23 +211,23 @@ class SegmentedCapture(Protocol):
         """Begin the next segment.
 
         Raises:
-            CaptureError: A segment is begun already, or the device refuses.
+            CaptureError: A segment has already begun, or the device refuses.
         """
         ...
 
     def keeps(self, tensor: Any) -> bool:
-        """Return whether a tensor's memory was handed out in this capture, and stays the pool's.
+        """Return whether a tensor's memory was allocated in this capture and stays in the pool.
 
-        Asked between segments. Such memory is there for as long as a graph of the capture, with or
-        without the tensor: later captures of the pool may be given it then, and in its turn each
-        replay writes it again. Memory that was there before, and memory of what runs between
-        segments, is not kept.
+        Called between segments. Such memory exists for as long as a graph of the capture, even if
+        the tensor does not: later captures into the pool may then reuse it, and each replay writes
+        it again at its point in the sequence. Memory allocated before the capture, or between
+        segments, is not kept this way.
         """
         ...
 
 
 class SegmentingBackend(Protocol):
-    """A backend whose captures can end in the middle of a callable, and go on behind.
+    """A backend whose captures can end in the middle of a callable and resume later in it.
 
     Without it, a step that is one function has no PIECEWISE graphs.
     """
@@ -242,33 +242,33 @@ class SegmentingBackend(Protocol):
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Call what ends and begins segments, the first one begun; return what it returns.
+        """Call a function that ends and begins segments, with the first one begun; return its
+        result.
 
-        The graphs are those that ``end`` returned. A segment that is open at the end is refused,
-        since nothing would replay it. All else is as for ``GraphBackend.capture``; what runs
-        between segments takes effect.
+        ``end`` returns the graphs. A segment left open is refused, since nothing would replay it.
+        Otherwise as for ``GraphBackend.capture``; calls between segments take effect.
 
         Args:
             run: The callable.
-            stream: One of ``new_stream()``, the current one at each end.
-            pool: Where the memory of all segments comes from.
-            generators: Random generators beside the default one.
+            stream: A stream from ``new_stream()``, which must be current at each end.
+            pool: The pool for the memory of all segments.
+            generators: Random generators other than the default one.
             compiled: The callable calls functions of torch.compile, which must run compiled.
             draws: It may draw random numbers.
 
         Raises:
-            CaptureError: As for ``GraphBackend.capture``. All graphs of it are released.
+            CaptureError: As for ``GraphBackend.capture``. All its graphs are released.
         """
         ...
 
 
 class DeviceMemory(NamedTuple):
-    """What a device has handed out, to whomever.
+    """Memory in use on a device.
 
     Attributes:
-        used_bytes: Of the device as a whole: other processes and the driver included.
-        reserved_bytes: Of that, what this process's allocator has taken from the device.
-        held_bytes: Of that, what is in use while no graph runs.
+        used_bytes: Of the whole device, including other processes and the driver.
+        reserved_bytes: The part reserved by this process's allocator.
+        held_bytes: The part of that in use while no graph runs.
     """
 
     used_bytes: int
@@ -277,29 +277,29 @@ class DeviceMemory(NamedTuple):
 
 
 class MeteringBackend(Protocol):
-    """A backend that says where the memory of its device has gone.
+    """A backend that reports how the memory of its device is used.
 
-    Without it, an account of memory knows of pools and buffers alone, and a budget does not
-    count what the driver keeps for each graph.
+    Without it, a memory account covers only pools and buffers, and a budget does not count the
+    driver's memory per graph.
     """
 
     def device_memory(self) -> DeviceMemory:
-        """Return what the device has handed out now; never waits for it."""
+        """Return the device memory in use, without synchronizing."""
         ...
 
     def workspace_bytes(self, stream: Stream) -> int:
-        """Return what libraries work in on a stream, kept for graphs that were captured there."""
+        """Return the bytes of libraries' workspaces on a stream, kept for graphs captured there."""
         ...
 
 
 class SleepingBackend(Protocol):
-    """A backend whose memory can be given back to the device while its addresses stay.
+    """A backend whose memory can be returned to the device while its addresses stay.
 
     Without it, a ``GraphMemory`` that is to sleep is refused.
     """
 
     def sleep_problem(self) -> str:
-        """Return why no memory can sleep here; ``""`` where it can."""
+        """Return why memory cannot sleep here; ``""`` if it can."""
         ...
 
     def new_sleeping_pool(self) -> Any:
@@ -307,38 +307,37 @@ class SleepingBackend(Protocol):
         ...
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call what makes tensors on the device; their memory is of the pool."""
+        """Call a function that creates tensors on the device in a pool's memory."""
         ...
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Give the memory of pools back, once all work of the device is done.
+        """Release the memory of pools after all work of the device is done.
 
-        Until ``wake`` nothing may use it, and nothing may be captured into the pools; a replay of
-        a graph of the tape raises then, and one of a device would end the process. Graphs may be
-        released.
+        Until ``wake``, nothing may use it and nothing may be captured into the pools. A replay then
+        raises on the tape, and would end the process on a device. Graphs may be released.
 
         Returns:
-            The bytes that were given back.
+            The bytes released.
         """
         ...
 
     def wake(self, pools: Sequence[Any]) -> None:
-        """Have memory for the addresses of pools again; what lay there is lost.
+        """Map memory to the addresses of pools again; earlier contents are lost.
 
         Raises:
-            ReplayError: There is not enough; all of it sleeps on.
+            ReplayError: There is not enough memory; all of it stays asleep.
         """
         ...
 
 
 class CopyRegion(NamedTuple):
-    """What a copy node does for one input.
+    """The copy that a node makes for one input.
 
     Attributes:
-        target: Address on the device that the rows go to.
+        target: Device address of the destination.
         num_bytes: Bytes of the rows.
-        tail_bytes: Bytes of fill to write behind them.
-        fill: Eight bytes of fill as a little-endian number; they repeat.
+        tail_bytes: Bytes of fill to write after the rows.
+        fill: Eight bytes of fill as a little-endian number, repeated.
     """
 
     target: int
@@ -350,20 +349,20 @@ class CopyRegion(NamedTuple):
 class CopyNode(Protocol):
     """The first node of one graph: it copies inputs to where the graph reads them.
 
-    Until its parameters are set it copies nothing; what was set last is done by every launch.
+    Until its parameters are set it copies nothing; every launch uses the last parameters set.
     """
 
     @property
     def data(self) -> Any:
-        """Host memory, as a writable buffer, whose contents are taken when the node is set."""
+        """Host memory, as a writable buffer, whose contents are read when the node is set."""
         ...
 
     def record(self, stream: int) -> None:
-        """Queue the node on a stream that is being captured, before anything else."""
+        """Queue the node on a capturing stream, before anything else."""
         ...
 
     def attach(self, graph: CapturedGraph) -> str:
-        """Find the node in the graph it was recorded in; return the problem, or ``""``."""
+        """Find the node in its captured graph; return the problem, or ``""``."""
         ...
 
     def setter(
@@ -371,10 +370,10 @@ class CopyNode(Protocol):
     ) -> Callable[[Sequence[Any]], int]:
         """Return a function that sets the node for batches of one size.
 
-        The function takes contiguous tensors, one per region except the last
-        ``len(offsets)``, whose rows lie in ``data`` at these offsets. The graph reads the
-        tensors when it runs; ``data`` may be written again at once. A tensor that is its own
-        target is not copied. The function returns an error code, 0 for success.
+        The function takes contiguous tensors, one per region except the last ``len(offsets)``
+        regions, whose rows are in ``data`` at these offsets. The graph reads the tensors when it
+        runs; ``data`` may be overwritten immediately. A tensor that is its own target is not
+        copied. The function returns an error code, 0 for success.
         """
         ...
 
@@ -384,7 +383,7 @@ class CopyNode(Protocol):
 
 
 class CopyNodeBackend(Protocol):
-    """A backend whose graphs can begin with a node that brings small inputs in.
+    """A backend whose graphs can begin with a node that copies small inputs in.
 
     Without it, torch copies inputs before each launch.
     """
@@ -393,27 +392,27 @@ class CopyNodeBackend(Protocol):
         """Return a node, or why there is none.
 
         Args:
-            num_regions: Inputs that it copies.
+            num_regions: Number of inputs to copy.
             num_bytes: Bytes of the largest.
-            data_bytes: Bytes of those that lie in the node's ``data``, all together.
+            data_bytes: Total bytes of the inputs in the node's ``data``.
         """
         ...
 
 
 @attrs.frozen
 class BackendFeatures:
-    """The optional parts of one backend: the backend itself where it offers one, else None.
+    """The optional parts of one backend: the backend itself for parts it offers, else None.
 
     Attributes:
-        rehearsals: It measures the memory of a capture beforehand.
+        rehearsals: It measures the memory of a capture in advance.
         priorities: Its streams have priorities.
-        direct_launches: It launches graphs past ``replay``.
+        direct_launches: It launches graphs, bypassing ``replay``.
         uploads: It prepares graphs before their first launch.
         unwatched_captures: It captures without watching each operation.
         copy_nodes: Its graphs can copy their own inputs.
-        meters: It says where the memory of its device has gone.
-        sleepers: Its memory can be given back while addresses stay.
-        segments: Its captures can break and go on.
+        meters: It reports how the memory of its device is used.
+        sleepers: Its memory can be released while addresses stay.
+        segments: Its captures can break and resume.
     """
 
     rehearsals: RehearsingBackend | None = None

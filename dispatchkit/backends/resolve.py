@@ -1,4 +1,4 @@
-"""From a name to a backend; no torch until one is asked for."""
+"""Resolve names to backends, importing torch only when one is requested."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def resolve_backend(
     device: Any = None,
     registered: Mapping[str, Callable[..., GraphBackend]] | None = None,
 ) -> GraphBackend:
-    """Return the backend that a name stands for, or the object given.
+    """Return the backend for a name, or the object given.
 
     Args:
-        spec: ``"auto"`` (cuda where torch finds a device, else tape; which one is logged),
-            a built-in name, a device such as ``"cuda:1"`` or ``"cpu"``, a registered name,
-            or a backend, which is returned as it is.
-        device: The device, where the name leaves it open: an index, ``"cuda:1"`` or a
+        spec: ``"auto"`` (cuda if torch finds a device, else tape; the choice is logged), a built-in
+            name, a device such as ``"cuda:1"`` or ``"cpu"``, a registered name, or a backend, which
+            is returned unchanged.
+        device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
             torch.device. None: the current one.
-        registered: Backends of plugins, from name to a callable that takes ``device=`` and
-            returns the backend. One under a built-in name takes its place, also where
-            ``"auto"`` or a device stands for that name: whoever gives it has asked for that.
+        registered: Backends of plugins, by name: callables that take ``device=`` and return the
+            backend. One with a built-in name replaces the built-in backend, even if ``"auto"`` or a
+            device resolves to that name.
 
     Raises:
-        UnknownNameError: No backend goes by that name.
-        ConfigError: The object is no backend, or name and device contradict each other.
+        UnknownNameError: No backend has that name.
+        ConfigError: The object is not a backend, or name and device contradict each other.
         BackendUnavailableError: torch, a driver or the device is missing.
     """
     if not isinstance(spec, str):
@@ -47,7 +47,7 @@ def resolve_backend(
                 "backend", spec, "a name or a GraphBackend", f"It has no {', '.join(missing)}."
             )
         if device is not None:
-            raise ConfigError("device", device, "left out where the backend is an object")
+            raise ConfigError("device", device, "omitted if the backend is an object")
         return spec
     registered = dict(registered or {})
     name, _, index = spec.partition(":")
@@ -55,7 +55,7 @@ def resolve_backend(
         name = _choose(device)
     if name == "cuda":
         if index and device is not None:
-            raise ConfigError("device", device, f"left out where the backend is {spec!r}")
+            raise ConfigError("device", device, f"omitted if the backend is {spec!r}")
         return (registered.get(name) or _cuda)(device=spec if index else device)
     if name in ("tape", "cpu") and not index:
         return (registered.get("tape") or _tape)(device=device)
@@ -66,7 +66,7 @@ def resolve_backend(
 
 
 def _choose(device: Any) -> str:
-    """Return the name of the backend that "auto" stands for here."""
+    """Return the name of the backend that "auto" selects on this machine."""
     torch = _torch()
     wanted = None if device is None else str(device)
     if wanted is not None:
@@ -99,7 +99,7 @@ def _tape(device: Any) -> GraphBackend:
     _torch()
     if device is not None and str(device) not in ("cpu", "tape"):
         raise ConfigError(
-            "device", device, "'cpu' or left out for the tape", "For a GPU ask for 'cuda'."
+            "device", device, "'cpu' or omitted for the tape", "For a GPU, use the backend 'cuda'."
         )
     from dispatchkit.backends.tape import TapeBackend
 

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def run_warmup(backend: Any, run: Callable[[], Any], stream: Any, iterations: int) -> Any:
-    """Run a callable on a stream, after the caller's work and before its next.
+    """Run a callable on a stream, ordered between the caller's earlier and later work.
 
     Returns:
-        What the last run returned.
+        The result of the last run.
     """
     caller = backend.current_stream()
     stream.wait_stream(caller)
@@ -20,6 +20,6 @@ def run_warmup(backend: Any, run: Callable[[], Any], stream: Any, iterations: in
             for _ in range(iterations):
                 result = run()
     finally:
-        # Also after a failure: what was queued before it may still write the caller's state.
+        # Also after a failure: work queued before it may still write the caller's state.
         caller.wait_stream(stream)
     return result

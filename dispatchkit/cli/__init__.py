@@ -1,9 +1,9 @@
-"""The command line, and what a command of a plugin is made of.
+"""The command line, and helpers for commands of plugins.
 
-A command is a function with typer's annotations. It prints with ``console``, ``table`` and
-``print_json``, and everything that is not its result with ``complain``. It raises a
-``DispatchkitError`` for bad input: one message and exit code 2. It raises ``typer.Exit(1)``
-when it is done and found wanting; any other exception is a defect and keeps its traceback.
+A command is a function with typer's annotations. It prints its result with ``console``, ``table``
+and ``print_json``, and everything else with ``complain``. For bad input it raises a
+``DispatchkitError``, shown as one message with exit code 2. If it completes but a check failed, it
+raises ``typer.Exit(1)``. Any other exception is a defect and keeps its traceback.
 
 Importing this loads neither typer nor rich: names are loaded on first use.
 """
@@ -114,15 +114,15 @@ __getattr__, __dir__ = lazy_names(__name__, _HOME)
 
 
 _NEEDS = ("typer", "rich")
-# Older releases do not agree with newer ones of click, which they let in: they lose arguments.
+# Older versions accept newer versions of click but do not work with them: they lose arguments.
 _OLDEST_TYPER = (0, 20)
 
 
 def main() -> NoReturn:
     """Run the command line on ``sys.argv`` and exit with its code.
 
-    Codes: 0 done, 1 done but a check failed, 2 bad input, 130 stopped by Ctrl-C, 141 the
-    reader of the output went away, 143 terminated.
+    Exit codes: 0 done, 1 done but a check failed, 2 bad input, 130 stopped by Ctrl-C, 141 the
+    reader of the output is gone, 143 terminated.
     """
     _open_missing_streams()
     for name in ("SIGTERM", "SIGHUP"):
@@ -162,8 +162,8 @@ def _terminate(number: int, frame: Any) -> None:
 def _open_missing_streams() -> None:
     """Open the null device for standard streams that are closed.
 
-    A file opened later would get the number of the closed one, and what is printed would go
-    into it.
+    A file opened later would get the closed stream's descriptor, and output would be written into
+    it.
     """
     if sys.stdin is None or sys.stdout is None or sys.stderr is None:
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -175,7 +175,7 @@ def _open_missing_streams() -> None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        print("Note: standard output is closed; what would be printed is lost.", file=sys.stderr)
+        print("Note: standard output is closed, so all output is lost.", file=sys.stderr)
 
 
 def _release(version: str) -> tuple[int, ...]:

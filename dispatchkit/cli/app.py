@@ -1,8 +1,8 @@
-"""The application: its commands, and what becomes of errors.
+"""The application: its commands, and the handling of errors.
 
-Everything goes through ``run``, commands of plugins too, so that one place decides: what
-dispatchkit raises on purpose, and every mistake on the command line, is one message on stderr
-and exit code 2; anything else keeps its traceback, since it is a defect of ours or of a plugin.
+Everything goes through ``run``, including commands of plugins. Errors that dispatchkit raises on
+purpose, and mistakes on the command line, become one message on stderr and exit code 2. Anything
+else is a defect of dispatchkit or a plugin, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 READER_GONE = 141
 
-# The classes that a wrong command line raises: click's, which newer typer brings along itself.
+# The exception classes for a wrong command line: click's, which newer versions of typer vendor.
 UsageError: Any = typer.BadParameter.__mro__[1]
 ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The group of all commands; those of plugins are looked up when they are needed."""
+    """The group of all commands; those of plugins are looked up on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, for help and completion."""
@@ -75,14 +75,14 @@ class Commands(TyperGroup):
         return own
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; only one that is not built in makes plugins load."""
+        """Return a command; plugins are loaded only if it is not built in."""
         command = super().get_command(ctx, cmd_name)
         if command is None and (plugins := self._plugins()) is not None:
             command = self._of_plugin(plugins, cmd_name)
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that is asked for."""
+        """Find the requested command."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             plugins = self._plugins()
@@ -94,15 +94,15 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _plugins(self) -> PluginSet | None:
-        """Return the plugins that are loaded now; None, with a message, if they cannot be."""
+        """Load and return the plugins; None, with a message, if that fails."""
         try:
             return load_installed_plugins()
         except DispatchkitError as error:
-            complain(f"Commands of plugins are left out: {error}")  # the help is still needed
+            complain(f"Commands of plugins are left out: {error}")  # help must still work
             return None
 
     def _of_plugin(self, plugins: PluginSet, name: str) -> Any:
-        """Return a plugin's command; None, with a message if it is there and broken."""
+        """Return a plugin's command; None if missing, with a message if it is broken."""
         of, made = self.__dict__.get("_made", (None, {}))
         if of is not plugins:
             made = {}
@@ -116,14 +116,14 @@ class Commands(TyperGroup):
                 text = help_of(function) or summary
                 single.command(name, help=text, short_help=summary)(function)
                 made[name] = typer.main.get_command(single)
-            # Signatures that typer cannot read end in errors of many classes.
+            # Signatures that typer cannot read raise errors of many classes.
             except Exception as error:  # noqa: BLE001
                 complain(f"Command {name!r} of {registered.origin} is left out: {error}")
                 made[name] = None
         return made.get(name)
 
     def invoke(self, ctx: Any) -> None:
-        """Run a command; turn what ends it from outside into a line and a code."""
+        """Run a command; turn interruptions from outside into a line and an exit code."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("always", category=CaptureSizeWarning)
@@ -139,7 +139,7 @@ class Commands(TyperGroup):
 
 
 def _let_go_of_stdout() -> None:
-    """Python flushes stdout once more on exit, and would complain about it again."""
+    """Python flushes stdout again on exit, and would report the error again."""
     with contextlib.suppress(OSError, ValueError):  # it has no file behind it
         number = sys.stdout.fileno()
         try:
@@ -151,7 +151,7 @@ def _let_go_of_stdout() -> None:
 
 
 class Group(TyperGroup):
-    """A command that has commands."""
+    """A command with subcommands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command."""
@@ -164,12 +164,12 @@ class Group(TyperGroup):
 
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """Show a warning as a line; whoever types a command has no use for a source line."""
+    """Show a warning as one line, without its source location."""
     complain(f"Warning: {message}")
 
 
 def help_of(command: Callable[..., None]) -> str:
-    """Return a command's docstring as help: paragraphs that are wrapped where they are shown."""
+    """Return a command's docstring as help, with each paragraph on one line for wrapping."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -234,7 +234,7 @@ app.command("demo", help=help_of(demo))(demo)
 app.command("policies", help=help_of(policies))(policies)
 app.command("plugins", help=help_of(plugins))(plugins)
 app.command("explain", help=help_of(explain_batch))(explain_batch)
-# What comes after the script is the script's own, options too.
+# Everything after the script belongs to the script, including options.
 app.command("record", help=help_of(record), context_settings={"allow_interspersed_args": False})(
     record
 )
@@ -246,7 +246,7 @@ app.add_typer(config, name="config", cls=Group)
 
 @functools.cache
 def _command() -> Any:
-    # Not app(): that would install typer's own hook for unexpected exceptions.
+    # Not app(), which would install typer's hook for unexpected exceptions.
     return typer.main.get_command(app)
 
 
@@ -254,12 +254,12 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        args: Words after the program's name; those of the process by default.
+        args: Arguments after the program's name; by default those of the process.
     """
     COMMON.config_file, COMMON.sets = None, ()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            # A name that the terminal cannot show is escaped, and not a failure.
+            # Escape characters that the terminal cannot show, rather than fail.
             stream.reconfigure(errors="backslashreplace")
     command = _command()
     try:
@@ -285,23 +285,23 @@ def run(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         _let_go_of_stdout()
         if error.errno == errno.ENOSPC:
-            complain("No space is left on the device of the output; nothing more was written.")
+            complain("No space is left on the output device; nothing more was written.")
         else:
-            # The system refuses something that no command foresaw: still no defect of ours.
+            # An unanticipated error of the operating system, which is not a defect of dispatchkit.
             where = f"{error.filename}: " if error.filename is not None else ""
             complain(f"{where}{error.strerror or error}.")
         return BAD_INPUT
     except MemoryError:
         complain("Not enough memory. Next: use smaller sizes or a shorter trace.")
         return BAD_INPUT
-    except SystemExit as done:  # from completion, and from commands of plugins
-        if isinstance(done.__context__, BrokenPipeError):  # rich would have it that this is code 1
+    except SystemExit as done:  # from completion and from commands of plugins
+        if isinstance(done.__context__, BrokenPipeError):  # rich would exit with code 1
             return READER_GONE
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return code if isinstance(code, int) else 0
 
 
-#: What a value should have been, by what click (``integer``) and typer (``int``) call its type.
+#: The allowed values, by the type's name in click (``integer``) and typer (``int``).
 _WANTED: dict[str, str] = {
     "int": "a whole number",
     "integer": "a whole number",
@@ -313,10 +313,10 @@ _NOT_VALID: re.Pattern[str] = re.compile(r"'(?P<value>.*)' is not a valid (?P<ty
 
 
 def _with_value(error: Any, text: str) -> str:
-    """Return the text of a mistake with the value that was given and what is allowed.
+    """Return the text of a mistake, with the given value and what is allowed.
 
-    Some versions of typer read values by pydantic, whose errors leave the value out; others by
-    click, whose text names it.
+    Some versions of typer validate with pydantic, whose errors omit the value, others with click,
+    whose errors include it.
     """
     details = getattr(error.__cause__ or error.__context__, "errors", None)
     name = text.partition("'")[2].partition("'")[0]
@@ -339,7 +339,7 @@ def _refuse(error: Exception) -> None:
 
 
 def _as_ours(error: Any) -> Exception:
-    """Return a mistake on the command line in the words of the rest of dispatchkit."""
+    """Return a command-line mistake in the wording of other dispatchkit errors."""
     ctx = getattr(error, "ctx", None)
     if ctx is not None and type(error).__name__ == "NoSuchOption":
         flags = {flag for one in ctx.command.get_params(ctx) for flag in one.opts}

@@ -27,13 +27,13 @@ def bench(
     ] = False,
     checkout: Annotated[
         Path | None,
-        typer.Option("--checkout", metavar="FOLDER", help="Checkout that has the folder bench/."),
+        typer.Option("--checkout", metavar="FOLDER", help="Checkout with the folder bench/."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the benchmarks of a checkout, each in a process of its own.
 
-    They print one JSON line for each result; --json gathers them. Exit code 1 if one fails.
+    They print one JSON line per result; --json collects them. Exit code 1 if one fails.
 
     Example: dispatchkit bench decision
     """
@@ -79,7 +79,7 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
     root = checkout or Path(__file__).resolve().parents[2]
     folder = root / "bench"
     found: list[Path] = []
-    # Beside an installed package lie those of others, of which one may be called bench.
+    # In site-packages, another package may be called bench.
     if checkout is not None or (root / "pyproject.toml").is_file():
         found = sorted(folder.glob("*.py"))
     scripts = {path.stem: path for path in found if not path.stem.startswith("_")}

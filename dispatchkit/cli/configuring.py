@@ -1,4 +1,4 @@
-"""``config show``: every setting, its value, and where that came from."""
+"""``config show``: every setting with its value and source."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from dispatchkit.cli.options import (
 from dispatchkit.cli.output import JsonOption, console, print_json, table
 from dispatchkit.settings import Settings, shown
 
-config: typer.Typer = typer.Typer(
-    help="Show settings and where each comes from.", no_args_is_help=False
-)
+config: typer.Typer = typer.Typer(help="Show settings and their sources.", no_args_is_help=False)
 
 
 @config.command("show")
@@ -40,7 +38,7 @@ def show_config(
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every setting with its value and where that came from.
+    """Show every setting with its value and source.
 
     Settings are read from [tool.dispatchkit] of the nearest pyproject.toml, then from the
     environment (DISPATCHKIT_POLICY, ...), then from the command line; the last one wins.
@@ -61,7 +59,7 @@ def show_config(
             "cost_model": cost_model,
         }
     )
-    settings.dispatch_config()  # says here what contradicts what
+    settings.dispatch_config()  # raises here if settings contradict each other
     if as_json:
         file = None if settings.file is None else str(settings.file)
         print_json({"file": file, "settings": settings.rows()})
@@ -80,5 +78,5 @@ def show_config(
 
 
 def _short(source: str, settings: Settings) -> str:
-    """Return a source without the path that the first line tells."""
+    """Return a source without the path, which the first line shows."""
     return source.replace(f"{settings.file} ", "") if settings.file is not None else source

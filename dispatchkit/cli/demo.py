@@ -1,4 +1,4 @@
-"""``demo``: replay a real step trace through a small decoder, and show what came of it."""
+"""``demo``: replay a real step trace through a small decoder, and show the results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dispatchkit.demo.report import DemoReport
 
 MIB = 2**20
-MAX_SHOWN = 3  # of failed captures and of steps that differ
+MAX_SHOWN = 3  # failed captures, and steps that differ
 
 
 def demo(
@@ -56,8 +56,8 @@ def demo(
 ) -> None:
     """Replay a real trace through a small decoder, eager and dispatched, and compare.
 
-    Exit code 1 if any step computed something else than eager. Every other setting of a runner
-    holds here too (`dispatchkit config show` lists them); limits that nobody gave fit the trace.
+    Exit code 1 if any step's results differ from eager. All other settings of a runner apply, too
+    (`dispatchkit config show` lists them); limits that are not given fit the trace.
 
     Example: dispatchkit demo --steps 100 --device tape
 
@@ -123,7 +123,7 @@ def _runs_as(mode: str) -> str:
 
 
 def _facts(report: DemoReport) -> Table:
-    """Return labels and what they stand for, with what was cut of the trace."""
+    """Return labelled facts of the run, including what was cut from the trace."""
     traffic, model = report.traffic, report.model
     distribution = report.policy_origin.partition(", entry point")[0]
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
@@ -156,7 +156,7 @@ def _facts(report: DemoReport) -> Table:
 def _capture_lines(report: DemoReport) -> Iterator[str]:
     capture = report.capture
     failed = capture["failed"]
-    when = "as steps asked for them" if capture["lazy"] else f"in {capture['seconds']:.1f} s"
+    when = "on first use" if capture["lazy"] else f"in {capture['seconds']:.1f} s"
     yield (
         f"{capture['num_graphs']} graphs {when}, "
         f"{capture['num_bytes'] / MIB:.1f} MiB for all of them, {len(failed)} failed"

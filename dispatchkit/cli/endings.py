@@ -1,4 +1,4 @@
-"""How a command is ended from outside."""
+"""Exit codes and exceptions for commands ended from outside."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ __all__ = ["STOPPED", "TERMINATED", "Terminated"]
 STOPPED = 130
 """Exit code after Ctrl-C."""
 TERMINATED = 143
-"""Exit code after SIGTERM, and when the terminal was closed."""
+"""Exit code after SIGTERM or when the terminal was closed."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM or a closed terminal, as an exception: what is being written is cleaned up."""
+    """SIGTERM or a closed terminal, as an exception, so that unfinished output is cleaned up."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)

@@ -1,4 +1,4 @@
-"""``explain``: what would happen to a batch, or to a whole trace, and why. Needs no device."""
+"""``explain``: show how a batch or a whole trace would run, and why. Needs no device."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def explain_batch(
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which graph a batch would get, by which policy, why, and what it costs.
+    """Show which graph a batch would get, by which policy, why, and at what cost.
 
-    Every graph that the policy declares is taken as captured. Costs, and whole traces, need
+    All graphs that the policy declares are assumed to be captured. Costs and whole traces need
     dispatchkit-plan.
 
     Example: dispatchkit explain 13 --num-reqs 13 --uniform
@@ -104,7 +104,7 @@ def explain_batch(
         raise ConfigError(
             "N",
             num_tokens,
-            "given, or --trace FILE, and not both",
+            "given, or --trace FILE, but not both",
             "Next: dispatchkit explain --help.",
         )
     batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)
@@ -127,14 +127,14 @@ def explain_batch(
         facts |= {"--loras": loras, "--value": values}
         for flag, value in facts.items():
             if value:
-                raise ConfigError(flag, value, "left out with --trace, which has its own")
+                raise ConfigError(flag, value, "omitted with --trace, which has its own")
         if highest is not RuntimeMode.FULL:
-            raise ConfigError("--ceiling", ceiling, "left out with --trace")
+            raise ConfigError("--ceiling", ceiling, "omitted with --trace")
         explain_trace = load_attribute("explain_trace", "explain --trace")
         explain_trace(trace, settings, show_all=show_all, as_json=as_json)
         return
     if show_all:
-        raise ConfigError("--all", show_all, "left out without --trace")
+        raise ConfigError("--all", show_all, "omitted without --trace")
     config = _config_for_batch(settings, batch_tokens or 0, loras)
     variant = _variant(config, loras, values or ())
     dispatcher = dispatcher_of(settings, config)
@@ -150,7 +150,7 @@ def explain_batch(
 
 
 def _cost_model(settings: Settings) -> CostModel | None:
-    """Return the cost model of the settings; None if it is the default and not installed."""
+    """Return the cost model of the settings; None if the default is not installed."""
     try:
         return find_cost_model(settings["cost_model"])
     except MissingDistributionError:
@@ -160,12 +160,12 @@ def _cost_model(settings: Settings) -> CostModel | None:
 
 
 def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
-    """Return the configuration of the settings; a limit that nobody gave admits the batch."""
+    """Return the configuration of the settings; limits not given are large enough for the batch."""
     config = settings.dispatch_config(max_loras=loras)
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # the answer says that it runs eager
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # the output says so
         return settings.dispatch_config(
             max_loras=loras,
             max_num_tokens=num_tokens,
@@ -175,17 +175,17 @@ def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> Dispat
 
 
 def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
-    """Return what ``dispatch`` takes for the adapters and the values of axes as they are given."""
+    """Return the ``loras`` argument of ``dispatch`` for the given adapters and axis values."""
     given: dict[str, int] = {}
     for pair in values:
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not equals or name in given or not (text.isascii() and text.isdecimal()):
-            raise ConfigError("--value", pair, "AXIS=N, a whole number once for each axis")
+            raise ConfigError("--value", pair, "AXIS=N with a whole number, once per axis")
         given[name] = check_count(int(text[:20]), name, minimum=0)
     if not given and not config.axes:
         return loras
     if given and not config.axes:
-        raise ConfigError("--value", list(values), "left out where --axes declares none")
+        raise ConfigError("--value", list(values), "omitted if --axes declares no axis")
     return config.variant(loras, **given)
 
 

@@ -1,4 +1,4 @@
-"""Facts of a set-up that a report of a fault needs: system, versions, driver, settings."""
+"""Facts of a set-up for bug reports: system, versions, driver, settings."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _DRIVER = re.compile(r"\b\d{3}\.\d+(?:\.\d+)?\b")
 
 
 def python() -> str:
-    """Return which Python this is, where it lies, and on what."""
+    """Describe the Python version, its path and the platform."""
     name, number = platform.python_implementation(), platform.python_version()
     where = f"{platform.system()} {platform.release()} {platform.machine()}"
     return f"{name.replace('CPython', 'Python')} {number} ({sys.executable}) on {where}"
 
 
 def libraries() -> str:
-    """Return the versions of the libraries that are installed of those we use."""
+    """Return the versions of the installed libraries that we use."""
     found = {name: version_of(name) for name in _LIBRARIES}
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)
 
 
 def version_of(*names: str) -> str | None:
-    """Return the version of the first distribution that is installed; None without any."""
+    """Return the version of the first installed distribution, or None."""
     for name in names:
         try:
             return version(name)
@@ -42,7 +42,7 @@ def version_of(*names: str) -> str | None:
 
 
 def driver(path: Path = _DRIVER_FILE) -> str:
-    """Return the version of NVIDIA's kernel module; empty where there is none."""
+    """Return the version of NVIDIA's kernel module; empty if there is none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -52,11 +52,11 @@ def driver(path: Path = _DRIVER_FILE) -> str:
 
 
 def given_settings(settings: Settings) -> str:
-    """Return the settings that somebody gave, each with its source; empty where nobody did."""
+    """Return the settings that were given, each with its source; may be empty."""
     given = [(name, settings.sourced(name)) for name in SETTINGS if settings.is_given(name)]
     return "; ".join(f"{name} = {shown(one.value)} ({one.source})" for name, one in given)
 
 
 def without_home(text: str) -> str:
-    """Return a text in which the reader's own folder is ``~``: reports are shown to others."""
+    """Replace the user's home folder with ``~``, since reports are shown to others."""
     return text.replace(str(Path.home()) + os.sep, f"~{os.sep}")

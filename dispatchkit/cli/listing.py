@@ -1,4 +1,4 @@
-"""``policies`` and ``plugins``: what is installed, where it comes from, what is broken."""
+"""``policies`` and ``plugins``: list what is installed, its origin, and what is broken."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def policies(as_json: JsonOption = False) -> None:
         console().print(table(["Policy", "Distribution", "Version", "Summary"], cells))
     if not rows:
         if any(info.state is not PluginState.LOADED for info in plugins.describe()):
-            complain("No policy is loaded. Next: `dispatchkit plugins` says what was left out.")
+            complain("No policy is loaded. Next: `dispatchkit plugins` lists what was left out.")
         else:
             default = distribution_of("policy", DEFAULT_POLICY)
             complain(f"No policy is installed. Next: pip install {default}, the default one.")
@@ -48,7 +48,7 @@ def policies(as_json: JsonOption = False) -> None:
 
 
 def plugins(as_json: JsonOption = False) -> None:
-    """List every plugin found, with what it brings or why it was left out.
+    """List every plugin found, with what it provides or why it was left out.
 
     Exit code 1 if any could not be loaded.
     """

@@ -1,4 +1,4 @@
-"""``new-policy``: a distribution with a policy that installs, is found and passes its tests."""
+"""``new-policy``: create a distribution with a policy that installs and passes its tests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dispatchkit.cli.output import JsonOption, print_json
 from dispatchkit.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_LONGEST_NAME = 100  # a file system takes 255 bytes, and packages add to it
+_LONGEST_NAME = 100  # file systems allow 255 bytes, and package tools add a suffix
 
-#: Template -> where it goes; ``{package}`` stands for the package.
+#: Template -> path; ``{package}`` stands for the package.
 _FILES = {
     "pyproject.toml.in": "pyproject.toml",
     "README.md.in": "README.md",
     "__init__.py.in": "src/{package}/__init__.py",
     "plugin.py.in": "src/{package}/plugin.py",
 }
-#: The rule and its tests: of a policy that does not learn, and of one that does.
+#: The rule and its tests, for a policy that does not learn and for one that does.
 _RULE = {
     False: {
         "policy.py.in": "src/{package}/policy.py",
@@ -42,7 +42,7 @@ _RULE = {
         "test_learning_policy.py.in": "tests/test_policy.py",
     },
 }
-#: What the rule does, and which methods it is, in a few words.
+#: What the rule does, and its methods, in a few words.
 _WORDS = {
     False: ("Smallest graph that covers the batch", "`decide`"),
     True: ("Smallest graph, or eager where it is faster", "`decide`, and `observe`, which learns"),
@@ -54,7 +54,7 @@ def new_policy(
     directory: Annotated[
         Path,
         typer.Option(
-            "--directory", metavar="FOLDER", help="Folder in which dispatchkit-NAME is made."
+            "--directory", metavar="FOLDER", help="Folder in which dispatchkit-NAME is created."
         ),
     ] = Path(),
     learning: Annotated[
@@ -62,13 +62,15 @@ def new_policy(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a distribution with a policy of your own, ready to install and to test.
+    """Create a distribution with a new policy, ready to install and test.
 
     Example: dispatchkit new-policy smallest
     """
     taken = load_installed_plugins().policies.get(name)
     if taken is not None:
-        raise ConfigError("NAME", name, "a name without a policy", f"It is of {taken.origin}.")
+        raise ConfigError(
+            "NAME", name, "a name not taken by another policy", f"It belongs to {taken.origin}."
+        )
     made = write_distribution(name, directory, learning=learning)
     steps = [
         f"cd {shlex.quote(str(made))}",
@@ -96,16 +98,16 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     """Write the files of a new distribution; return its folder.
 
     Args:
-        name: The policy's name, of small letters, digits and single hyphens.
-        directory: Where the folder is made.
+        name: The policy's name: lower-case letters, digits and single hyphens.
+        directory: Where to create the folder.
         learning: The policy learns from measured steps.
 
     Raises:
-        ConfigError: The name cannot be used, the folder exists, or cannot be written.
+        ConfigError: The name is invalid, or the folder exists or cannot be written.
     """
     package = "dispatchkit_" + name.replace("-", "_")
     if not _NAME.fullmatch(name):
-        allowed = "small letters, digits and single hyphens, beginning with a letter"
+        allowed = "lower-case letters, digits and single hyphens, beginning with a letter"
         raise ConfigError("NAME", name, allowed)
     if len(name) > _LONGEST_NAME:
         raise ConfigError("NAME", name, f"at most {_LONGEST_NAME} characters")
@@ -129,7 +131,7 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     part: Path | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Complete or not there: it gets its name when all files are in it.
+        # Complete or absent: it gets its name once all files are in it.
         part = Path(tempfile.mkdtemp(prefix=".new-policy-", suffix=".part", dir=directory))
         part.chmod(0o777 & ~_umask())
         for template, where in (_FILES | _RULE[learning]).items():
@@ -142,14 +144,14 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
-            why = f"a folder in which {target.name} can be made ({error.strerror})"
+            why = f"a folder in which {target.name} can be created ({error.strerror})"
             raise ConfigError("directory", str(directory), why) from error
         raise
     return target
 
 
 def _umask() -> int:
-    """Return the permissions that new files do not get."""
+    """Return the umask: permissions that new files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,6 +1,6 @@
-"""Options that several commands share, and what becomes of them: settings, and plugins.
+"""Options shared by several commands, and the settings and plugins made from them.
 
-Every option is declared with its flag and metavar. Derived ones differ between releases of
+Every option is declared with its flag and metavar, since derived ones differ between versions of
 typer.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @attrs.define
 class Common:
-    """What was given before the command.
+    """Options given before the command.
 
     Attributes:
         config_file: The TOML file to read.
@@ -60,11 +60,11 @@ class Common:
 
 
 COMMON = Common()
-"""Of the command that runs; the application fills it."""
+"""The options of the running command; set by the application."""
 
 
 def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = None) -> Any:
-    """Return the option of a setting; text, since the setting itself reads and checks it."""
+    """Return the option of a setting; a text option, since the setting parses and checks it."""
     setting = SETTINGS[name]
     default = shown(setting.default).strip('"') if setting.default is not None else setting.derived
     return typer.Option(
@@ -78,21 +78,21 @@ def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = N
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Return the installed policies that begin so, for the shell."""
+    """Return the installed policies with a prefix, for shell completion."""
     return [name for name in load_installed_plugins().policies if name.startswith(incomplete)]
 
 
 def complete_modes(incomplete: str) -> list[str]:
-    """Return the modes that begin so, for the shell."""
+    """Return the modes with a prefix, for shell completion."""
     from dispatchkit.keys import CUDAGraphMode
 
     names = [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
-    # As typed: a shell leaves out what does not begin with the very same letters.
+    # In the case as typed: a shell drops completions that do not match the typed letters exactly.
     return names if incomplete == incomplete.upper() else [name.lower() for name in names]
 
 
 def complete_cost_models(incomplete: str) -> list[str]:
-    """Return the built-in cost models that begin so, for the shell."""
+    """Return the built-in cost models with a prefix, for shell completion."""
     try:
         models = load_attribute("BUILTIN_COST_MODELS")
     except MissingDistributionError:
@@ -144,7 +144,7 @@ _FLAGS = {
 
 
 def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
-    """Return the name of the policy: given, else a plugin's choice, else the default."""
+    """Return the policy's name: the given one, a plugin's choice or the default."""
     return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 
@@ -152,10 +152,10 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings of command line, environment and ``pyproject.toml``.
 
     Args:
-        given: What options of the command gave, by setting; None: not given.
+        given: Values of the command's options, by setting; None if not given.
 
     Raises:
-        ConfigError: A value cannot be used, or was given twice on the command line.
+        ConfigError: A value is invalid, or was given twice on the command line.
     """
     values = {name: value for name, value in (given or {}).items() if value is not None}
     sources = {name: f"option {_FLAGS.get(name, '--' + name.replace('_', '-'))}" for name in values}
@@ -176,7 +176,7 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
 
 
 def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
-    """Return a dispatcher of the chosen policy, every declared graph taken as captured."""
+    """Return a dispatcher of the chosen policy, with every declared graph marked as captured."""
     from dispatchkit.dispatch import Dispatcher
 
     plugins = load_installed_plugins(settings)
@@ -192,10 +192,10 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
     """Load the installed plugins that the settings allow, once.
 
     Args:
-        settings: Where ``plugins`` and ``disable`` are; read if not given.
+        settings: Gives ``plugins`` and ``disable``; read if not given.
 
     Raises:
-        ConfigError: The settings cannot be used.
+        ConfigError: The settings are invalid.
     """
     if settings is None:
         settings = settings_of()
@@ -210,10 +210,10 @@ def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool)
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    # Settings that name plugins have read the environment, too.
+    # The settings that name plugins already include the environment.
     return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
 
 
 def forget_plugins() -> None:
-    """Load plugins anew the next time."""
+    """Load plugins again next time."""
     _load.cache_clear()

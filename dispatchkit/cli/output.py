@@ -1,4 +1,4 @@
-"""What all commands share: where text goes, tables, JSON, and a progress bar."""
+"""Output shared by all commands: consoles, tables, JSON and a progress bar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tell = Callable[[str, int, int], None]
 
 JsonOption = Annotated[
     bool,
-    # Without a metavar some releases of typer show a flag as if it took a value.
+    # Without a metavar, some versions of typer show a flag as if it took a value.
     typer.Option("--json", metavar="", help="Print only JSON on standard output."),
 ]
 
@@ -29,11 +29,11 @@ JsonOption = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", metavar="", help="Replace the output if it exists.")
 ]
-FORCE_HINT = "Next: choose another name, or give --force to replace it."
+FORCE_HINT = "Next: choose another name, or use --force to replace it."
 
 
 def console() -> Console:
-    """Return a console on standard output; plain text where it is no terminal."""
+    """Return a console on standard output; plain text if it is not a terminal."""
     return Console(highlight=False, markup=False, soft_wrap=False)
 
 
@@ -43,7 +43,7 @@ def complain(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON on standard output; escaped where the output cannot take its characters."""
+    """Print JSON on standard output, escaping characters that the output cannot encode."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -60,7 +60,7 @@ def table(
     Args:
         columns: Headers.
         rows: Cells; None is shown as a dash.
-        right: Numbers of the columns that hold figures, aligned to the right.
+        right: Indices of columns with numbers, which are right-aligned.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
     for index, column in enumerate(columns):
@@ -72,17 +72,17 @@ def table(
             overflow="fold",
         )
     for row in rows:
-        # Text, so that a bracket in a name is not taken for markup.
+        # Text objects, so that a bracket in a name is not parsed as markup.
         made.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
     return made
 
 
 @contextmanager
 def progress() -> Iterator[Tell]:
-    """Show a bar on standard error while it is a terminal; it is gone afterwards.
+    """Show a progress bar on standard error if it is a terminal; it is removed afterwards.
 
     Yields:
-        To be called with what is being done, how much is done, and of how much.
+        A function to call with the current activity, the amount done and the total.
     """
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
@@ -98,14 +98,14 @@ def progress() -> Iterator[Tell]:
 
 
 def short_origin(origin: Origin) -> str:
-    """Return an origin as distribution and version, where it has one."""
+    """Return an origin as distribution and version, if it has one."""
     if origin.distribution is None:
         return str(origin)
     return " ".join(filter(None, (origin.distribution, origin.version)))
 
 
 def mention_problems(plugins: PluginSet) -> None:
-    """Say on standard error that plugins were left out, if any were."""
+    """Report on standard error if plugins were left out."""
     if plugins.problems:
         names = ", ".join(dict.fromkeys(problem.origin.plugin for problem in plugins.problems))
-        complain(f"Plugins left out: {names}. Next: `dispatchkit plugins` says why.")
+        complain(f"Plugins left out: {names}. Next: `dispatchkit plugins` shows why.")

@@ -1,4 +1,4 @@
-"""``record``: run a script, and write down every batch that it dispatches."""
+"""``record``: run a script and record every batch that it dispatches."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def record(
 ) -> None:
     """Run a Python script and record every batch it dispatches as a step trace.
 
-    Batches of every GraphRunner and Dispatcher of this process count; processes that it starts
-    are not seen. What the script prints goes to standard error. However it ends, the steps until
-    then are written: to OUTPUT, or where the process is killed to OUTPUT.part.
+    Batches of every GraphRunner and Dispatcher in this process are recorded; those of child
+    processes are not. Output of the script goes to standard error. However the script ends, the
+    steps until then are written to OUTPUT, or to OUTPUT.part if the process is killed.
 
     Example: dispatchkit record trace.csv.gz serve.py --port 8000
 
@@ -93,7 +93,7 @@ def record(
             if isinstance(done.code, str):
                 complain(done.code)
         except KeyboardInterrupt:
-            # Servers are stopped that way: what was recorded until then is a whole trace.
+            # Servers are stopped this way: the steps recorded until then form a complete trace.
             end = _End(STOPPED)
         except Exception as error:  # noqa: BLE001 - the script's own; what it did is kept
             end = _End(1, error)
@@ -123,7 +123,7 @@ def record(
 
 @attrs.frozen
 class _End:
-    """How a script ended: its exit code, and what it raised; or why it could not be run."""
+    """How a script ended: its exit code and exception, or why it could not run."""
 
     code: int = 0
     error: Exception | None = None
@@ -170,7 +170,7 @@ def _check_script(target: str) -> None:
 
 
 def _module_problem(target: str) -> str:
-    """Return what is wrong with a module's name, if anything; its package is imported for that."""
+    """Describe what is wrong with a module's name, if anything; imports its package."""
     try:
         # A relative name, or an empty one, is relative to nothing.
         spec = None if target.startswith(".") or not target else importlib.util.find_spec(target)
@@ -179,9 +179,9 @@ def _module_problem(target: str) -> str:
             return "a package with a __main__.py, or a module"
     except ModuleNotFoundError as error:
         if error.name is None or not f"{target}.".startswith(f"{error.name}."):
-            raise  # the package of the target lacks something of its own
+            raise  # the target's package fails to import something
         spec = None
-    except ValueError:  # a name that is none, or a module without a spec
+    except ValueError:  # an invalid name, or a module without a spec
         spec = None
     return "" if spec is not None else "one that can be imported from here"
 
@@ -205,13 +205,13 @@ def _is_ours(filename: str) -> bool:
 
 @contextmanager
 def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
-    """Write down every batch that any dispatcher of this process is asked about.
+    """Record every batch that any dispatcher of this process decides.
 
     Args:
-        writer: Open; it gets the steps in the order they are decided.
+        writer: An open writer, which gets the steps in the order they are decided.
 
     Yields:
-        How many steps were left out because their axes are not those of the first step.
+        The number of steps left out because their axes differ from the first step's.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()
@@ -233,11 +233,11 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         is_uniform, query_len, most = self.config.query_class(int(uniform))
         variants = self.config.variants
         names = tuple(axis.name for axis in self.config.axes)
-        # What was dispatched must never fail here: the program that is recorded would.
+        # Recording must never raise here, or the recorded program would fail.
         tokens = int(num_tokens)
         reqs = int(num_reqs) or _fewest(tokens, query_len)
         if is_uniform and reqs * query_len != tokens:
-            is_uniform, most = False, 0  # not the batch it was said to be
+            is_uniform, most = False, 0  # the numbers contradict the query class
         step = TraceStep(
             num_tokens=tokens,
             num_reqs=reqs,
@@ -245,7 +245,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
             uniform_decode=is_uniform,
             num_active_loras=variants.facts(int(loras))[0],
             t_s=time.monotonic() - start,
-            # A value above the largest that a trace holds lies outside all the same.
+            # A value above the largest that a trace can hold is outside all buckets anyway.
             axes={
                 name: min(value, MAX_COUNT)
                 for name, value in zip(names, variants.values(loras), strict=True)
@@ -269,7 +269,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
 
 
 def _fewest(num_tokens: int, query_len: int) -> int:
-    """Return how many requests there are at least, where the caller did not say."""
+    """Return a lower bound of the number of requests, if the caller did not give it."""
     return min(num_tokens, max(1, num_tokens // query_len if query_len else 1))
 
 
@@ -285,7 +285,7 @@ def _arguments(target: str, rest: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Keep standard output for our own words, and JSON for JSON."""
+    """Reserve standard output for our own output, which may be JSON."""
     before = sys.stdout
     sys.stdout = sys.stderr
     try:

@@ -1,4 +1,4 @@
-"""The demo: a small decoder with a real cache, and a real step trace to run through it.
+"""The demo: a small decoder with a real cache, and a real step trace to run.
 
-Its modules that compute import torch; this one, ``traffic`` and ``report`` do not.
+Modules that compute import torch; this one, ``traffic`` and ``report`` do not.
 """

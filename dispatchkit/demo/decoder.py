@@ -1,12 +1,12 @@
 """A small decoder with a real key/value cache, in plain code.
 
-A capture makes one graph of it for decode steps (FULL). For mixed steps (PIECEWISE) it breaks at
-attention, which is marked to run eager: graphs alternate with it.
+For decode steps (FULL), a capture gives one graph. For mixed steps (PIECEWISE), the capture breaks
+at attention, which is marked to run eager, so that graphs and attention alternate.
 
-Every shape depends on the number of tokens alone, never on the values of positions or
-slots, so that attention too can be captured. The price: each token reads its request's
-whole cache and masks what is ahead of it. A serving engine has a kernel for that; here it
-keeps the model readable and the same on every device.
+Every shape depends only on the number of tokens, never on the values of positions or slots, so that
+attention can be captured, too. In return, each token reads its request's whole cache and masks
+later positions. A serving engine has a kernel for that; here it keeps the model readable and
+identical on every device.
 
 Shape legend: T tokens of the step, E embedding width, H heads, D head width, L cache rows of
 one request, S request slots, V vocabulary.
@@ -56,12 +56,12 @@ class DecoderShape:
 
     @property
     def sink_slot(self) -> int:
-        """The slot that padding rows write to; no request ever has it."""
+        """The slot that padding rows write to; never assigned to a request."""
         return self.num_slots
 
 
 class KVCache:
-    """Keys and values of all requests: one flat tensor of rows for each layer.
+    """Keys and values of all requests: one flat tensor of rows per layer.
 
     Row ``slot * cache_len + position`` belongs to that position of the request in the slot.
 
@@ -95,7 +95,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def real_rows(self) -> tuple[Tensor, ...]:
-        """Return the rows that requests own, without those of padding."""
+        """Return the rows of requests, without the padding slot."""
         rows = self.shape.num_slots * self.shape.cache_len
         return tuple(tensor[:rows] for tensor in self.tensors)
 
@@ -114,7 +114,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, in the two halves that lie around attention."""
+    """One transformer block, as the two halves around attention."""
 
     num_heads: int
     head_dim: int
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
     Args:
         shape: Sizes.
         device: Where the weights are.
-        seed: Of the weights; the same seed gives the same weights on every device.
+        seed: Seed of the weights; the same seed gives the same weights on every device.
     """
 
     cos: torch.Tensor
@@ -225,8 +225,8 @@ class Decoder(nn.Module):
         """Write this step's keys and values, then attend over each token's request.
 
         Tokens of one request in the same step see each other through the cache, up to
-        their own position. Two padding rows may write the same sink row: whichever wins,
-        no request reads it.
+        their own position. Two padding rows may write the same sink row; no request reads the
+        result.
 
         Shapes: query (T, H, D), key and value (T, D) -> (T, E).
         """
@@ -245,10 +245,10 @@ class Decoder(nn.Module):
 
     @eager_region
     def attend_into(self, out: Tensor, *args: Any) -> None:
-        """Attend, and write the result (T, E) into a tensor of the step.
+        """Attend and write the result (T, E) into a tensor of the step.
 
-        Returning nothing, it returns the same at every replay. So the cache, which it changes,
-        need not be put back, however large it is.
+        It returns nothing, so there is no result to compare at a replay, and the cache it changes
+        need not be saved and restored, however large it is.
         """
         out.copy_(self.attend(*args))
 
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
         """Return the model on one cache, as a step for a ``GraphRunner``.
 
         Args:
-            cache: The cache that it writes to; declare it as the runner's state.
+            cache: The cache to write to; declare it as the runner's state.
         """
 
         def step(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Decoder(nn.Module):
 def _weight(
     generator: torch.Generator, rows: int, columns: int, *, scale: float | None = None
 ) -> nn.Parameter:
-    """Return a random matrix that keeps the size of what it is applied to."""
+    """Return a random matrix that preserves the scale of its input."""
     values = torch.randn(rows, columns, generator=generator)
     return nn.Parameter(values * (columns**-0.5 if scale is None else scale), requires_grad=False)
 

@@ -1,7 +1,7 @@
-"""Models ready to be measured, each a function that returns a runner.
+"""Models to measure, each as a function that returns a runner.
 
-``dispatchkit calibrate`` takes such a function by its name, ``module:function``; one of your
-own is written like these.
+``dispatchkit calibrate`` takes such a function by name, ``module:function``. Write your own like
+these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
-#: Spread over what a serving loop sees; denser where steps are frequent.
+#: Spread over the sizes of a serving loop; denser where steps are frequent.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _TAPE_SIZES = (1, 2, 4, 8, 16)
 
@@ -36,15 +36,15 @@ def decoder(
     options: RunnerOptions | None = None,
     **settings: Any,
 ) -> GraphRunner:
-    """Return a runner of the demo's decoder with a cache of its own.
+    """Return a runner of the demo's decoder with its own cache.
 
     Args:
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
-        shape: Sizes of the model; by default what suits the device.
+        shape: Sizes of the model; by default chosen for the device.
         sizes: Capture sizes.
         max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
-        options: Options of the runner, but for the configuration and the device.
-        settings: More arguments of the runner.
+        options: Options of the runner, other than the configuration and the device.
+        settings: Further arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
     shape = shape or (CUDA_SHAPE if is_gpu else TAPE_SHAPE)
@@ -86,11 +86,11 @@ def mlp(
     Args:
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_layers: Linear layers, with a ReLU after each.
-        width: Width of all layers; by default what suits the device.
+        width: Width of all layers; by default chosen for the device.
         sizes: Capture sizes.
         max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
-        options: Options of the runner, but for the configuration and the device.
-        settings: More arguments of the runner.
+        options: Options of the runner, other than the configuration and the device.
+        settings: Further arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
     width = width or (4096 if is_gpu else 32)
@@ -120,7 +120,7 @@ def mlp(
 
 def _config(**fields: Any) -> DispatchConfig:
     with warnings.catch_warnings():
-        # Steps above the sizes are there on purpose: eager is measured, too.
+        # Steps above the sizes are intended: eager is measured, too.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(**fields)
 

@@ -1,4 +1,4 @@
-"""Run a step trace through the decoder twice, eager and dispatched, and compare each step."""
+"""Run a step trace through the decoder eager and dispatched, and compare each step."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from dispatchkit.settings import Settings
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-#: Sums are taken in another order at another batch size; float32 keeps about seven digits, and
-#: a result is a few hundred sums deep. Measured differences are below a tenth of this.
+#: The order of summation depends on the batch size; float32 has about seven digits, and a result is
+#: a few hundred sums deep. Measured differences are below a tenth of this.
 ATOL, RTOL = 1e-3, 1e-3
 MIN_SLOTS, MAX_SLOTS = 8, 512
 DEVICES = ("auto", "tape", "cpu", "cuda")
 
-#: Small enough for a minute on two cores; on a GPU large enough that launches matter.
+#: Small enough to finish in a minute on two cores; on a GPU, large enough for launches to matter.
 TAPE_SHAPE = DecoderShape()
 CUDA_SHAPE = DecoderShape(num_layers=8, num_heads=8, head_dim=32)
 
@@ -51,17 +51,17 @@ Progress = Callable[[str, int, int], None]
 
 @attrs.frozen(kw_only=True)
 class DemoOptions:
-    """What may be chosen.
+    """Options of the demo.
 
     Attributes:
-        settings: Policy, sizes, budgets and all else that a runner takes; see
-            ``load_settings``. What nobody gave fits the trace. ``backend`` is ``tape`` or
-            ``cpu`` for the stand-in on a CPU, ``cuda`` or ``cuda:N`` for a GPU, ``auto`` for a
-            GPU where torch finds one, else the tape.
-        trace: A step trace; None for the excerpt that comes with the package.
+        settings: Policy, sizes, budgets and all other settings of a runner; see ``load_settings``.
+            Settings not given fit the trace. ``backend`` is ``tape`` or ``cpu`` for the simulation
+            on a CPU, ``cuda`` or ``cuda:N`` for a GPU, or ``auto`` for a GPU if torch finds one,
+            else the tape.
+        trace: A step trace; None for the excerpt in the package.
         steps: Most steps to run, from the start of the trace.
-        shape: Sizes of the decoder; None for those that suit the device. Its number of
-            slots is set from the trace.
+        shape: Sizes of the decoder; None to choose them for the device. Its number of slots is set
+            from the trace.
     """
 
     settings: Settings = attrs.field(factory=Settings)
@@ -77,7 +77,7 @@ def resolve_device(name: str) -> torch.device:
     """Return the torch device that a name stands for.
 
     Raises:
-        UnknownNameError: It is none of the names.
+        UnknownNameError: There is no such name.
         BackendUnavailableError: There is no such device here.
     """
     kind, _, index = name.partition(":")
@@ -89,9 +89,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = f"it finds no device or driver (CUDA {built})" if built else "it has no CUDA in it"
+        why = (
+            f"it finds no device or driver (CUDA {built})"
+            if built
+            else ("it was built without CUDA")
+        )
         raise BackendUnavailableError(
-            f"Device {name!r} was asked for, and torch {torch.__version__} cannot use one: {why}. "
+            f"Device {name!r} is not available to torch {torch.__version__}: {why}. "
             "Use --device tape, or see `dispatchkit doctor`."
         )
     count = torch.cuda.device_count()
@@ -113,29 +117,29 @@ def run_demo(
 
     Args:
         options: Trace, policy, device.
-        plugins: Where the policy is looked up; loaded if not given.
-        progress: Called with what is being done, how much is done and of how much.
+        plugins: The plugins that provide the policy; loaded if not given.
+        progress: Called with the current activity, the amount done and the total.
 
     Returns:
-        The report; nothing is raised for a wrong result, ``report.comparison`` tells.
+        The report. Wrong results do not raise; see ``report.comparison``.
 
     Raises:
         TraceError: The trace cannot be read.
         UnknownNameError: The policy or the device is unknown.
-        BackendUnavailableError: The device is not there.
+        BackendUnavailableError: The device does not exist.
     """
     start = time.perf_counter()
     device = resolve_device(options.settings["backend"])
     trace_name, rows = _read(options.trace, options.steps)
     shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
-    # A power of two, as servers are set up with: every decode step then has a FULL graph.
+    # A power of two, as in servers, so that every decode step has a FULL graph.
     most = min(MAX_SLOTS, max(rows.column("num_reqs")))
     num_slots = max(MIN_SLOTS, 1 << (most - 1).bit_length())
     shape = attrs.evolve(shape, num_slots=num_slots)
     traffic = plan_traffic(rows, num_slots=num_slots, cache_len=shape.cache_len, vocab=shape.vocab)
     tell = progress or (lambda doing, done, total: None)
     with _one_thread(device), torch.no_grad(), warnings.catch_warnings():
-        # The report counts eager steps by reason, which says more than a warning does.
+        # The report counts eager steps by reason, which is more useful than a warning.
         warnings.simplefilter("ignore", EagerStepWarning)
         return _run(options, device, trace_name, shape, traffic, plugins, tell, start)
 
@@ -209,7 +213,7 @@ def make_runner(
 ) -> GraphRunner:
     """Return a runner for the decoder, sized for the traffic.
 
-    Padding rows are tokens of nobody: they write to the sink slot.
+    Padding rows are dummy tokens that write to the sink slot.
     """
     settings = options.settings
     largest = max(step.num_tokens for step in traffic.steps)
@@ -226,7 +230,7 @@ def make_runner(
             raise ConfigError(
                 name,
                 limit,
-                f"at least {needed}, which the demo's steps have",
+                f"at least {needed}, the largest in the demo's steps",
                 "Or run fewer steps.",
             )
     policy = settings["policy"]
@@ -248,7 +252,7 @@ def make_runner(
 
 
 class _Pair:
-    """The two runs, side by side: same weights, each its own cache."""
+    """The two runs, side by side, with the same weights and separate caches."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, runner: GraphRunner, device: torch.device
@@ -306,7 +310,7 @@ class _Pair:
             )
 
     def compare_caches(self, cache: KVCache) -> Comparison:
-        """Compare what the two runs left in their caches, without the rows of padding."""
+        """Compare the final caches of the two runs, without padding rows."""
         equal, worst = True, 0.0
         for mine, theirs in zip(self.cache.real_rows(), cache.real_rows(), strict=True):
             same, difference = _compare(theirs, mine)
@@ -338,7 +342,7 @@ class _Pair:
         return tuple(sorted(rows, key=lambda row: -row.steps))
 
     def batch1(self, *, rounds: int = 5) -> Batch1:
-        """Let one request decode alone in slot 0; the caches are of no use afterwards."""
+        """Decode one request alone in slot 0; the caches are not usable afterwards."""
         calls = min(self.decoder.shape.cache_len, 100 if self.device.type == "cuda" else 20)
         one = torch.tensor([1], dtype=torch.int64, device=self.device)
         slot = torch.zeros_like(one)
@@ -384,7 +388,7 @@ def _uniform(config: DispatchConfig, query_len: int) -> int:
 
 
 def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
-    """Return mode and computed tokens of the one step between two readings."""
+    """Return mode and computed tokens of the single step between two readings."""
     mode = next(
         mode for mode, count in after.steps_by_mode.items() if count > before.steps_by_mode[mode]
     )
@@ -411,7 +415,7 @@ def _compare(actual: torch.Tensor, expected: torch.Tensor) -> tuple[bool, float]
 
 
 def _larger(one: float, other: float) -> float:
-    """Return the larger; what is not a number counts as the largest."""
+    """Return the larger value; NaN counts as the largest."""
     return other if other != other or other > one else one
 
 
@@ -424,7 +428,7 @@ def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
 
 
 def _read_file(path: Path) -> StepTrace:
-    """Return the steps in a file; dispatchkit-plan's reader takes counts and logs, too."""
+    """Return the steps in a file; with dispatchkit-plan, also of counts and logs."""
     try:
         read: Callable[[Path], StepTrace] = load_attribute("read_steps")
     except MissingDistributionError as missing:
@@ -438,7 +442,7 @@ def _read_file(path: Path) -> StepTrace:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Run torch on one CPU thread, where the CPU computes, and put it back afterwards."""
+    """Run torch on one CPU thread if the CPU computes, and restore the setting afterwards."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What a run of the demo found: plain records, no torch."""
+"""Results of a run of the demo, as plain records without torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dispatchkit.demo.traffic import Traffic
 
 @attrs.frozen(kw_only=True)
 class KindTimes:
-    """Steps of one kind and what one of them took.
+    """Steps of one kind, and the time of one of them.
 
     Attributes:
-        kind: ``decode`` or ``mixed``, as the trace has it.
+        kind: ``decode`` or ``mixed``, from the trace.
         mode: Runtime mode they ran in.
-        steps: How many.
-        num_tokens: Real tokens of all of them.
-        padding: Tokens computed for nothing.
+        steps: Number of steps.
+        num_tokens: Their real tokens.
+        padding: Padding tokens computed.
         eager_ms: Median milliseconds of an eager step.
         dispatched_ms: Median milliseconds of a dispatched one.
     """
@@ -35,13 +35,13 @@ class KindTimes:
 
 @attrs.frozen(kw_only=True)
 class Difference:
-    """A step whose results are not those of eager.
+    """A step whose results differ from eager.
 
     Attributes:
         step: Number of the step, from 0.
         mode: Runtime mode it ran in.
         num_tokens: Its tokens.
-        worst: Largest absolute difference; NaN where a result is not a number.
+        worst: Largest absolute difference; NaN if a result is NaN.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Difference:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """Eager against dispatched, row by row.
+    """Comparison of eager and dispatched results, row by row.
 
     Attributes:
         atol: Absolute tolerance.
@@ -84,7 +84,7 @@ class Batch1:
 
     Attributes:
         eager_us: Microseconds of an eager step (median of means, device idle at both ends).
-        dispatched_us: Of a dispatched step.
+        dispatched_us: Microseconds of a dispatched step.
         mode: Runtime mode it ran in.
         ratio: Eager over dispatched.
     """
@@ -110,9 +110,9 @@ class DemoReport:
         times: Per kind of step and runtime mode.
         eager_reasons: Eager steps by reason.
         num_tokens: Real tokens of all steps.
-        padding: Tokens computed for nothing.
-        capture: Graphs, seconds, bytes, and what failed.
-        comparison: Whether replay computed what eager computes.
+        padding: Padding tokens computed.
+        capture: Graphs, seconds, bytes, and failures.
+        comparison: Whether replays computed the results of eager.
         batch1: One request alone.
         seconds: The whole run.
     """
@@ -135,36 +135,36 @@ class DemoReport:
 
     @property
     def is_tape(self) -> bool:
-        """Whether it ran on the stand-in for a device."""
+        """Whether it ran on the tape, which simulates a device."""
         return self.backend == "tape"
 
     def meaning(self) -> list[str]:
-        """Return what the numbers mean on this device, a few sentences."""
+        """Explain in a few sentences what the numbers mean on this device."""
         equal = (
-            "Every dispatched step computed what eager computes, padding or not."
+            "Every dispatched step, padded or not, gave the same results as eager."
             if self.comparison.is_equal
-            else "Some dispatched steps did NOT compute what eager computes: do not trust them."
+            else "Some dispatched steps did NOT give the same results as eager: do not trust them."
         )
         if self.is_tape:
             tape = (
-                "The tape is no speed-up: it has the semantics of CUDA graphs on a CPU and runs "
-                "the same operations one by one, padding in full. What a small step gains is "
-                "Python that does not run again; nothing here says what a GPU would gain."
+                "The tape is not meant to be fast: it has the semantics of CUDA graphs on a CPU "
+                "and runs the same operations one by one, including padding. Small steps gain "
+                "because Python does not run again. None of these times predict those of a GPU."
             )
-            return [equal, tape, "Run it with --device cuda for times that mean something."]
+            return [equal, tape, "Use --device cuda for meaningful times."]
         launches = (
-            "A replay launches a whole step at once, where eager launches every kernel from "
-            f"Python: with one request alone it takes 1/{self.batch1.ratio:.1f} of the time."
+            "A replay launches a whole step at once, while eager launches every kernel from "
+            f"Python: for one request alone it takes 1/{self.batch1.ratio:.1f} of the time."
         )
         limits = (
-            "The more tokens a step has, the more the kernels themselves take, and the less "
-            "there is to save; PIECEWISE steps still launch attention from Python, and padding "
-            "is computed for nothing."
+            "The more tokens a step has, the longer the kernels take, and the less there is to "
+            "save. PIECEWISE steps still launch attention from Python, and padding is wasted "
+            "work."
         )
         return [equal, launches, limits]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, ready for JSON; None for what is not a number."""
+        """Return the report as plain values for JSON, with None for NaN and infinity."""
         traffic = attrs.asdict(self.traffic, filter=lambda field, _: field.name != "steps")
         made = attrs.asdict(self, filter=lambda field, _: field.name != "traffic")
         value = {
@@ -177,7 +177,7 @@ class DemoReport:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None for what is no number, which JSON has no word for."""
+    """Replace NaN and infinity, which JSON lacks, with None in a value."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,16 +1,16 @@
-"""From a step trace to requests: who is in each step, with which tokens, at which positions.
+"""Generate requests from a step trace: the tokens and positions of each step.
 
-A step trace says how many tokens and requests each step had, not whose they were. The demo
-needs requests that come and go, so this invents them, always in the same way:
+A step trace has the number of tokens and requests of each step, but not which requests they were.
+The demo needs requests that come and go, so they are generated deterministically:
 
-- each request of a step gets one token; the rest goes to as few requests as possible, each
-  at most ``max_query_len`` in all. Those are prompts, and a prompt belongs to a new request;
-- when a step needs a place, or has fewer requests than the one before, the oldest leave;
-- a request whose cache is full leaves, and a new one takes its place.
+- each request of a step gets one token; the others go to as few requests as possible, each with at
+  most ``max_query_len`` in total. These are prompts, and a prompt belongs to a new request;
+- if a step needs a slot, or has fewer requests than the previous step, the oldest leave;
+- a request whose cache is full leaves, and a new one replaces it.
 
-Positions, slots and token ids follow from that. What does not fit is cut, and counted:
-prompts longer than the cache allows, requests beyond the slots, tokens beyond the largest
-step. Steps without tokens are left out.
+Positions, slots and token ids follow from that. Prompts longer than the cache allows, requests
+beyond the slots, and tokens beyond the largest step are cut and counted. Steps without tokens are
+left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attrs
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace
 
-#: Steps of a trace that the demo runs: both kinds many times over, in half a minute on a CPU.
+#: Steps of a trace that the demo runs: many of both kinds, in half a minute on a CPU.
 DEFAULT_STEPS = 200
 
 
@@ -33,12 +33,12 @@ class PlannedStep:
 
     Attributes:
         num_reqs: Requests in the step.
-        uniform: Every request is past its prompt and brings ``query_len`` tokens.
-        query_len: Tokens per request where uniform, else 0.
+        uniform: Every request is past its prompt and has ``query_len`` tokens.
+        query_len: Tokens per request if uniform, else 0.
         tokens: Token ids.
         positions: Position of each token in its request, from 0.
         slots: Cache slot of each token's request.
-        cut_tokens: Tokens that the trace had and this step has not.
+        cut_tokens: Tokens of the trace's step that were cut.
     """
 
     num_reqs: int
@@ -57,7 +57,7 @@ class PlannedStep:
 
 @attrs.frozen
 class Traffic:
-    """All steps, and what had to be cut.
+    """All steps, and what was cut.
 
     Attributes:
         steps: In order.
@@ -66,7 +66,7 @@ class Traffic:
         num_tokens: Tokens of all steps, after cutting.
         cut_tokens: Tokens cut.
         cut_steps: Steps that lost any.
-        cut_requests: Places in steps that lost a request, for want of slots.
+        cut_requests: Requests cut from steps for lack of slots.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -79,7 +79,7 @@ class Traffic:
 
     @property
     def query_len(self) -> int:
-        """Tokens per request of uniform steps, as most of them have it; 1 without any."""
+        """The most frequent number of tokens per request of uniform steps; 1 if there are none."""
         lengths = [step.query_len for step in self.steps if step.uniform]
         return max(set(lengths), key=lengths.count, default=1)
 
@@ -92,7 +92,7 @@ class _Request:
 
 
 class _Requests:
-    """The requests of the moment: places in the cache, oldest first."""
+    """The current requests, as slots of the cache, oldest first."""
 
     def __init__(self, num_slots: int) -> None:
         self.active: OrderedDict[int, _Request] = OrderedDict()
@@ -118,13 +118,13 @@ def plan_traffic(
     vocab: int,
     max_step_tokens: int = 4096,
 ) -> Traffic:
-    """Return steps with requests that come and go as a trace's counts ask for.
+    """Return steps with requests that come and go according to a trace's counts.
 
     Args:
         trace: Steps; it needs ``num_reqs``, ``max_query_len`` and ``uniform_decode``.
-        num_slots: Requests at once.
-        cache_len: Tokens that one request's cache holds. A prompt may fill 7/8 of it, so
-            that there is room to decode.
+        num_slots: Largest number of requests at a time.
+        cache_len: Tokens that one request's cache holds. A prompt may fill 7/8 of it, which leaves
+            room to decode.
         vocab: Number of token ids.
         max_step_tokens: Most tokens of a step.
 
@@ -157,7 +157,7 @@ def plan_traffic(
         slots: list[int] = []
         for request, count in zip(members, counts, strict=True):
             span = range(request.length, request.length + count)
-            # Any rule will do that differs between requests and positions.
+            # Any rule that differs between requests and positions will do.
             tokens += [(request.number * 7919 + position * 104_729) % vocab for position in span]
             positions += span
             slots += [request.slot] * count
@@ -175,7 +175,7 @@ def plan_traffic(
                 )
             )
     if not steps:
-        raise TraceError(trace.source, None, "has no step with tokens and requests to run.")
+        raise TraceError(trace.source, None, "has no step with tokens and requests.")
     return Traffic(
         tuple(steps),
         requests.num_started,
@@ -188,13 +188,13 @@ def plan_traffic(
 
 
 def _prompt_lengths(rest: int, max_query_len: int, num_reqs: int, max_prompt: int) -> list[int]:
-    """Return how many tokens each prompt of a step has: as few prompts as possible.
+    """Return the tokens of each prompt of a step, using as few prompts as possible.
 
     Args:
-        rest: Tokens of the step beyond one for each request.
+        rest: Tokens of the step beyond one per request.
         max_query_len: Most tokens of one request, in the trace.
         num_reqs: Requests of the step.
-        max_prompt: Tokens that are kept of a prompt.
+        max_prompt: Most tokens kept of a prompt.
     """
     lengths: list[int] = []
     while rest > 0 and max_query_len > 1 and len(lengths) < num_reqs:
@@ -207,7 +207,7 @@ def _prompt_lengths(rest: int, max_query_len: int, num_reqs: int, max_prompt: in
 def _members(
     requests: _Requests, num_reqs: int, num_prompts: int, query_len: int, cache_len: int
 ) -> list[_Request]:
-    """Return a step's requests: those that go on, then as many new ones as it needs."""
+    """Return a step's requests: those that continue, then as many new ones as needed."""
     for request in list(requests.active.values()):
         if request.length + query_len > cache_len:
             requests.leave(request)

@@ -1,6 +1,6 @@
-"""Runs steps: static inputs and outputs, capture, replay, and the runner that ties them.
+"""Execution of steps: static inputs and outputs, capture, replay, and the runner.
 
-Importing this room needs torch.
+Importing this package needs torch.
 """
 
 try:

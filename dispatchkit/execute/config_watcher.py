@@ -1,7 +1,7 @@
-"""A configuration file that a serving runner follows: edit it, and the runner is swapped.
+"""Follow a configuration file while serving: when it is edited, the runner is swapped.
 
-There is no port and no thread of its own. The owner of the loop polls, which costs one look at
-the file's time stamp, or gives ``run`` a thread.
+It has no port or thread. The owner of the serving loop polls, which checks the file's modification
+time, or runs ``run`` in a thread.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.settings import SETTINGS, load_settings
 
-# What a swap changes, beside the configuration.
+# What a swap can change besides the configuration.
 _SWAPPED = (*names_of(MemoryOptions), "policy", "policy_options")
 
 
 class SwapWarning(RuntimeWarning):
-    """A change of the watched file was refused; the runner goes on as it was."""
+    """A change of the watched file was refused; the runner does not change."""
 
 
 class ConfigWatcher:
-    """Keeps a runner as a settings file says.
+    """Keeps a runner up to date with a settings file.
 
-    The file is as ``pyproject.toml``: a table ``[tool.dispatchkit]`` with settings by their
-    usual names. What it does not name stays as it is; the environment has no say. Replace the
-    file by a rename, so that no half of it is read.
+    The file is like ``pyproject.toml``: a table ``[tool.dispatchkit]`` with the usual names of
+    settings. Settings it does not contain do not change; the environment is ignored. Replace the
+    file by renaming, so that it is never read half-written.
 
     Args:
-        runner: What is swapped.
+        runner: The runner.
         path: The file.
 
     Attributes:
-        error: Why the file as it stands was refused; None where it is in force.
+        error: Why the current file was refused; None if it is in effect.
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
@@ -50,13 +50,13 @@ class ConfigWatcher:
         self.error: DispatchkitError | None = None
 
     def poll(self) -> SwapReport | None:
-        """Swap what the file says otherwise, if it was written since the last time.
+        """Apply changes of the file if it was written since the last call.
 
-        A file that cannot be read, says what cannot be used, or asks for a swap that fails
-        changes nothing. That is warned of once, and kept in ``error``.
+        If the file cannot be read, has an invalid setting, or the swap fails, nothing changes. That
+        is warned about once, and stored in ``error``.
 
         Returns:
-            What a swap did; None where there was none.
+            The report of the swap, or None if there was none.
         """
         stamp = self._stamp()
         if stamp == self._seen:
@@ -68,7 +68,7 @@ class ConfigWatcher:
         except DispatchkitError as error:
             self.error = error
             warnings.warn(
-                f"{self._path} is not followed, and the runner goes on as it was: {error}",
+                f"The change of {self._path} was refused, and the runner does not change: {error}",
                 SwapWarning,
                 stacklevel=2,
             )
@@ -77,11 +77,11 @@ class ConfigWatcher:
         return report
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Poll until told to stop; for a thread that the caller makes.
+        """Poll until stopped; for a thread created by the caller.
 
         Args:
-            stop: Ends it when set.
-            interval_s: Seconds between two looks.
+            stop: Set it to stop polling.
+            interval_s: Seconds between polls.
         """
         while not stop.wait(interval_s):
             self.poll()
@@ -90,11 +90,11 @@ class ConfigWatcher:
         try:
             found = self._path.stat()
         except OSError:
-            return ()  # reading it says why
+            return ()  # reading it raises the reason
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _changes(self) -> dict[str, Any]:
-        """Return the arguments of the swap that makes the runner as the file says."""
+        """Return the arguments of the swap that applies the file to the runner."""
         settings = load_settings(environ={}, file=self._path)
         in_force = self._runner.swapper.settings_in_force()
         changed = {
@@ -118,5 +118,8 @@ def _is_dispatch(name: str) -> bool:
 def _refuse_fixed(changed: Mapping[str, Any]) -> None:
     for name, value in changed.items():
         raise ConfigError(
-            name, value, "as it was when the runner was made", "Only a new runner can change it."
+            name,
+            value,
+            "the value that the runner was created with",
+            "Only a new runner can have another value.",
         )

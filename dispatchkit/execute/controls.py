@@ -1,4 +1,4 @@
-"""What a runner's owner can do besides calling it: capture, freeze, evict, look."""
+"""Operations on a runner's graphs: capture, freeze, evict, inspect."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
 
-#: Why a key has no graph, and the times that steps were held up for too long.
+#: Why a key has no graph, and the pauses of steps that were too long.
 _Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
 class Controls:
-    """Capture, freeze, evict and look at the graphs of a runner.
+    """Capture, freeze, evict and inspect the graphs of a runner.
 
-    What is done here is done to every lane, where not said otherwise.
+    Methods apply to every lane unless noted otherwise.
 
     Args:
         executors: Those of all lanes.
-        homes: On which lanes keys are captured.
+        homes: The lanes on which keys are captured.
         lock: Held by each step.
     """
 
@@ -67,7 +67,7 @@ class Controls:
         progress: bool | Callable[[int, int, GraphKey | None], None] = False,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys that have no graph yet, largest first; failures are contained.
+        """Capture the keys without a graph, largest first; failures are recorded, not raised.
 
         See ``GraphRunner.capture``.
         """
@@ -80,7 +80,7 @@ class Controls:
             )
             if report.num_graphs:
                 for member in self._executors:
-                    member.calibration.run()  # each lane learns for itself
+                    member.calibration.run()  # each lane learns separately
             return report
 
     def capture_in_background(
@@ -90,26 +90,26 @@ class Controls:
         max_pause_us: float = 2000.0,
         between_operators: bool = False,
     ) -> BackgroundCapture:
-        """Capture the keys that have no graph yet in a thread, while others run steps.
+        """Capture the keys without a graph in a thread, while others run steps.
 
-        Steps that wait run between the parts of each capture: its warmup, the capture itself, the
-        driver's end of it, each replay that proves its rows. What held them up for longer than
-        ``max_pause_us`` is in ``pauses``, by name: one of these parts; or the whole warmup and
-        capture of a step that changes state, draws random numbers, is made of pieces, calls
-        functions of torch.compile, or belongs to one of several lanes. Where calls capture on
-        demand, they run eager with reason ``capture_pending`` meanwhile.
+        Waiting steps run between the phases of each capture: its warmup, the capture itself, the
+        driver's end of it, each replay that proves its rows. Pauses longer than ``max_pause_us``
+        are listed in ``pauses`` with their cause: one of these phases, or the whole warmup and
+        capture if the step changes state, draws random numbers, is made of pieces, calls functions
+        of torch.compile, or belongs to one of several lanes. In a lazy runner, calls that would
+        capture run eager meanwhile, with reason ``capture_pending``.
 
         Args:
-            keys: Which; all declared ones by default. As in ``capture``, the largest first, and
-                only where there is room: nothing is evicted.
-            max_pause_us: How long steps may be held up at a time, in microseconds.
+            keys: The keys; by default all declared ones. As in ``capture``, the largest comes
+                first, and nothing is evicted to free memory.
+            max_pause_us: Longest time that steps may be delayed, in microseconds.
             between_operators: Also let steps run in the middle of a warmup or capture, between two
-                operators, after ``max_pause_us``. The step must bear that: it must not set, for
-                the time of its own run, an attribute or a global that another run resets.
+                operators, after ``max_pause_us``. The step must allow that: it must not temporarily
+                set an attribute or a global that another run resets.
 
         Raises:
-            ConfigError: ``max_pause_us`` is not a positive number, or results are views of memory
-                that the proof of a new graph writes to at any time.
+            ConfigError: ``max_pause_us`` is not a positive number, or results are views of memory,
+                which the proof of a new graph may overwrite.
             RegistryError: The runner is frozen, or a key is not declared.
         """
         if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
@@ -120,8 +120,9 @@ class Controls:
             raise ConfigError(
                 "outputs",
                 "view",
-                "'owned' for captures in the background",
-                "A view may be read while a new graph is proven in the same memory: capture().",
+                "'owned' for background captures",
+                "A view could be read while a new graph is proven in the same memory. Use "
+                "capture() instead.",
             )
         chosen = self._homes.by_lane(None if keys is None else tuple(keys))
         places: dict[GraphKey, list[int]] = {}
@@ -135,7 +136,7 @@ class Controls:
         itself = weakref.ref(self)
 
         def capture_one(key: GraphKey) -> _Captured | None:
-            # Weakly between two keys: the last reference to a runner frees its graphs.
+            # A weak reference between keys: the last reference to a runner must free its graphs.
             found = itself()
             if found is None:
                 return None
@@ -160,7 +161,7 @@ class Controls:
         *,
         between_operators: bool,
     ) -> _Captured:
-        """Capture a key on some lanes in turns with steps; called by the background's thread."""
+        """Capture a key on some lanes in turns with steps; called by the background thread."""
         problem: CaptureError | str | None = None
         pauses: list[LongPause] = []
         for index in lanes:
@@ -175,10 +176,10 @@ class Controls:
         return problem, pauses
 
     def ready(self, keys: Iterable[GraphKey] | None = None) -> bool:
-        """Return whether keys have their graphs, on every lane that has a home for them.
+        """Return whether keys have graphs on all of their lanes.
 
         Args:
-            keys: Which; by default all that are declared and not switched off.
+            keys: The keys; by default all declared ones that are not switched off.
         """
         chosen = self._homes.by_lane(None if keys is None else tuple(keys))
         for member, own in zip(self._executors, chosen, strict=True):
@@ -192,10 +193,10 @@ class Controls:
         return True
 
     def warm_up(self) -> dict[GraphKey, str]:
-        """Warm all keys up before the first is captured; returns those whose warmup raised.
+        """Warm up all keys before the first capture; return those whose warmup raised.
 
-        For libraries whose scratch memory grows with the size: all of it is there before a
-        graph reads its address.
+        For libraries whose workspace grows with the size, so that it is fully allocated before a
+        graph captures its address.
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
@@ -205,14 +206,14 @@ class Controls:
         return failed
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the key that was most asked for in vain; to be called in idle moments."""
+        """Capture the most requested key without a graph; call it in idle moments."""
         with self._lock:
             self._turns.wait()
             tried = (member.lifecycle.capture_next() for member in self._executors)
             return next((key for key in tried if key is not None), None)
 
     def freeze(self, *, strict: bool | None = None) -> None:
-        """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
+        """Stop capturing; keys without a graph run eager, or raise in strict mode."""
         with self._lock:
             self._turns.wait()
             for member in self._executors:
@@ -222,18 +223,18 @@ class Controls:
                 member.dispatcher.set_lazy(False)
 
     def unfreeze(self) -> None:
-        """Allow captures again, lazy ones where the runner is lazy: to wake up after a sleep."""
+        """Allow captures again, including lazy ones in a lazy runner."""
         with self._lock:
             for member in self._executors:
                 member.lifecycle.is_frozen = False
                 member.dispatcher.set_lazy(member.lifecycle.lazy)
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Choose by a function which graph is evicted first, on every lane.
+        """Set the function that chooses which graph is evicted first, on every lane.
 
         Args:
-            score: Of a captured key; the lowest goes first. None: as
-                ``MemoryOptions.eviction`` names it.
+            score: Returns the score of a captured key; the lowest is evicted first. None: the order
+                in ``MemoryOptions.eviction``.
         """
         with self._lock:
             for member in self._executors:
@@ -249,18 +250,18 @@ class Controls:
         output_batch_dims: Any = 0,
         has_effect: bool = True,
     ) -> None:
-        """Use a graph that was captured elsewhere for a key, on the first lane.
+        """Use a graph captured elsewhere for a key, on the first lane.
 
         Args:
-            key: Its name; declared if it is not.
+            key: The key, declared if it is not yet.
             graph: Anything with ``replay()``, launched on the current stream.
             inputs: The tensors it reads, of the key's size, by input name.
-            outputs: What it writes, padded.
+            outputs: Its padded outputs.
             output_batch_dims: Their batch dimension, as for the runner.
             has_effect: A replay changes more than its outputs.
 
         Raises:
-            InputError: The tensors do not fit the declared inputs at the key's size.
+            InputError: The tensors do not match the declared inputs at the key's size.
         """
         with self._lock:
             self._turns.wait()
@@ -284,11 +285,11 @@ class Controls:
         return any(entry is not None and entry.state is KeyState.CAPTURED for entry in entries)
 
     def get(self, key: GraphKey) -> CapturedKey | None:
-        """Return the captured step of a key on the first lane, None if it has none there."""
+        """Return the captured key on the first lane, or None if it has no graph there."""
         return self._first.lifecycle.live().get(key)
 
     def evict(self, key: GraphKey) -> None:
-        """Give up the graphs of a key.
+        """Evict the graphs of a key.
 
         See ``GraphRunner.evict``.
         """
@@ -299,14 +300,14 @@ class Controls:
                 member.lifecycle.evict(key)
 
     def clear(self) -> None:
-        """Give up all graphs."""
+        """Evict all graphs."""
         with self._lock:
             self._turns.wait()
             for member in self._executors:
                 member.lifecycle.graphs.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Give up all graphs because what they read was replaced; capture them again after.
+        """Release all graphs because memory they read was replaced, and allow recapturing them.
 
         See ``GraphRunner.invalidate``.
         """
@@ -323,23 +324,23 @@ class Controls:
             member.registry.set_enabled(enabled, mode=chosen, key=key)
 
     def drain(self, *, wait: bool = False) -> int:
-        """Give the outcomes of measured steps that are done to the policy; how many."""
+        """Pass outcomes of finished measured steps to the policy; return their number."""
         return sum(member.timings.drain(wait=wait) for member in self._executors)
 
     # -- reading ------------------------------------------------------------------------
 
     @property
     def can_split(self) -> bool:
-        """Whether the step is pieces, so that PIECEWISE graphs can be captured."""
+        """Whether the step consists of pieces, so that PIECEWISE graphs can be captured."""
         return self._first.work.step.can_split
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the graphs take: their pool, and the outputs they share."""
+        """Bytes of the graphs: their pool and their shared outputs."""
         return sum(member.lane.num_bytes() for member in self._executors)
 
     def stats(self) -> RunnerStats:
-        """Return what has been done so far, on all lanes together."""
+        """Return the counters of all lanes together."""
         return RunnerStats.total(member.counters.read() for member in self._executors)
 
     def explain(
@@ -353,7 +354,7 @@ class Controls:
         cost_model: CostModel | str | None = None,
         **axes: int,
     ) -> Explanation:
-        """Say what would happen to a batch and why, without running or counting anything.
+        """Explain what would happen to a batch, without running or counting anything.
 
         See ``GraphRunner.explain``.
         """
@@ -373,15 +374,15 @@ class Controls:
         )
 
     def _notes(self, decision: Decision, num_tokens: int) -> Iterator[str]:
-        """Yield what else is to be known of a step, in words."""
+        """Yield further notes about a step."""
         config = self._first.dispatcher.config
         may_split = self._first.spec.options.rows_independent
         if self._pads_draws(decision.key, num_tokens):
             yield PADDED_DRAWS
         elif may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
             yield (
-                "No policy is asked about batches above the largest size. With max_num_tokens, the "
-                "largest batch that comes, one may split them."
+                "Policies are not asked about batches above the largest size. Set max_num_tokens "
+                "to the largest batch, and a policy may split them."
             )
         key = decision.key
         captured = None if key is None else self._first.lifecycle.live().get(key)
@@ -396,10 +397,10 @@ class Controls:
     # -- launches -----------------------------------------------------------------------
 
     def upload(self, key: GraphKey) -> bool:
-        """Bring a key's graphs to the device ahead of their first launch, on their lanes.
+        """Upload a key's graphs to the device before their first launch, on their lanes.
 
         Returns:
-            Whether that was queued; False without a graph, or where the backend cannot.
+            Whether it was queued; False without a graph or if the backend does not support it.
         """
         uploads = features_of(self._first.work.backend).uploads
         if uploads is None:
@@ -412,7 +413,8 @@ class Controls:
         return bool(done) and all(done)
 
     def launch_path(self, key: GraphKey) -> str:
-        """Say how the graph of a key is launched: ``direct``, or by its graph and why.
+        """Describe how a key's graph is launched: ``direct``, or through the graph, with the
+        reason.
 
         Raises:
             RegistryError: The key has no graph.
@@ -420,11 +422,11 @@ class Controls:
         return launch_path(self._first.work.backend, self._captured(key))
 
     def input_path(self, key: GraphKey) -> str:
-        """Say how inputs of a key come in: ``node``, or by torch's ``copy`` and why.
+        """Describe how a key's inputs are copied in: ``node``, or torch's ``copy`` with the reason.
 
-        With a node, device inputs that it is not for still go by a copy, step by step. Host
-        inputs that it is not for are copied by the graph from pinned memory: ``staging``, and
-        why, behind how device inputs come in.
+        With a node, device inputs that it does not support are still copied in each step. Host
+        inputs that it does not support are copied by the graph from pinned memory; then ``staging``
+        and the reason follow after a semicolon.
 
         Raises:
             RegistryError: The key has no graph.
@@ -434,5 +436,5 @@ class Controls:
     def _captured(self, key: GraphKey) -> CapturedKey:
         captured = self.get(key)
         if captured is None:
-            raise RegistryError(f"{key} has no graph that could be launched.")
+            raise RegistryError(f"{key} has no graph to launch.")
         return captured

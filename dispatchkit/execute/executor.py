@@ -1,4 +1,4 @@
-"""Executor: what decides the steps of one lane, their graphs, and how they run."""
+"""Executor: decides and runs the steps of one lane, and owns their graphs."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class Workload:
-    """What is run, the same on all lanes of a runner.
+    """The step and its inputs, shared by all lanes of a runner.
 
     Attributes:
-        spec: What the runner was asked to be.
+        spec: The specification of the runner.
         backend: The device.
-        inputs: The static inputs; where there are axes, at their smallest buckets.
-        axes: The axes, where there are some.
-        slots: The input that names slots and their state, where there are some.
-        step: What a call runs.
-        guard: Reads what graphs are made under.
-        config: Sizes, limits and modes; the mode may be less than was asked for.
-        mode_reasons: Why it is.
+        inputs: The static inputs; with axes, at their smallest buckets.
+        axes: The axes, if any.
+        slots: The input of slots, with their state, if any.
+        step: The step.
+        guard: Reads the modes that graphs are captured under.
+        config: Sizes, limits and modes; the mode may be a downgrade of the one requested.
+        mode_reasons: Reasons for the downgrade.
     """
 
     spec: RunnerSpec
@@ -76,11 +76,11 @@ class Workload:
 
 
 def make_workload(spec: RunnerSpec) -> Workload:
-    """Return what a runner is to run, as it was asked to be.
+    """Return the work of a runner, from its specification.
 
     Raises:
-        ConfigError: A setting cannot be used.
-        UnknownNameError: No backend or mode goes by a given name.
+        ConfigError: A setting is invalid.
+        UnknownNameError: There is no backend or mode of a given name.
     """
     options, group = spec.options, spec.memory_group
     backend = make_backend(spec.backend, options.device, spec.plugins)
@@ -109,31 +109,30 @@ def make_workload(spec: RunnerSpec) -> Workload:
 
 
 class Executor:
-    """Run the steps of one lane by the decisions of its own dispatcher.
+    """Runs the steps of one lane according to its own dispatcher.
 
     Args:
-        work: What is run.
+        work: The work.
         group: The pool of its graphs, and the lock that each step holds.
 
     Attributes:
-        work: What is run.
-        spec: What the runner is asked to be; a swap changes it.
-        mode_reasons: Why the mode in force is less than what was asked for; a swap changes them.
-        plugins: Where policies come from by name; loaded when a name must be found.
-        notices: What observers are told through.
+        work: The work.
+        spec: The specification of the runner; a swap changes it.
+        mode_reasons: Reasons for a downgrade of the mode; a swap changes them.
+        plugins: The plugins that provide policies by name; loaded on demand.
+        notices: Notifies observers.
         dispatcher: Decides.
-        decide: How it is asked: ``dispatcher.dispatch``, or what records and watches steps
-            around it.
+        decide: ``dispatcher.dispatch``, or a wrapper that records and watches steps.
         registry: The keys and their graphs.
         lane: The stream, the pool and the static buffers.
-        counters: What steps are counted in.
-        timings: What was measured of steps.
-        warmups: What is known of the step from its warmups.
+        counters: Counters of steps.
+        timings: Measurements of steps.
+        warmups: What warmups have shown about the step.
         lifecycle: Captures and evicts graphs.
         checker: Compares replays with eager; None unless check mode is on.
         eager: Runs steps eager.
-        planner: Makes the plans of the dispatcher's decisions.
-        calibration: Times the runs that a learning policy asks for.
+        planner: Creates the plans of the dispatcher's decisions.
+        calibration: Times the runs that a learning policy requests.
     """
 
     decide: Callable[..., Decision]
@@ -187,7 +186,7 @@ class Executor:
             self.warmups,
             self.lane,
             work.guard,
-            # An only graph has nobody to share with, and needs no copy.
+            # A single graph does not share its outputs, so it needs no copy.
             share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
             prove_rows=options.capture.prove_rows,
             rows_independent=options.rows_independent,
@@ -264,19 +263,19 @@ class Executor:
 
     @property
     def asked_mode(self) -> CUDAGraphMode:
-        """The mode that was asked for; the one in force may be less."""
+        """The requested mode; the one in effect may be a downgrade."""
         return asked_mode(self.spec.options.config, self.work.step)
 
     def _make_lane(self, group: PoolGroup) -> Lane:
         """Return a lane with graphs in the pool of a group.
 
         Raises:
-            ConfigError: Its static inputs find no room in the budget.
+            ConfigError: Its static inputs exceed the budget.
         """
         work = self.work
         axes, buffers = work.axes, work.spec.options.buffers
-        # Room for the largest bucket, which is what is cut, whatever batches may come; also for
-        # one of a size that only a later policy declares.
+        # As large as the largest bucket, whatever batches may come, including one of a size that
+        # only a later policy declares.
         largest = max((key.num_tokens for key in self.registry), default=1)
         num_rows = max(largest, work.config.max_capture_size, buffers.buffer_rows or 0)
         if group.memory is not None:
@@ -298,21 +297,21 @@ def run_again(
     readable: bool,
     *batch: int,
 ) -> Any:
-    """Decide and run a step whose plan had nothing to run any more, until one has.
+    """Decide and run a step again whose plan had become invalid, until one is valid.
 
     Args:
         dispatcher: Decides.
-        eager: Knows whether the step may run otherwise than it was decided.
+        eager: Knows whether the step may run differently than decided.
         tensors: The call; None for a step in place.
         stream: Raw handle of the current stream.
-        readable: As the check of the inputs returned it.
+        readable: As returned by the check of the inputs.
         batch: The arguments of ``Dispatcher.dispatch``.
 
     Raises:
-        ReplayError: The step may only run as it was decided.
+        ReplayError: The step may run only as decided.
     """
     while True:
-        eager.refuse_if_exact("its graph was given up")
+        eager.refuse_if_exact("its graph was evicted")
         result = dispatcher.dispatch_anew(*batch).plan.run(tensors, stream, readable)
         if result is not AGAIN:
             return result

@@ -1,9 +1,9 @@
-"""Lane: static buffers and output memory, whose graphs run one at a time.
+"""Lane: static buffers and output memory of graphs that run one at a time.
 
-A call of the runner is launched on the caller's own stream, so that it is ordered with the
-caller's work before and after it, for nothing. Only when the caller's stream changes
-between two steps is the new stream made to wait for the old one: the buffers are shared.
-Steps that run eager use no buffers; they are ordered likewise where they change state.
+A call of the runner is launched on the caller's own stream, so that it is ordered with the caller's
+earlier and later work at no cost. Only if the caller's stream changes between two steps must the
+new stream wait for the old one, since the buffers are shared. Eager steps use no buffers; they are
+ordered in the same way if they change state.
 
 Pool and stream are those of the lane's group, which other runners' lanes may share (see
 ``memory.pool_group``); the stream serves warmup, capture and ``submit``.
@@ -28,20 +28,20 @@ from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.memory import Pacer, PoolGroup
 from dispatchkit.keys.batch import GraphKey
 
-# Plans that keep their views ready. A view costs about half a kilobyte, so that tables with
-# many thousand cells must not keep them all.
+# Number of plans that cache their views. A view takes about half a kilobyte, so that tables with
+# many thousand cells must not cache all of them.
 MAX_READY_PLANS = 2048
 
 
 class Chain:
-    """Lets steps of several lanes run one after another that would touch the same memory.
+    """Serializes steps of several lanes that would access the same memory.
 
-    Those are steps that change state, and graphs that draw random numbers: where they draw
-    from is written to one place on the device before each replay.
+    These are steps that change state, and graphs that draw random numbers, whose seed and offset
+    are written to one place on the device before each replay.
 
     Args:
         backend: The device.
-        disjoint_state: Steps in flight at a time change different parts of the state.
+        disjoint_state: Concurrent steps change different parts of the state.
     """
 
     def __init__(self, backend: GraphBackend, *, disjoint_state: bool) -> None:
@@ -55,36 +55,36 @@ class Chain:
         return any(graph.has_random_state for graph in graphs)
 
     def begin(self, lane: Lane) -> Stream | None:
-        """Make a lane's stream wait for the last step of the chain; returns the stream."""
+        """Make a lane's stream wait for the last step of the chain; return the stream."""
         stream = lane.last_stream
         if stream is not None:
             self._last.wait(stream)
         return stream
 
     def end(self, stream: Stream | None) -> None:
-        """Note that what was queued on a stream last is the last step of the chain."""
+        """Note that the work last queued on a stream is the last step of the chain."""
         if stream is not None:
             self._last.record(stream)
 
 
 class Lane:
-    """Static buffers and output memory of graphs that lie in the pool of a group.
+    """Static buffers and output memory of graphs in the pool of a group.
 
     Args:
         group: Pool and stream.
-        inputs: What is declared of the inputs.
-        num_rows: Rows the buffers make room for: the largest bucket, not the largest batch.
-        row_count: Keep a device value that tells graphs the true row count.
-        inputs_at: Returns the inputs at the buckets of the axes, where inputs have some.
+        inputs: The declarations of the inputs.
+        num_rows: Rows of the buffers: those of the largest bucket, not of the largest batch.
+        row_count: Keep a device value with the true row count for graphs.
+        inputs_at: Returns the inputs at the buckets of axes, if inputs have axes.
 
     Attributes:
         group: Pool and stream.
         index: Number of the lane.
-        chain: Keeps steps apart that must not overlap; None where there is one lane.
-        tick: Counts runs of the step, eager ones too; says which graph was used last.
+        chain: Serializes steps that must not overlap; None with one lane.
+        tick: Counts runs of the step, including eager ones, to order graphs by last use.
         handle: Raw handle of the stream of the last step, None before the first.
-        stream_argument: The same, ready for a call of the driver.
-        last_stream: That stream.
+        stream_argument: The handle as an argument of driver calls.
+        last_stream: The stream of the last step.
     """
 
     def __init__(
@@ -125,23 +125,23 @@ class Lane:
 
     @property
     def stream(self) -> Stream:
-        """Where its graphs are warmed up and captured, and submitted steps run."""
+        """The stream for warmup and capture of its graphs, and for submitted steps."""
         return self.group.stream
 
     @property
     def pool(self) -> Any:
-        """Where its graphs lie."""
+        """The pool of its graphs."""
         return self.group.pool
 
     def buffers_of(self, key: GraphKey) -> InputBuffers:
-        """Return the buffers that the graph of a key reads; axes may make them others."""
+        """Return the buffers that the graph of a key reads, which may depend on axes."""
         axes: Any = key.descriptor.axes
         if self._inputs_at is None or not axes:
             return self.buffers
         found = self._by_axes.get(axes)
         if found is None:
             inputs = self._inputs_at(axes)
-            # An axis that is no dimension of an input makes no difference to the memory.
+            # An axis that is not a dimension of an input does not affect the memory.
             found = self._by_shapes.get(_shapes(inputs))
             if found is None:
                 found = InputBuffers(
@@ -155,7 +155,7 @@ class Lane:
         return found
 
     def static_bytes_of(self, keys: Iterable[GraphKey]) -> int:
-        """Return what its static inputs take on the device once some keys have graphs."""
+        """Return the device bytes of its static inputs once some keys have graphs."""
         wanted = {_shapes(self.buffers.inputs): self.buffers.inputs}
         for key in keys:
             if self._inputs_at is not None and key.descriptor.axes:
@@ -169,45 +169,45 @@ class Lane:
         return sum(buffers.num_bytes for buffers in self._by_shapes.values())
 
     def order(self) -> None:
-        """Make the current stream wait for the lane's earlier steps, if it is another one."""
+        """Make the current stream wait for the lane's earlier steps, if it has changed."""
         handle = self.backend.current_stream_handle()
         if handle != self.handle:
             self.switch(handle)
 
     def switch(self, handle: int) -> None:
-        """Make the current stream, another one than before, wait for the lane's earlier steps."""
+        """Make the current stream, which has changed, wait for the lane's earlier steps."""
         current = self.group.order(self, handle)
         self.handle, self.last_stream = handle, current
         self.stream_argument = ctypes.c_void_p(handle)
 
     def refill(self) -> None:
-        """Make its static inputs what they were when they were made: its memory was lost."""
+        """Reset its static inputs to their initial contents, after its memory was lost."""
         for buffers in self._by_shapes.values():
             buffers.refill()
         if self.row_count is not None:
             self.row_count.fill_(self._rows)
 
     def synchronize(self) -> None:
-        """Block until the lane's steps are done; nothing of it is in flight afterwards."""
+        """Block until the lane's steps are done and none is in flight."""
         if self.last_stream is not None:
             self.last_stream.synchronize()
-        # Under a capture in the background it must not be waited for, and has no step's work.
+        # During a background capture it must not be waited for, and has no step's work.
         if not self.group.turns.is_under_way:
             self.stream.synchronize()
 
     def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
         """Become one of several lanes of a runner; before anything is captured."""
         self.index, self.chain = index, chain
-        # Weakly, as plans below: a lane's memory must go with its runner, at once.
+        # A weak reference, as for plans below: a lane's memory must be freed with its runner.
         self._peers = tuple(weakref.ref(peer) for peer in peers)
         if priority:
             self.group.use_priority(priority)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other lane have work in flight, and the current stream wait for this one's.
+        """Wait for other lanes' work, and make the current stream wait for this lane's.
 
-        For whoever saves and restores state: what steps in flight change would be lost.
+        For code that saves and restores state, which would lose changes of steps in flight.
         """
         for reference in self._peers:
             peer = reference()
@@ -223,18 +223,18 @@ class Lane:
 
     @property
     def pacer(self) -> Pacer | None:
-        """What lets steps in where this thread captures in the background, and they may run."""
+        """The pacer that lets steps in, if this thread captures in the background."""
         pacer = self.group.turns.pacer
         return pacer if pacer is not None and pacer.allows_turns else None
 
     def let_steps_in(self, part: str) -> bool:
-        """Let steps of other threads run, where this thread captures in the background.
+        """Let steps of other threads run if this thread captures in the background.
 
         Args:
-            part: Which part of the capture is done.
+            part: The finished phase of the capture.
 
         Returns:
-            Whether they might: static inputs and shared outputs may hold theirs now.
+            Whether any may have run: static inputs and shared outputs may now hold theirs.
         """
         pacer = self.pacer
         if pacer is None:
@@ -245,9 +245,9 @@ class Lane:
         return True
 
     def go_on(self, pacer: Pacer) -> None:
-        """Go on with a capture in the background, once the steps that were let in are done.
+        """Resume a background capture after the steps that were let in are done.
 
-        The next step would wait for those as well, so that the time does not count.
+        The next step would wait for them, too, so this time does not count.
         """
         self.order()
         self.backend.current_stream().synchronize()
@@ -259,19 +259,19 @@ class Lane:
         return bool(self._peers)
 
     def set_rows(self, num_rows: int) -> None:
-        """Tell graphs the true row count, through its device value."""
+        """Write the true row count for graphs to its device value."""
         if num_rows != self._rows and self.row_count is not None:
             self.row_count.fill_(num_rows)
             self._rows = num_rows
 
     def keep_ready(self, plan: Any) -> None:
-        """Note that a plan holds views; the oldest beyond a bound gives them up."""
+        """Note that a plan caches views; beyond a bound the oldest plan drops its views."""
         self._ready.append(weakref.ref(plan))
         if len(self._ready) > MAX_READY_PLANS:
             self._forget_oldest()
 
     def forget_plans(self) -> None:
-        """Let go of all kept views."""
+        """Drop all cached views."""
         while self._ready:
             self._forget_oldest()
 
@@ -281,7 +281,7 @@ class Lane:
             plan.forget()
 
     def num_bytes(self) -> int:
-        """Return the bytes of its graphs: the pool, and the outputs they share."""
+        """Return the bytes of its graphs: the pool and their shared outputs."""
         return self.backend.pool_bytes(self.pool) + self.shared_bytes
 
     @property
@@ -290,13 +290,13 @@ class Lane:
         return self.outputs.num_bytes + self.between.num_bytes
 
     def drop_outputs(self) -> None:
-        """Start new output memory; the graphs that write to the old are released before."""
+        """Start new output memory, after graphs that write to the old were released."""
         self.forget_plans()
         self.outputs.clear()
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Note what the driver takes in a block, where runners share a ``GraphMemory``."""
+        """Record memory that the driver takes in a block, if runners share a ``GraphMemory``."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

@@ -1,4 +1,4 @@
-"""What happened: counters, events, and traces, the record of every step.
+"""Counters, events, and step traces.
 
 Names of traces are loaded on first use.
 """

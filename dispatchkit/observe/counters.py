@@ -1,4 +1,4 @@
-"""Counters of a runner: plain ints, added to by steps and put together when read."""
+"""Counters of a runner: plain ints that steps increment, aggregated when read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatchkit.keys.modes import RuntimeMode
 
 @attrs.frozen
 class SegmentStats:
-    """One segment of a graph that breaks where something runs eager.
+    """One segment of a graph with breaks, where something runs eager.
 
     Attributes:
         operations: Kernels, copies and fills that a replay queues.
@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """Steps of one kind and the tokens in them; a step adds to both itself."""
+    """The number of steps of one kind and of their tokens; the step increments both itself."""
 
     __slots__ = ("steps", "tokens")
 
@@ -38,7 +38,7 @@ class StepCount:
 
 
 class StepCounters:
-    """The counts of one runner, by graph and by reason for eager.
+    """The counters of one runner, by graph and by reason for eager.
 
     An eager step is counted with the smallest graph that could have served it, if any.
     """
@@ -46,11 +46,11 @@ class StepCounters:
     def __init__(self) -> None:
         self._hits: dict[tuple[GraphKey, ...], StepCount] = {}
         self._eager: dict[tuple[str, GraphKey | None], StepCount] = {}
-        #: Replays that stopped at a call between two segments, by file and line.
+        #: Replays that stopped at an eager call between two segments, by file and line.
         self.differing_calls: Counter[str] = Counter()
-        #: Of the keys that were captured in segments.
+        #: The segments of keys that were captured in segments.
         self.segments: dict[GraphKey, tuple[SegmentStats, ...]] = {}
-        #: Times that captures in the background held steps up for too long, by what they did.
+        #: How often background captures delayed steps for too long, by phase of the capture.
         self.long_pauses: Counter[str] = Counter()
         self.captures = 0
         self.capture_failures = 0
@@ -59,20 +59,20 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the count of steps that replay a graph, or several, one for each part."""
+        """Return the counter of steps that replay one graph, or one graph per part."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
-        """Return how often a key was replayed, for parts of steps too."""
+        """Return how often a key was replayed, including for parts of split steps."""
         return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
-        """Return the count of eager steps for a reason, beside a missed key."""
+        """Return the counter of eager steps for a reason and a missed key."""
         return self._eager.setdefault((reason, missed), StepCount())
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Count nothing of the steps that are run meanwhile."""
+        """Do not count steps inside the ``with`` block."""
         before = {count: (count.steps, count.tokens) for count in self._all()}
         try:
             yield
@@ -84,7 +84,7 @@ class StepCounters:
         return [*self._hits.values(), *self._eager.values()]
 
     def misses(self, key: GraphKey | None) -> dict[str, int]:
-        """Return eager steps by reason that a key could have served."""
+        """Return the eager steps that a key could have served, by reason."""
         return {
             reason: count.steps
             for (reason, missed), count in sorted(
@@ -94,14 +94,14 @@ class StepCounters:
         }
 
     def read(self) -> RunnerStats:
-        """Put the counts together."""
+        """Return the aggregated counters."""
         by_mode = dict.fromkeys(RuntimeMode.__members__, 0)
         hits: dict[str, int] = {}
         hit_tokens: dict[str, int] = {}
         by_reason: dict[str, int] = {}
         real = padded = 0
-        # Copies, which are made at once: steps may add to the tables meanwhile. A tuple of their
-        # items is not; collecting garbage in between lets other threads run.
+        # Copy the dicts, which is atomic: steps may add entries meanwhile. A tuple of their items
+        # is not atomic, since a garbage collection in between lets other threads run.
         for keys, count in self._hits.copy().items():
             by_mode[keys[0].mode.name] += count.steps
             if count.steps:
@@ -111,7 +111,7 @@ class StepCounters:
             real += count.tokens
             padded += count.steps * sum(key.num_tokens for key in keys)
         for (given, _), count in self._eager.copy().items():
-            reason = str(given)  # plain, so that a dict of it reads well
+            reason = str(given)  # a plain string, which prints well in a dict
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps
@@ -141,23 +141,23 @@ class RunnerStats:
     """What a runner has done so far.
 
     Attributes:
-        steps: Steps that gave a result.
+        steps: Steps that returned a result.
         steps_by_mode: Those steps by runtime mode.
-        hits: Replays by key, as text; a split step by all of its graphs, as one.
-        hit_tokens: Tokens that callers gave to those replays, before padding.
+        hits: Replays by key, as text; a split step counts once, under all of its graphs.
+        hit_tokens: Tokens that callers passed to those replays, before padding.
         eager_by_reason: Eager steps by reason.
-        differing_calls: Replays that stopped at what runs eager between two segments, since it
-            returned something else than in the capture, by file and line.
-        segments: Of each key that was captured in segments, as text, those that have work.
-        real_tokens: Tokens (rows) that callers gave.
-        padded_tokens: Tokens that were computed, padding included.
-        long_pauses: How often a capture in the background held steps up for longer than its
-            ``max_pause_us``, by what it did in that time.
+        differing_calls: Replays that stopped at an eager call between two segments because it
+            returned a different structure than in the capture, by file and line.
+        segments: The segments with work of each key that was captured in segments, by key as text.
+        real_tokens: Tokens (rows) that callers passed.
+        padded_tokens: Tokens computed, including padding.
+        long_pauses: How often a background capture delayed steps for longer than its
+            ``max_pause_us``, by phase of the capture.
         captures: Graphs captured.
         capture_failures: Captures that failed.
-        replay_failures: Replays that failed; each marked its key.
-        evictions: Graphs given up.
-        failed_steps: Steps that raised rather than giving a result.
+        replay_failures: Replays that failed; each marked its key as failed.
+        evictions: Graphs evicted.
+        failed_steps: Steps that raised.
     """
 
     steps: int
@@ -178,7 +178,7 @@ class RunnerStats:
 
     @classmethod
     def total(cls, parts: Iterable[RunnerStats]) -> RunnerStats:
-        """Return the sum of what several have done; of one, that one."""
+        """Return the sum of several records; a single record is returned as is."""
         first, *others = parts
         summed: dict[str, Any] = {
             name: dict(value) if isinstance(value, dict) else value
@@ -197,11 +197,11 @@ class RunnerStats:
 
     @property
     def padding(self) -> float:
-        """Padding as a share of all tokens computed, 0 to 1."""
+        """Fraction of the computed tokens that is padding, 0 to 1."""
         if not self.padded_tokens:
             return 0.0
         return 1.0 - self.real_tokens / self.padded_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the counters as plain data."""
         return {**attrs.asdict(self), "padding": self.padding}

@@ -1,17 +1,17 @@
-"""Rare events, and the observers that are called with them.
+"""Events, and the observers that are called with them.
 
 An observer is any object with methods named after events: ``on_capture(event)`` is called with
 each ``CaptureEvent``, and so on. It takes that one frozen record, whose fields may grow.
 
-Events are rare (a capture, an eviction, another policy); nothing here runs on the path of a
-step. A callback runs on the thread on which the event happens, perhaps in the middle of a step
-or a capture, while no other thread can enter that runner: it may ask the runner things, and
-must not wait for another thread that calls it. It must not queue work on the device nor
-capture. What it returns is ignored; what it raises is logged with its name, and after three
-faults in a row it is switched off.
+Events are rare (a capture, an eviction, another policy); nothing here runs on the path of a step. A
+callback runs on the thread on which the event happens, possibly in the middle of a step or a
+capture, while no other thread can enter that runner. It may query the runner, but must not wait for
+another thread that calls the runner, queue work on the device, or capture. Its return value is
+ignored. An exception it raises is logged with its name, and after three faults in a row it is
+switched off.
 
-``Notifier`` keeps one ready-made tuple of callables per kind of event. Where nobody listens,
-an event costs one dictionary look-up, and ``listens`` lets the caller skip building it.
+``Notifier`` keeps one tuple of callables per kind of event. Without listeners, an event costs one
+dictionary look-up, and ``listens`` lets the caller skip building it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MAX_FAULTS = 3
 
 @attrs.frozen(kw_only=True)
 class CaptureEvent:
-    """A graph was captured and may be replayed from now on.
+    """A graph was captured and may now be replayed.
 
-    It comes when the capture has ended, before the first replay.
+    Sent after the capture has ended, before the first replay.
 
     Attributes:
         key: The graph key, as text.
@@ -41,8 +41,8 @@ class CaptureEvent:
         num_tokens: Size of the bucket in tokens.
         lane: Number of the lane it was captured on.
         elapsed_us: Microseconds on the host, warm-up included.
-        num_bytes: By how much the lane's pool grew, in bytes. Graphs of one pool share
-            memory, so this is no size of the graph; None where the backend cannot tell.
+        num_bytes: Bytes by which the lane's pool grew. Graphs of one pool share memory, so this is
+            not the size of the graph. None if the backend cannot tell.
     """
 
     callback: ClassVar[str] = "on_capture"
@@ -59,13 +59,13 @@ class CaptureEvent:
 class CaptureFailedEvent:
     """A capture failed; the key is marked, and its steps run eager with that reason.
 
-    It comes when stream, generators and memory are as before.
+    Sent after stream, generators and memory were restored.
 
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
         num_tokens: Size of the bucket in tokens.
-        lane: Number of the lane it was tried on.
+        lane: Number of the lane of the attempt.
         reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
         message: The whole error message.
         elapsed_us: Microseconds on the host until it failed.
@@ -84,7 +84,7 @@ class CaptureFailedEvent:
 
 @attrs.frozen(kw_only=True)
 class EvictEvent:
-    """A captured graph was evicted; no step chooses it from now on.
+    """A captured graph was evicted; steps no longer choose it.
 
     A replay of it may still be running.
 
@@ -93,9 +93,9 @@ class EvictEvent:
         runtime_mode: ``FULL`` or ``PIECEWISE``.
         num_tokens: Size of the bucket in tokens.
         lane: Number of the lane it was on.
-        reason: Why, as a short word (``budget``, ``requested``, ``invalidated``).
-        num_bytes: By how much the lane's pool shrank, in bytes; often 0, as graphs of one
-            pool share memory; None where the backend cannot tell.
+        reason: A short word (``budget``, ``requested``, ``invalidated``).
+        num_bytes: Bytes by which the lane's pool shrank; often 0, since graphs of one pool share
+            memory. None if the backend cannot tell.
     """
 
     callback: ClassVar[str] = "on_evict"
@@ -110,13 +110,13 @@ class EvictEvent:
 
 @attrs.frozen(kw_only=True)
 class PolicySwappedEvent:
-    """Another policy, or another configuration, decides from now on; the table is empty.
+    """Another policy or configuration took effect, with an empty table.
 
-    It comes for the first policy, too (epoch 0).
+    Also sent for the first policy (epoch 0).
 
     Attributes:
         policy: Name of the policy that decides now.
-        epoch: Number of tables installed so far; the first has epoch 0.
+        epoch: Number of the installed table, starting at 0.
         previous: Name of the policy that decided before; None for the first.
         reason: Why, in words; may be empty.
     """
@@ -131,17 +131,17 @@ class PolicySwappedEvent:
 
 @attrs.frozen(kw_only=True)
 class PolicyErrorEvent:
-    """A policy raised or broke a hard constraint; the step ran eager, or another was asked.
+    """A policy raised or broke a hard constraint; the step runs eager, or another policy decides.
 
-    It comes once for each cell of the table where that happened, before the step runs: be
-    quick, since the step waits.
+    Sent once per table cell in which it happens, before the step runs. The step waits, so callbacks
+    should be quick.
 
     Attributes:
         policy: Name of the policy.
-        method: Which of its methods it was (``declare``, ``decide``, ``observe``).
-        reason: What it did, in words.
-        origin: Distribution and version that brings the policy.
-        num_tokens: Unpadded tokens of the batch; None where no batch was involved.
+        method: The method (``declare``, ``decide``, ``observe``).
+        reason: What the policy did, in words.
+        origin: Distribution and version that provides the policy.
+        num_tokens: Unpadded tokens of the batch; None if no batch was involved.
         epoch: Epoch of the table that was being filled.
     """
 
@@ -155,7 +155,7 @@ class PolicyErrorEvent:
     epoch: int = 0
 
 
-#: All kinds of event, in the order of a graph's life.
+#: All event classes, in the order of a graph's life cycle.
 EVENTS: tuple[type[Any], ...] = (
     PolicySwappedEvent,
     PolicyErrorEvent,
@@ -166,13 +166,13 @@ EVENTS: tuple[type[Any], ...] = (
 
 
 class Subscription:
-    """One callback with its containment: what it raises never reaches the caller.
+    """One callback; exceptions it raises never reach the caller.
 
     Attributes:
         event_type: The class of event it is called with.
-        source: Whose callback it is, for the log.
-        last_fault: The last exception, as text; empty while it never raised.
-        is_active: False once it was switched off.
+        source: The owner of the callback, for the log.
+        last_fault: The last exception, as text; empty if it never raised.
+        is_active: False after it was switched off.
     """
 
     def __init__(
@@ -198,12 +198,12 @@ class Subscription:
         return f"<Subscription of {self.source} to {self.event_type.__name__}, {state}>"
 
     def __call__(self, event: Any) -> None:
-        """Call back with an event; log and count what it raises."""
+        """Call back with an event; log and count exceptions."""
         if not self.is_active:
             return
         try:
             self._callback(event)
-        # An observer may not stop a step, not even by exiting; Ctrl-C still does.
+        # An observer must not stop a step, not even by SystemExit; Ctrl-C still does.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._fault(error)
         else:
@@ -232,10 +232,10 @@ class Subscription:
 
 
 class Notifier:
-    """Tells subscribers of events, in the order in which they subscribed.
+    """Notifies subscribers of events, in the order of their subscriptions.
 
-    Thread safety: every method may be called from any thread. Tuples are replaced, never
-    changed, so that an event under way is not disturbed by a subscription.
+    Thread safety: every method may be called from any thread. Tuples are replaced, never changed,
+    so that a subscription does not affect an event in progress.
     """
 
     def __init__(self, *, max_faults: int = MAX_FAULTS) -> None:
@@ -246,12 +246,12 @@ class Notifier:
     def subscribe(
         self, event_type: type[Any], callback: Callable[[Any], object], source: str
     ) -> Subscription:
-        """Call back on each event of exactly this class, until it is switched off.
+        """Subscribe a callback to events of exactly this class, until it is switched off.
 
         Args:
             event_type: Class of the events; subclasses are not delivered.
             callback: Called with the event, on the thread on which it happens.
-            source: Whose callback it is; named in the log when it raises.
+            source: The owner of the callback, named in the log if it raises.
 
         Returns:
             The subscription, for ``unsubscribe``.
@@ -268,7 +268,7 @@ class Notifier:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Stop calling back; nothing happens where it has ended already."""
+        """Stop calling back; does nothing if already unsubscribed."""
         with self._lock:
             now = self._by_type.get(subscription.event_type, ())
             rest = tuple(one for one in now if one is not subscription)
@@ -284,7 +284,7 @@ class Notifier:
         names its ``callback``.
 
         Returns:
-            The subscriptions; empty when it has no method of such a name.
+            The subscriptions; empty if it has no such method.
         """
         pairs = []
         for event_type in EVENTS:
@@ -294,10 +294,10 @@ class Notifier:
         return tuple(self.subscribe(kind, method, source) for kind, method in pairs)
 
     def listens(self, event_type: type[Any]) -> bool:
-        """Return whether anyone would be told; ask before building a costly event."""
+        """Return whether anyone is subscribed; check before building a costly event."""
         return event_type in self._by_type
 
     def notify(self, event: object) -> None:
-        """Tell every subscriber of the event's class; what they raise is contained."""
+        """Notify every subscriber of the event's class; exceptions are logged, not raised."""
         for subscription in self._by_type.get(type(event), ()):
             subscription(event)

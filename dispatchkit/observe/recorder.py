@@ -1,8 +1,7 @@
-"""Recording of steps: a ring of whole numbers, filled by steps and read as a step trace.
+"""Record steps in a ring buffer of integers, which is read as a step trace.
 
-A recorded step writes six numbers, and one for each axis, into memory that is there already;
-nothing is made, and the ring never grows. Once it is full the oldest steps are overwritten, and
-counted.
+A recorded step writes six numbers, plus one per axis, into preallocated memory. Once the ring is
+full, the oldest steps are overwritten and counted.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dispatchkit.observe.trace_writer import write_trace
 __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 
 DEFAULT_CAPACITY = 1 << 16
-"""Steps that are kept by default: 3.1 MB."""
+"""Number of steps kept by default, 3.1 MB."""
 
 # Nanoseconds, tokens, requests, query class, adapters (or variant), ceiling; then the axes.
 _FIELDS = 6
@@ -31,11 +30,11 @@ class StepRecorder:
     """The last steps of a runner.
 
     Args:
-        config: What the query classes and axes of the steps mean.
+        config: Gives the query classes and axes of the steps their meaning.
         capacity: Steps to keep.
 
     Attributes:
-        num_steps: Steps recorded so far, overwritten ones included.
+        num_steps: Steps recorded so far, including overwritten ones.
 
     Raises:
         ConfigError: ``capacity`` is not a whole number of at least 1.
@@ -57,10 +56,10 @@ class StepRecorder:
     def add(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int = 2
     ) -> None:
-        """Record a step by what it was dispatched with.
+        """Record a step by its arguments of ``dispatch``.
 
-        The values of axes are those that ``DispatchConfig.variant`` was given for ``loras``;
-        of a plain number, the buckets.
+        The values of axes are those passed to ``DispatchConfig.variant`` for ``loras``; for a plain
+        number, the buckets.
         """
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()
@@ -70,7 +69,7 @@ class StepRecorder:
         ring[at + 4] = loras
         ring[at + 5] = ceiling
         if self._has_axes:
-            # A value above the largest that a trace holds lies outside all the same.
+            # A value above the largest that a trace can hold is outside all buckets anyway.
             for index, value in enumerate(self._config.variants.values(loras), at + _FIELDS):
                 ring[index] = min(value, MAX_COUNT)
         at += self._width
@@ -78,7 +77,7 @@ class StepRecorder:
         self.num_steps += 1
 
     def listening_to(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a ``dispatch`` that records each step it decides; one that raises is none."""
+        """Wrap ``dispatch`` to record each successful call."""
 
         def dispatch_and_record(
             num_tokens: int,
@@ -99,10 +98,10 @@ class StepRecorder:
         return max(0, self.num_steps - self.capacity)
 
     def trace(self) -> StepTrace:
-        """Return the steps kept, oldest first; their numbers count from the first ever.
+        """Return the kept steps, oldest first, numbered from the first step recorded.
 
-        A fact that was not known of every step is left out: requests where a call did not
-        give them, the longest query where a batch was mixed.
+        A column that is unknown for any step is left out: requests if a call did not pass them, the
+        longest query if a batch was mixed.
         """
         rows = list(self._rows())
         names = [axis.name for axis in self._config.axes]
@@ -110,20 +109,20 @@ class StepRecorder:
         steps = []
         for number, row in enumerate(rows, start=self.num_lost):
             at_ns, tokens, reqs, uniform, variant, _, *values = row
-            # Without axes it is the adapters themselves, of whatever limit there was then.
+            # Without axes it is the number of adapters itself, whatever the limit was then.
             loras = self._config.variants.facts(variant)[0] if self._has_axes else variant
             is_uniform, query_len, longest = self._config.query_class(uniform)
             if is_uniform and not reqs:
                 reqs = tokens // query_len
             if is_uniform and reqs * query_len != tokens:
-                is_uniform, longest = False, None  # not the batch it was said to be
+                is_uniform, longest = False, None  # the numbers contradict the query class
             if not tokens:
                 longest = 0
-            elif longest is not None:  # what its class allows; no request has more than there are
+            elif longest is not None:  # the maximum of its class, capped at the batch's tokens
                 longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))
-        # Of a step without tokens both are known.
+        # Both are known for a step without tokens.
         knows_reqs = all(step[3] or not step[2] for step in steps)
         knows_longest = all(step[4] is not None for step in steps)
         return StepTrace.from_steps(
@@ -144,7 +143,7 @@ class StepRecorder:
         )
 
     def axes(self) -> list[dict[str, int | None]]:
-        """Return the bucket of each axis by name for the steps kept, None for outside.
+        """Return the bucket of each axis, by name, for the kept steps; None if outside.
 
         The values themselves are in the trace.
         """
@@ -153,7 +152,7 @@ class StepRecorder:
         return [dict(zip(names, facts(row[4])[1], strict=True)) for row in self._rows()]
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the steps kept as a step trace; return how many.
+        """Write the kept steps as a step trace; return their number.
 
         Raises:
             TraceError: The file cannot be written.
@@ -161,8 +160,8 @@ class StepRecorder:
         return write_trace(path, self.trace())
 
     def _rows(self) -> Iterator[tuple[int, ...]]:
-        """Yield the steps kept, oldest first."""
-        # Full, the oldest step is the one to be overwritten next.
+        """Yield the kept steps, oldest first."""
+        # In a full ring, the oldest step is the one overwritten next.
         start = self._at if self.num_lost else 0
         for index in range(min(self.num_steps, self.capacity)):
             at = (start + index * self._width) % self._end

@@ -1,7 +1,7 @@
-"""Steps as a timeline that Perfetto opens, in the format of Chrome's traces.
+"""Save steps as a timeline in Chrome's trace format, for Perfetto.
 
-What is drawn is the host: when a step was handed over and how long that took. How long the
-device was busy is for a device profiler, such as Nsight Systems with ``NvtxRanges``.
+It shows host times: when a step was launched and how long launching took. For device times, use a
+device profiler, such as Nsight Systems with ``NvtxRanges``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RARE = "events"  # the row of captures, evictions and changes of policy
 
 
 def span_name(decision: Decision) -> str:
-    """Return what a step is called where people look at it: its graph, or eager and why."""
+    """Return the label of a step: its graph, or eager with the reason."""
     return decision.graphs or f"eager: {decision.reason}"
 
 
 class Timeline:
-    """Gathers steps and rare events, and writes them in Chrome's trace format.
+    """Collects steps and events, and writes them in Chrome's trace format.
 
     Example::
 
@@ -46,14 +46,14 @@ class Timeline:
         runner.taps.watch_steps(None)
         timeline.save("steps.json")      # open it at ui.perfetto.dev
 
-    Captures, evictions and changes of policy join once it is attached to the plugins that the
-    runner was made with: ``plugins.notifier.attach(timeline, "timeline")``.
+    To include captures, evictions and changes of policy, attach it to the plugins that the runner
+    was made with: ``plugins.notifier.attach(timeline, "timeline")``.
 
     Args:
-        capacity: Spans to keep; the oldest give way, and are counted.
+        capacity: Number of spans to keep; beyond it the oldest are dropped and counted.
 
     Attributes:
-        num_lost: Spans that gave way.
+        num_lost: Number of dropped spans.
 
     Raises:
         ConfigError: ``capacity`` is not a whole number of at least 1.
@@ -72,12 +72,12 @@ class Timeline:
     # -- steps ----------------------------------------------------------------------------
 
     def enter(self, decision: Decision, lane: int) -> None:
-        """A step begins on this thread."""
-        steps = self._open.__dict__.setdefault("steps", [])  # a step may run one of another runner
+        """Begin a step on this thread."""
+        steps = self._open.__dict__.setdefault("steps", [])  # a step may call another runner
         steps.append((perf_counter_ns(), decision, lane))
 
     def leave(self, *, failed: bool) -> None:
-        """The step of this thread has been handed over, or raised."""
+        """End this thread's step, which was launched or raised."""
         begin, decision, lane = self._open.steps.pop()
         facts = {
             "num_tokens": decision.num_tokens,
@@ -92,23 +92,23 @@ class Timeline:
     # -- rare events ----------------------------------------------------------------------
 
     def on_capture(self, event: CaptureEvent) -> None:
-        """A graph was captured; the span ends now."""
+        """Add the span of a capture, which ends now."""
         self._add_rare(f"capture {event.key}", event.elapsed_us, num_bytes=event.num_bytes)
 
     def on_capture_failed(self, event: CaptureFailedEvent) -> None:
-        """A capture failed; the span ends now."""
+        """Add the span of a failed capture, which ends now."""
         self._add_rare(f"failed capture {event.key}", event.elapsed_us, reason=event.reason)
 
     def on_evict(self, event: EvictEvent) -> None:
-        """A graph was given up."""
+        """Mark an eviction."""
         self._add_rare(f"evict {event.key}", None, reason=event.reason)
 
     def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
-        """Another policy decides."""
+        """Mark a change of policy."""
         self._add_rare(f"policy {event.policy}", None, epoch=event.epoch)
 
     def on_policy_error(self, event: PolicyErrorEvent) -> None:
-        """A policy is at fault."""
+        """Mark a fault of a policy."""
         self._add_rare(f"fault of {event.policy}", None, reason=event.reason)
 
     # -- what came of it ------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Timeline:
         with self._lock:
             spans = sorted(self._spans, key=lambda one: one["ts"])
         names = sorted({one["tid"] for one in spans})
-        # From 1: viewers take a row with the number of its process for the main thread.
+        # From 1: viewers take a row whose number equals its process's for the main thread.
         rows = {name: number for number, name in enumerate(names, start=1)}
         about = [_metadata("process_name", 0, "dispatchkit")]
         about += [_metadata("thread_name", number, name) for name, number in rows.items()]
@@ -129,10 +129,10 @@ class Timeline:
         }
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the timeline to a file, which has its name once it is whole; ``.gz`` packs it.
+        """Write the timeline to a file, renamed into place once complete; ``.gz`` compresses it.
 
         Returns:
-            How many spans were written.
+            The number of spans written.
 
         Raises:
             TraceError: The file cannot be written.
@@ -153,7 +153,7 @@ class Timeline:
             "name": name,
             "cat": category,
             "ph": "X",
-            # Never before the timeline itself, which a capture that began earlier would be.
+            # Clamp to the start of the timeline: a capture may have begun before it.
             "ts": max(0, begin - self._start_ns) / 1e3,
             "dur": (end - max(begin, self._start_ns)) / 1e3,
             "pid": 0,

@@ -1,17 +1,17 @@
-"""The step trace: what each model step had to run, written once and planned from many times.
+"""Step traces: the batch of each model step, recorded once and used for planning many times.
 
 One row per step, in the order the steps ran::
 
     step,t_s,num_tokens,num_reqs,max_query_len,uniform_decode,num_active_loras
     0,0.0000,57,57,1,1,0
 
-``num_tokens`` is counted before any padding. A file is CSV or JSON lines, plain or gzip; which
-of them is told by its content. Only ``num_tokens`` must be there: a column that a recorder
-could not know is left out, and what needs it says so. Where graphs are made for further facts
-of a batch, each of these axes has a column of its own, such as ``axis.length``.
+``num_tokens`` is counted before padding. A file is CSV or JSON lines, plain or gzip, detected by
+content. Only ``num_tokens`` is required. A recorder leaves out columns it has no values for, and
+code that needs a missing column raises. Each axis of the configuration has its own column, such as
+``axis.length``.
 
 Nothing here needs numpy: columns are arrays of the standard library, which numpy reads without
-a copy (``numpy.frombuffer``).
+copying (``numpy.frombuffer``).
 """
 
 from __future__ import annotations
@@ -53,21 +53,20 @@ __all__ = [
 ]
 
 MAX_STEPS = 5_000_000
-"""Most steps of one trace; a packed file may unpack to far more than memory holds."""
+"""Most steps of one trace; a compressed file may unpack to far more than memory holds."""
 
 
 class StepTrace(Sequence[TraceStep]):
-    """A step trace by columns; a sequence of TraceStep for who wants rows.
+    """A step trace, stored by columns; also a sequence of TraceStep rows.
 
     Args:
-        columns: Column name to values; all of one length, ``num_tokens`` among them.
+        columns: Values by column name, including ``num_tokens``; all columns have the same length.
         source: Where it came from, for messages.
-        ignored_columns: Columns that the file had and that mean nothing here.
-        has_order: Whether the steps are in the order they ran; a histogram knows none.
+        ignored_columns: Columns of the file that are not trace columns.
+        has_order: Whether the steps are in the order they ran; False for a histogram.
 
     Raises:
-        TraceError: A column is missing, unknown or of another length, or a value is not
-            possible.
+        TraceError: A column is missing, unknown or of another length, or a value is impossible.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class StepTrace(Sequence[TraceStep]):
 
     @classmethod
     def from_steps(cls, steps: Iterable[TraceStep], *, source: str = "<memory>") -> StepTrace:
-        """Return a trace of steps; a fact that no step knows becomes no column."""
+        """Return a trace of steps, without columns that no step has a value for."""
         rows = list(steps)
         columns = {
             name: [getattr(row, name) for row in rows]
@@ -118,16 +117,16 @@ class StepTrace(Sequence[TraceStep]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns there are."""
+        """Names of the trace's columns."""
         return tuple(self._columns)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the axes there are; the column of each is ``axis.NAME``."""
+        """Names of the trace's axes; the column of each is ``axis.NAME``."""
         return axis_names(self._columns)
 
     def column(self, name: str) -> array[Any]:
-        """Return one column: ``array('q')`` of whole numbers, ``array('d')`` for ``t_s``.
+        """Return one column: an ``array('q')`` of integers, or ``array('d')`` for ``t_s``.
 
         Raises:
             TraceError: The trace does not have that column.
@@ -186,18 +185,18 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
 
     Args:
         path: The file.
-        max_bytes: Most bytes of text to read, after unpacking; guards against a packed file
+        max_bytes: Most bytes of text to read, after unpacking; guards against a compressed file
             that unpacks without end.
 
     Raises:
-        TraceError: The file cannot be read, has no ``num_tokens``, has no steps or more than
-            5 million, or a value is not possible; the message names the line.
+        TraceError: The file cannot be read, has no ``num_tokens``, has no steps or more than 5
+            million, or a value is impossible; the message names the line.
     """
     return parse_trace(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
 
 
 def parse_trace(name: str, blocks: Blocks) -> StepTrace:
-    """Return the step trace that a text holds; see ``read_trace``."""
+    """Parse a step trace from text; see ``read_trace``."""
     builder: ColumnBuilder | None = None
     ignored: tuple[str, ...] = ()
     is_json = False

@@ -1,4 +1,4 @@
-"""A trace as input of a dispatcher: the configuration that it fits into, its steps as arguments."""
+"""Derive a configuration and ``dispatch`` arguments from a trace."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["trace_config", "trace_variants"]
 def trace_config(
     trace: StepTrace, *, sizes: Sequence[int] | None = None, mode: str = "FULL_AND_PIECEWISE"
 ) -> DispatchConfig:
-    """Return the configuration that a trace fits into.
+    """Return a configuration that fits a trace.
 
-    Limits are the trace's own; at least 256 requests, and tokens for the largest size. The
-    query length is the most frequent one of uniform decode steps.
+    Limits are those of the trace, but at least 256 requests, and at least as many tokens as the
+    largest size. The query length is the most frequent one of uniform decode steps.
     """
     names = trace.columns
     tokens = max(trace.column("num_tokens"), default=1)
@@ -35,7 +35,7 @@ def trace_config(
     given: dict[str, Any] = {} if sizes is None else {"sizes": tuple(sizes)}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
-        # That large steps run eager is a result here, counted among the misses.
+        # Large steps that run eager are a result here, counted as misses.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(
             mode=mode,
@@ -48,9 +48,9 @@ def trace_config(
 
 
 def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
-    """Return what each step has for ``loras``: its adapters, with axes its variant.
+    """Return the ``loras`` argument of each step: its adapters or, with axes, its variant.
 
-    More adapters than the configuration has are taken as the most it has.
+    Numbers of adapters above the configuration's maximum are reduced to it.
 
     Raises:
         TraceError: The trace has no column for an axis of the configuration.

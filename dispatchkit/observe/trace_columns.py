@@ -1,8 +1,7 @@
-"""Rows of a step trace into columns, checked: fast for what is right, exact about what is not.
+"""Parse and check rows of a step trace into columns.
 
-A block of lines is converted column by column, at the speed of C. If anything in it is not as
-it should be, the block is gone through again line by line, to name the line and say what is
-wrong with it.
+A block of lines is converted column by column, at C speed. If anything in it is wrong, the block is
+parsed again line by line, to report the line and the fault.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ TRACE_COLUMNS = (
 """Columns of a step trace, in the order they are written."""
 
 AXIS_PREFIX = "axis."
-"""Begins the column of an axis: ``axis.length`` holds the values of the axis ``length``."""
+"""Prefix of an axis's column: ``axis.length`` holds the values of the axis ``length``."""
 
 MAX_COUNT = 2**31 - 1
-"""Largest number accepted in a whole-number column; more is a damaged file."""
+"""Largest number accepted in an integer column; a larger one means a damaged file."""
 
 REQUIRED_COLUMN = "num_tokens"
 _JSON_TYPES: Mapping[str, set[type]] = {"t_s": {int, float}, "uniform_decode": {int, bool}}
@@ -62,18 +61,18 @@ _LIKE_AN_AXIS = re.compile(r"ax[ei]s\W|ax[ei]s_", re.IGNORECASE)
 
 @attrs.frozen
 class TraceStep:
-    """What one model step had to run.
+    """The batch of one model step.
 
     Attributes:
-        num_tokens: Tokens scheduled, before any padding.
-        num_reqs: Requests with at least one token; None when not recorded.
-        max_query_len: Most tokens of one request; None when not recorded.
-        uniform_decode: Every request runs the same number of tokens and none is in prefill;
-            None when not recorded.
-        num_active_loras: Different adapters in the step, the base model not counted.
+        num_tokens: Tokens scheduled, before padding.
+        num_reqs: Requests with at least one token; None if not recorded.
+        max_query_len: Most tokens of one request; None if not recorded.
+        uniform_decode: Every request runs the same number of tokens and none is in prefill; None if
+            not recorded.
+        num_active_loras: Number of different adapters in the step, not counting the base model.
         step: Number of the step.
-        t_s: Start of the step in seconds, from any origin; None when not recorded.
-        axes: The value of each axis by name, before any padding.
+        t_s: Start of the step in seconds, from any origin; None if not recorded.
+        axes: The value of each axis by name, before padding.
     """
 
     num_tokens: int
@@ -87,7 +86,7 @@ class TraceStep:
 
 
 def axis_names(columns: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the axes among some columns, in order."""
+    """Return the names of the axes among columns, in order."""
     return tuple(
         column.removeprefix(AXIS_PREFIX)
         for column in columns
@@ -96,7 +95,7 @@ def axis_names(columns: Iterable[str]) -> tuple[str, ...]:
 
 
 def ordered_columns(columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that mean something: those every trace may have, then the axes."""
+    """Return the known columns: those any trace may have, then the axes."""
     axes = (AXIS_PREFIX + name for name in axis_names(columns))
     return (*(column for column in TRACE_COLUMNS if column in columns), *axes)
 
@@ -109,7 +108,7 @@ def csv_cells(line: str) -> list[str]:
 def check_header(
     name: str, line: int | None, header: tuple[str, ...], *, strict: bool = False
 ) -> tuple[str, ...]:
-    """Return the columns of a header that mean nothing here, or raise."""
+    """Return the unknown columns of a header; raise if one looks like a mistake."""
     missing = [column for column in TRACE_COLUMNS if column not in header]
     known = ordered_columns(header)
     unknown = tuple(column for column in header if column not in known)
@@ -124,8 +123,8 @@ def check_header(
                 f"unknown column {column!r}. The column of an axis is {AXIS_PREFIX}NAME, such as "
                 f"{AXIS_PREFIX}length.",
             )
-        # A column that is nearly one of ours while that one is missing is a misspelling;
-        # reading on would plan without it.
+        # A name close to that of a missing column is a misspelling; ignoring it would mean planning
+        # without that column.
         near = difflib.get_close_matches(column, missing, n=1, cutoff=0.7)
         if near or strict:
             guess = f" Did you mean {near[0]!r}?" if near else ""
@@ -147,7 +146,7 @@ def check_header(
 
 
 class ColumnBuilder:
-    """Appends checked rows to columns: whole blocks at C speed, row by row to find a fault."""
+    """Appends checked rows to columns: whole blocks at C speed, or row by row to find a fault."""
 
     name: str
     header: tuple[str, ...]
@@ -169,7 +168,7 @@ class ColumnBuilder:
         try:
             fast = self._converted(lines)
         except (ValueError, OverflowError, RecursionError):
-            fast = None  # the slow way below finds the line and says what is wrong with it
+            fast = None  # the slow path below reports the line and the fault
         if fast is not None and _possible(fast):
             self._extend(fast)
             return
@@ -178,15 +177,15 @@ class ColumnBuilder:
                 self._add_checked(at, self._csv_row(at, row))
 
     def _converted(self, lines: list[str]) -> dict[str, array[Any]] | None:
-        """Return a block as columns, or None where it needs a closer look."""
+        """Return a block as columns, or None if it needs the slow path."""
         text = ",".join(lines)
         width = len(self.header)
-        # A quoted cell may hold a comma; int() takes "_" and digits of any script.
+        # A quoted cell may hold a comma; int() accepts "_" and digits of any script.
         if '"' in text or "_" in text or not text.isascii():
             return None
         if set(map(_COUNT_COMMAS, lines)) != {width - 1}:
             return None
-        if len(self.columns) < width:  # columns of text between ours
+        if len(self.columns) < width:  # text columns in between
             cells = text.split(",")
             return {
                 column: array("d", map(float, cells[at::width]))
@@ -194,7 +193,7 @@ class ColumnBuilder:
                 else array("q", map(int, cells[at::width]))
                 for column, at in self._index.items()
             }
-        # Numbers and commas are a JSON list, and its scanner is twice as fast as int().
+        # Comma-separated numbers are a JSON list, and its scanner is twice as fast as int().
         values = json.loads(f"[{text}]")
         columns = {column: values[at::width] for column, at in self._index.items()}
         if len(values) != width * len(lines):
@@ -236,7 +235,7 @@ class ColumnBuilder:
                 self._extend(fast)
                 return
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            pass  # the slow way below finds the line and says what is wrong with it
+            pass  # the slow path below reports the line and the fault
         for at, row in enumerate(lines, start=line):
             if row.strip():
                 self._add_checked(at, self._json_row(at, row))
@@ -284,23 +283,23 @@ def _number_of(name: str, line: int, column: str, text: str) -> Any:
         if not text.isascii() or "_" in text:
             raise ValueError
         return kind(text)
-    except ValueError:  # also a number of thousands of digits
+    except ValueError:  # for example a number of thousands of digits
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise TraceError(name, line, f"{column} must be {wanted}, got {shown!r}.") from None
 
 
 def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
-    """Return a value as its column holds it.
+    """Convert a value to its column's type.
 
     Raises:
-        TraceError: It is of the wrong type, not finite, negative or too large.
+        TraceError: It has the wrong type, or is not finite, negative or too large.
     """
     if column == "t_s":
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TraceError(name, line, f"t_s must be seconds, got {value!r}.")
         try:
             seconds = float(value)
-        except OverflowError:  # a whole number of hundreds of digits
+        except OverflowError:  # an integer of hundreds of digits
             seconds = math.inf
         if not math.isfinite(seconds) or seconds < 0:
             raise TraceError(name, line, f"t_s must be finite and not negative, got {seconds!r}.")
@@ -318,13 +317,13 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
 
 
 def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is impossible about one step, as text."""
+    """Yield a message for each impossible property of a step."""
     tokens = row[REQUIRED_COLUMN]
     for column in ("num_reqs", "max_query_len"):
         if column in row and row[column] > tokens:
             yield (
-                f"{column} is {row[column]} with only {tokens} tokens in the step. A request "
-                "runs at least one token."
+                f"{column} is {row[column]}, but the step has only {tokens} tokens. Each request "
+                "has at least one token."
             )
     if row.get("uniform_decode") and "num_reqs" in row and "max_query_len" in row:
         if row["num_reqs"] * row["max_query_len"] != tokens:
@@ -336,7 +335,7 @@ def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _possible(columns: Mapping[str, array[Any]]) -> bool:
-    """Whether all values of a block are possible; says not which are not."""
+    """Return whether all values of a block are possible, without saying which are not."""
     tokens = columns[REQUIRED_COLUMN]
     if not tokens:
         return True

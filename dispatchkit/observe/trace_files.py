@@ -1,9 +1,8 @@
-"""Trace files: plain or gzip, text only, bounded, with line numbers for complaints.
+"""Read and write trace files: text, plain or gzip, bounded, with line numbers for errors.
 
-A trace comes from anywhere: a log that was cut, a download that broke off, a file someone
-else made. So nothing here trusts it: a gzip file is unpacked piece by piece up to a limit,
-text must be UTF-8, and each fault is a TraceError that names the file and, where it can, the
-line.
+A trace may come from a truncated log, an aborted download or an unknown source, so its content is
+not trusted: a gzip file is unpacked in pieces up to a limit, text must be UTF-8, and each fault is
+a TraceError that names the file and, if possible, the line.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 """Most bytes of text read from one trace, after unpacking."""
 
 _BLOCK = 1 << 16  # small enough that a block and its cells stay in the cache
-_MAX_LINE = 1 << 16  # our longest line is under 200 bytes; a log line may be long
+_MAX_LINE = 1 << 16  # our longest line is under 200 bytes; log lines may be long
 _GZIP_MAGIC = b"\x1f\x8b"
 _FOREIGN_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 StrPath = str | os.PathLike[str]
 Blocks = Iterable[tuple[int, list[str]]]
-"""A text as (number of the first line, lines), block by block."""
+"""Text as (number of the first line, lines), block by block."""
 
 
 def trace_name(path: StrPath | IO[bytes]) -> str:
-    """Return a path as messages name it; of an open file, the path it was opened with."""
+    """Return a path for messages; for an open file, the path it was opened with."""
     if hasattr(path, "read"):
         return str(getattr(path, "name", "<stream>"))
     return os.fspath(path)
 
 
 def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -> IO[bytes]:
-    """Open a file; what is opened here is closed with the stack."""
+    """Open a file; files opened here are closed with the stack."""
     try:
         if hasattr(path, "read"):
             raw: Any = path
@@ -53,7 +52,7 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
             raw = closing.enter_context(Path(path).open("rb"))  # noqa: SIM115 - on the stack
         if not hasattr(raw, "peek"):
             raw = io.BufferedReader(raw)
-        # By its first bytes and not by its name: a renamed file is still what it is.
+        # Detected by its first bytes rather than its name, which may have been changed.
         if not raw.peek(2).startswith(_GZIP_MAGIC):
             return cast("IO[bytes]", raw)
     except FileNotFoundError:
@@ -78,9 +77,8 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"the gzip file is torn: it ends after {total} unpacked bytes without its "
-                    "end mark. Copy it again, or unpack what is there with `gzip -dc` and "
-                    "remove the last line.",
+                    f"the gzip file is truncated after {total} unpacked bytes. Copy it again, or "
+                    "unpack what is there with `gzip -dc` and remove the last line.",
                 ) from None
             except (zlib.error, gzip.BadGzipFile) as error:
                 raise TraceError(
@@ -106,17 +104,17 @@ def iter_line_blocks(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the first line, lines) of a text file, block by block.
 
-    Lines come without their end; line ends may be LF, CRLF or CR. A leading byte order mark is
-    dropped. The last line is yielded whether or not it ends with a line break, and an empty
-    one after the last break is not.
+    Lines are yielded without their line ending, which may be LF, CRLF or CR. A leading byte order
+    mark is dropped. The last line is yielded whether or not it ends with a line break; an empty
+    line after the last break is not.
 
     Args:
-        path: File, or an open binary one; plain or gzip (told by its content).
+        path: A path or an open binary file; plain or gzip (detected by content).
         max_bytes: Most unpacked bytes to read.
-        name: What messages call it; by default its path.
+        name: Its name in messages; by default its path.
 
     Raises:
-        TraceError: The file is missing, torn, damaged, too large, or not UTF-8 text.
+        TraceError: The file is missing, truncated, damaged, too large, or not UTF-8 text.
         ConfigError: max_bytes is not positive.
     """
     max_bytes = check_count(max_bytes, "max_bytes")
@@ -168,10 +166,10 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
 
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file that gets its name once the block has ended; ``.gz`` packs it.
+    """Open a text file that gets its name when the block ends; ``.gz`` compresses it.
 
     Raises:
-        TraceError: It cannot be written; an older file of that name is kept.
+        TraceError: It cannot be written; an existing file of that name is kept.
     """
     try:
         with contextlib.ExitStack() as closing:

@@ -1,4 +1,4 @@
-"""Writing step traces: a whole trace at once, or step by step while a program runs."""
+"""Write step traces: a whole trace at once, or step by step while a program runs."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["TraceWarning", "TraceWriter", "write_trace"]
 
 
 class TraceWarning(UserWarning):
-    """Steps cannot be written to their trace any more, and are counted instead."""
+    """Steps can no longer be written to their trace, and are counted instead."""
 
 
 class TraceWriter:
-    """Writes steps one at a time, from a program that is running.
+    """Writes steps one at a time, from a running program.
 
-    Use it in a ``with`` statement. Each step is in ``PATH.part``, as plain text, when ``write``
-    returns; the file gets its own name (and is packed) when the block ends, by an exception or
-    ``sys.exit`` too. If the process is killed, ``PATH.part`` remains and can be read as a trace.
+    Use it in a ``with`` statement. When ``write`` returns, the step is in ``PATH.part``, as plain
+    text. The file gets its final name (and is compressed) when the block ends, also by an exception
+    or ``sys.exit``. If the process is killed, ``PATH.part`` remains and can be read as a trace.
 
-    A disk that is full does not stop the program: ``write`` warns once and counts the steps in
-    ``num_lost``, and the end of the block raises TraceError, with the steps before them in PATH.
+    A full disk does not stop the program: ``write`` warns once and counts further steps in
+    ``num_lost``, and the end of the block raises TraceError, with the earlier steps in PATH.
 
     Example::
 
@@ -48,9 +48,9 @@ class TraceWriter:
                 trace.write(len(batch))
 
     Args:
-        path: File to write; ``.jsonl`` in the name gives JSON lines, anything else CSV, and
-            ``.gz`` at its end packs either. Replaced at the end if it exists.
-        columns: Columns to write; by default those that the first step knows.
+        path: File to write; ``.jsonl`` in the name selects JSON lines, anything else CSV; ``.gz``
+            at the end compresses either. An existing file is replaced at the end.
+        columns: Columns to write; by default those that the first step has values for.
 
     Attributes:
         num_steps: Steps written.
@@ -71,7 +71,7 @@ class TraceWriter:
         self._rows = _Rows(self.path, columns)
         self.format: Literal["csv", "jsonl"] = self._rows.format
         try:
-            self._target = real_target(path)  # the program may change its folder
+            self._target = real_target(path)  # the program may change its working directory
         except (OSError, ValueError) as error:
             raise _unwritten(self.path, error) from error
         self._part: _Part | None = None
@@ -83,7 +83,7 @@ class TraceWriter:
             self._part = _Part(self._target)
         except (OSError, ConfigError) as error:
             raise _unwritten(self.path, error) from error
-        # A writer that is never closed is closed when it is collected, or at exit.
+        # A writer that is never closed is closed when it is garbage-collected, or at exit.
         self._closing = weakref.finalize(self, self._part.finish)
         return self
 
@@ -93,11 +93,11 @@ class TraceWriter:
         self.close()
 
     def close(self) -> None:
-        """Give the file its name; nothing happens the second time, nor without steps.
+        """Give the file its final name; does nothing the second time or without steps.
 
         Raises:
-            TraceError: Steps were lost, or the file cannot get its name; the message says where
-                the steps are.
+            TraceError: Steps were lost, or the file cannot be renamed; the message says where the
+                steps are.
         """
         part, self._part = self._part, None
         if part is None:
@@ -121,7 +121,7 @@ class TraceWriter:
             )
 
     def discard(self) -> None:
-        """Close the writer and remove what it has written; an older file stays."""
+        """Close the writer and remove what it has written; an existing file is kept."""
         part, self._part = self._part, None
         if part is not None:
             self._closing.detach()
@@ -131,15 +131,15 @@ class TraceWriter:
         """Append one step.
 
         Args:
-            step: A step, or just its number of tokens. A step number that is missing becomes
-                the running one.
+            step: A step, or just its number of tokens. A missing step number is filled in with the
+                next one.
 
         Raises:
-            TraceError: The step lacks a column that is written, or is not possible.
+            TraceError: The step lacks a written column, or is impossible.
             ConfigError: The writer is not open, or belongs to the parent of this process.
 
         Warns:
-            TraceWarning: The step cannot be written, nor can later ones; once.
+            TraceWarning: This step and later ones cannot be written; issued once.
         """
         part = self._part
         if part is None or not part.is_open:
@@ -148,8 +148,8 @@ class TraceWriter:
             raise ConfigError(
                 "TraceWriter",
                 f"the one of process {part.process}",
-                "opened by the process that writes",
-                "Open one with a path of its own in each process.",
+                "a writer opened by the process that writes",
+                "Open one writer per process, each with its own path.",
             )
         line = self._rows.line(step, self.num_steps + self.num_lost)
         if part.failure is not None:
@@ -170,13 +170,13 @@ class TraceWriter:
 
 
 class _Part:
-    """The open file beside its later name: holds whole lines only.
+    """The temporary file next to the final path; it holds whole lines only.
 
     Attributes:
-        path: Where the lines are.
-        is_open: Whether lines can be appended; not after the exit of the program has begun.
-        process: Number of the process that opened it.
-        failure: Why no more lines are taken; None as long as they are.
+        path: The path of the temporary file.
+        is_open: Whether lines can be appended; False once program exit has begun.
+        process: ID of the process that opened it.
+        failure: Why lines are no longer accepted; None while they are.
     """
 
     def __init__(self, target: Path) -> None:
@@ -195,7 +195,7 @@ class _Part:
         """Append lines; none of them if there is no room for all.
 
         Raises:
-            OSError: They cannot be written; no more are taken.
+            OSError: They cannot be written; no more lines are accepted.
         """
         data = memoryview(text.encode())
         done = 0
@@ -217,10 +217,10 @@ class _Part:
             self.path.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Give the file its name, packed where the name says so.
+        """Give the file its final name, compressed if the name says so.
 
         Raises:
-            OSError: That failed; the lines stay in ``path``.
+            OSError: It failed; the lines stay in ``path``.
         """
         if not self.is_open or not self.is_own:
             return
@@ -238,7 +238,7 @@ class _Part:
 
 
 class _Rows:
-    """Lines of a trace from its steps; the first one settles which columns there are."""
+    """Formats steps as lines of a trace; the first step determines the columns."""
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         self._path = path
@@ -257,10 +257,10 @@ class _Rows:
         return self._first_line(self._header or TRACE_COLUMNS)
 
     def line(self, step: TraceStep | int, number: int) -> str:
-        """Return the line of a step, behind the header if it is the first.
+        """Return the line of a step, preceded by the header if it is the first.
 
         Raises:
-            TraceError: It is not possible, or lacks a column.
+            TraceError: It is impossible, or lacks a column.
         """
         if not isinstance(step, TraceStep):
             step = TraceStep(num_tokens=step)
@@ -299,18 +299,17 @@ class _Rows:
 
 
 def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) -> int:
-    """Write steps as CSV, or as JSON lines where the name has ``.jsonl``; return how many.
+    """Write steps as CSV, or as JSON lines for a ``.jsonl`` name; return their number.
 
-    ``.gz`` at the end of the name packs the file. Nothing of it is there until it is whole.
+    ``.gz`` at the end of the name compresses the file, which appears only once complete.
 
     Args:
         path: File to write; replaced if it exists.
-        steps: A StepTrace, or any steps; columns that the first step does not know are left
-            out.
+        steps: A StepTrace, or any steps; columns that the first step has no value for are left out.
 
     Raises:
-        TraceError: The file cannot be written, or a step lacks what the first one had, or
-            has axes that it had not.
+        TraceError: The file cannot be written, or a step lacks what the first one had, or has other
+            axes.
     """
     name = trace_name(path)
     rows, count = _Rows(name, None), 0

@@ -1,4 +1,4 @@
-"""What dispatchkit itself brings, registered through the same hooks as any plugin's."""
+"""The built-in backends, registered through the same hooks as those of plugins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What can be chosen by name, and how one is made.
+"""Look up what plugins registered by name, and create it.
 
-A factory belongs to somebody else. Whatever it does wrong becomes an error that names the
-thing asked for and the distribution it comes from.
+Factories are code of plugins. Any fault of a factory becomes an error that names what was requested
+and the distribution it comes from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dispatchkit.errors import (
 from dispatchkit.hookspecs import RECORDS, Spec
 from dispatchkit.plugins.records import PluginInfo, Registered
 
-# Methods without which what a factory returned is certainly not what it should be.
+# Methods that the object returned by a factory must have.
 _NEEDS = {
     "policy": ("declare", "decide"),
     "lane policy": ("choose",),
@@ -37,8 +37,8 @@ class Catalog:
     """What plugins registered, by kind and name.
 
     Attributes:
-        tables: Kind -> name -> what was registered.
-        absent: Rows of plugins that are not loaded and might have brought a missing name.
+        tables: Kind -> name -> the registered record.
+        absent: Rows of plugins that are not loaded and might provide a missing name.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class Catalog:
         self.tables[spec.kind][spec.name] = Registered(spec, origin)
 
     def get(self, kind: str, name: str) -> Registered[Any]:
-        """Return what goes by a name.
+        """Return the record of a name.
 
         Raises:
-            UnknownNameError: Nothing does; the message has the nearest names, the plugins that
-                might have brought it and are not loaded, and what to install.
+            UnknownNameError: There is no such name; the message lists the closest names, the
+                plugins that might provide it but are not loaded, and what to install.
         """
         found = self.tables[kind].get(name)
         if found is None:
@@ -62,7 +62,7 @@ class Catalog:
         return found
 
     def hint(self, kind: str, name: str) -> str:
-        """Say where a missing name may be: plugins not loaded, or a distribution to install."""
+        """Suggest where a missing name may be: plugins not loaded, or what to install."""
         if (brings := distribution_of(kind, name)) is not None:
             found = [info for info in self.absent if info.distribution == brings]
             if not found:
@@ -80,14 +80,14 @@ class Catalog:
         return " ".join(parts)
 
     def create(self, kind: str, name: str, options: dict[str, Any]) -> Any:
-        """Make one with a user's options.
+        """Create an object with a user's options.
 
         Raises:
-            UnknownNameError: Nothing goes by that name.
+            UnknownNameError: There is no such name.
             ConfigError: The factory does not take these options.
-            PolicyError: The factory of a policy raised, or returned what is none.
-            BackendUnavailableError: What a backend needs cannot be imported.
-            PluginError: Another factory raised, or returned what is not such a thing.
+            PolicyError: The factory of a policy raised, or returned something else.
+            BackendUnavailableError: A module that the backend needs cannot be imported.
+            PluginError: Another factory raised, or returned the wrong kind of object.
         """
         registered = self.get(kind, name)
         factory, origin = registered.spec.factory, registered.origin
@@ -119,15 +119,15 @@ class Catalog:
 
 
 def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Refuse options that a factory does not take, before it runs.
+    """Reject options that a factory does not take, before calling it.
 
     Raises:
-        ConfigError: Naming what was asked for, the options and the factory's signature.
+        ConfigError: Names the requested object, the options and the factory's signature.
     """
     try:
         signature = inspect.signature(factory)
     except ValueError:
-        return  # some callables written in C have none; calling shows
+        return  # some C callables have none; calling will show
     try:
         signature.bind(**options)
     except TypeError as error:

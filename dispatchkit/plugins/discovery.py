@@ -25,11 +25,11 @@ BUILT_IN, PASSED_IN, FOUND = range(3)
 
 
 class PluginFault(Exception):  # noqa: N818
-    """A plugin cannot be taken; the text says why and what to do. Never leaves this room."""
+    """A plugin cannot be loaded; the text says why and what to do. Internal to this package."""
 
 
 def normal(name: str) -> str:
-    """Return a name as package indexes compare it: ``My_Plugin`` is ``my-plugin``."""
+    """Normalize a distribution name as package indexes do: ``My_Plugin`` to ``my-plugin``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -39,8 +39,8 @@ class Candidate:
 
     Attributes:
         origin: Its name and distribution.
-        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``; the lower wins where two claim one name.
-        load: Imports it and returns the plugin object; may raise anything.
+        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``; if two claim a name, the lower rank wins.
+        load: Imports and returns the plugin object; may raise anything.
     """
 
     origin: Origin
@@ -48,12 +48,12 @@ class Candidate:
     load: Callable[[], object]
 
     def order(self, name: str) -> tuple[int, int, str, str, str]:
-        """Return the sort key among those that claim a name; the smallest wins.
+        """Return the sort key among candidates that claim a name; the smallest wins.
 
-        It does not depend on ``sys.path``. Among plugins found, the distribution named after
-        what is claimed comes first (``dispatchkit-vllm`` for ``vllm``, then for ``vllm@0.13``
-        and ``vllm-drafter``), so that nobody takes a name over by an early letter; then
-        the alphabet.
+        It does not depend on ``sys.path``. Among plugins found, the distribution named after the
+        claimed name comes first (``dispatchkit-vllm`` for ``vllm``, then for ``vllm@0.13`` and
+        ``vllm-drafter``), so that a plugin cannot take over a name by sorting earlier; the others
+        follow in alphabetical order.
         """
         distribution = normal(self.origin.distribution or "")
         family = distribution.removeprefix(f"{GROUP}-")
@@ -77,13 +77,13 @@ def discover() -> Iterator[Candidate]:
     for distribution in distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
-            # Most distributions end here, unparsed.
+            # Most distributions are skipped here, unparsed.
             if not any(map(_is_near, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
-            metadata = distribution.metadata  # parsed anew each time it is asked for
+            metadata = distribution.metadata  # parsed again on each access
             name = normal(metadata["Name"])
-            # Of several copies of one distribution Python imports the first on the path, so
-            # its entry points are the ones that count.
+            # If there are several copies of a distribution, Python imports the first on the path,
+            # so its entry points count.
             if name not in seen:
                 seen.add(name)
                 points = distribution.entry_points
@@ -95,7 +95,7 @@ def discover() -> Iterator[Candidate]:
 
 
 def _is_near(group: str) -> bool:
-    """Return whether this is our group or one that was probably meant to be."""
+    """Return whether a group is ours or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())
     return letters.startswith(GROUP) or bool(get_close_matches(letters, [GROUP], cutoff=0.85))
 
@@ -120,11 +120,11 @@ def _refusing(reason: str) -> Callable[[], object]:
 
 @attrs.frozen
 class Filter:
-    """Which plugins may be loaded, by name of entry point or of distribution.
+    """Which plugins may be loaded, by the name of the entry point or distribution.
 
     Attributes:
-        allowed: One set per list in force (argument, environment); a plugin must be in all.
-        blocked: Names that are not loaded, in any case.
+        allowed: One set per list in force (argument, environment); a plugin must be in all of them.
+        blocked: Names that are never loaded.
     """
 
     allowed: tuple[frozenset[str], ...] = ()
@@ -137,7 +137,7 @@ class Filter:
         block: Collection[str] | None,
         environ: Mapping[str, str],
     ) -> Filter:
-        """Combine arguments and environment: lists only ever take away."""
+        """Combine arguments and environment; each list can only exclude plugins."""
         allowed = [] if allow is None else [_names(allow)]
         if ALLOW_VARIABLE in environ:
             allowed.append(_names(environ[ALLOW_VARIABLE].split(",")))
@@ -145,9 +145,9 @@ class Filter:
         return cls(tuple(allowed), blocked)
 
     def refusal(self, candidate: Candidate) -> str:
-        """Return why a plugin may not be loaded; empty if it may.
+        """Return why a plugin may not be loaded; empty if it may be.
 
-        Lists of allowed names concern only plugins found by their entry point.
+        Lists of allowed names apply only to plugins found by their entry point.
         """
         names = _names_of(candidate.origin)
         if names & self.blocked:
@@ -157,9 +157,10 @@ class Filter:
         return ""
 
     def unmatched(self, candidates: Collection[Candidate]) -> Iterator[tuple[Origin, str]]:
-        """Yield (origin, reason) for listed names that fit no plugin.
+        """Yield (origin, reason) for listed names that match no plugin.
 
-        A blocked plugin may well not be installed; only a name that looks misspelt counts.
+        A blocked plugin need not be installed, so only blocked names that look misspelled are
+        reported.
         """
         present = {name for one in candidates for name in _names_of(one.origin)}
         for name in sorted(frozenset[str]().union(*self.allowed) - present):

@@ -1,7 +1,6 @@
-"""Load plugins one by one, each undone by itself if it is broken, and decide who has a name.
+"""Load plugins one by one, undo broken ones, and resolve conflicts of names.
 
-pluggy's own loader is not used: it ends at the first plugin that raises, and the others are never
-seen.
+pluggy's own loader is not used: it stops at the first plugin that raises.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HOW = f" Block one of them by its distribution's name (`block` or {BLOCK_VARIAB
 
 @attrs.frozen(eq=False)
 class Loaded:
-    """A plugin that is fine, with what it brings.
+    """A loaded plugin, with what it registers.
 
     Attributes:
         candidate: Where it comes from.
@@ -40,20 +39,20 @@ class Loaded:
 
 
 class DuplicateFault(PluginFault):
-    """There is this plugin, or one of its name, already."""
+    """This plugin, or one of the same name, is already loaded."""
 
 
 def load(candidate: Candidate, present: Mapping[str, Loaded], manager: HookManager) -> Loaded:
-    """Import a plugin, and have the manager take it.
+    """Import a plugin and add it to the manager.
 
     Args:
         candidate: The plugin.
-        present: Plugins that are there already, by name.
-        manager: What takes it.
+        present: Plugins that are already loaded, by name.
+        manager: The manager to add it to.
 
     Raises:
-        PluginError: It is broken, or there already under this or another name. The reason
-            is in words; the cause is what the plugin raised. Nothing of it stays.
+        PluginError: It is broken, or already loaded under this or another name. The cause is the
+            exception that the plugin raised. The plugin is removed again.
     """
     origin = candidate.origin
     doing = [f"importing {origin.entry_point or 'it'}"]
@@ -72,26 +71,25 @@ def load(candidate: Candidate, present: Mapping[str, Loaded], manager: HookManag
         raise
     except PluginFault as fault:
         raise PluginError(origin, str(fault)) from fault
-    # An import may raise anything, and exit too; it is reported with its origin.
+    # An import may raise anything, even SystemExit; it is reported with its origin.
     except BaseException as error:
         text = f"{doing[-1]} raised {type(error).__name__}: {error}"
         raise PluginError(origin, text) from error
 
 
 class Loading:
-    """The plugins that may be loaded and are fine, and what is to be said of the others.
+    """The loaded plugins, and reports on the others.
 
     Args:
-        candidates: What was found, in any order.
+        candidates: The plugins found, in any order.
         names: Which of them may be loaded.
-        replace: Built-in names that plugins may have instead.
-        manager: What takes them.
+        replace: Built-in names that plugins may take over.
+        manager: The manager to add them to.
 
     Attributes:
-        loaded: Plugins by name, with what they bring that is theirs, in an order that no path
-            decides.
+        loaded: Plugins by name, with the records they won, in an order independent of ``sys.path``.
         infos: A row for each plugin that is not loaded.
-        problems: What is wrong, for the log and for strict mode.
+        problems: Problems, for the log and for strict mode.
 
     Raises:
         UnknownNameError: A name to replace is not built in.
@@ -133,7 +131,7 @@ class Loading:
         self.problems.append(problem)
 
     def _share_out(self, replace: Collection[str]) -> None:
-        """Leave each name to one plugin, and report the others that claim it."""
+        """Assign each name to one plugin, and report the others that claim it."""
         plugins = self.loaded.values()
         built_in = {spec.name for one in plugins if _is_built_in(one) for spec in one.records}
         for name in replace:

@@ -1,9 +1,9 @@
-"""HookManager: pluggy's manager, which takes a plugin whole or not at all.
+"""HookManager: pluggy's manager, adding a plugin completely or not at all.
 
-pluggy checks names and arguments of hooks, and undoes a plugin. What it takes without a word,
-and what would then never run, is refused here: a class, a hook without its mark, an ``async`` one.
-pluggy only sees a plain namespace of functions: up to 1.6 it evaluates every property of what it
-is given, and it compares plugins by ``==``.
+pluggy checks names and arguments of hooks, and can remove a plugin. It silently accepts some
+plugins that would then never run: a class, a hook without its mark, an ``async`` hook. These are
+refused here. pluggy is passed only a plain namespace of functions, since up to 1.6 it evaluates
+every property of a plugin, and it compares plugins by ``==``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MARK, _SPEC_MARK = f"{_PROJECT}_impl", f"{_PROJECT}_spec"
 
 
 class Hooks(types.SimpleNamespace):
-    """The hook functions of a plugin, and nothing else for pluggy to look at one by one."""
+    """The hook functions of a plugin, without other attributes for pluggy to inspect."""
 
     def __dir__(self) -> list[str]:
         return list(vars(self))
 
 
 class HookManager(pluggy.PluginManager):
-    """Knows the hooks; at first no plugin."""
+    """A plugin manager with the hook specifications, initially without plugins."""
 
-    # pluggy's own is bound to the manager, and each hook keeps it: only the collector would free
-    # the plugins that a runner loaded.
+    # pluggy's own method is bound to the manager and referenced by each hook, a cycle: only the
+    # garbage collector would free a runner's plugins.
     _hookexec = staticmethod(_multicall)  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -45,18 +45,17 @@ class HookManager(pluggy.PluginManager):
         self.add_hookspecs(hookspecs)
 
     def add(self, name: str, plugin: object, doing: list[str]) -> tuple[Spec, ...]:
-        """Take a plugin; return what it registers, in the order of ``RECORDS``.
+        """Add a plugin; return its records, in the order of ``RECORDS``.
 
         Args:
-            name: The plugin's name, which no other has.
-            plugin: A module or an instance, not added yet. Nothing of it runs but its
-                ``register`` hooks.
-            doing: What is being done is appended, for the report of whatever a hook raises.
+            name: The plugin's name, unique.
+            plugin: A module or an instance, not added yet. Only its ``register`` hooks are called.
+            doing: The current activity is appended to it, for reports of exceptions.
 
         Raises:
-            PluginFault: The object is no plugin; one of its functions would never run, or not
-                as its author meant; or a hook returned something else than its records. Nothing
-                of it stays, as with whatever a hook raises.
+            PluginFault: The object is not a plugin; one of its functions would never run, or not as
+                intended; or a hook returned something other than its records. The plugin is removed
+                again, as with any exception of a hook.
         """
         doing.append("examining its hooks")
         hooks = _hooks_of(plugin)
@@ -95,7 +94,7 @@ def _hooks_of(plugin: object) -> Hooks:
     functions: dict[str, Callable[..., Any]] = {}
     if not inspect.isclass(plugin):
         for name in object.__dir__(plugin):
-            # As it is stored: reading a property would run it.
+            # Read from the class's dict: getattr would run a property.
             function = inspect.getattr_static(plugin, name, None)
             if isinstance(function, (staticmethod, classmethod, types.MethodType)):
                 function = function.__func__
@@ -121,12 +120,12 @@ def _describe(plugin: object) -> str:
 
 
 def _is_hook(name: str, function: Any) -> bool:
-    """Return whether a function carries our mark; refuse what only looks as if it did."""
+    """Return whether a function has our mark; refuse functions that only seem to."""
     attributes = getattr(function, "__dict__", {}) if inspect.isfunction(function) else {}
     if _MARK in attributes:
         return True
     if not name.startswith(_HOOK_PREFIXES) or _SPEC_MARK in attributes:
-        return False  # a function of another kind, or a spec of ours that the plugin imported
+        return False  # a function of another kind, or one of our specs imported by the plugin
     if not inspect.isfunction(function):
         kind = type(function).__name__
         raise PluginFault(f"{name} is a {kind}, not a function or method marked with @hookimpl.")
@@ -139,19 +138,19 @@ def _is_hook(name: str, function: Any) -> bool:
 
 
 def _check_function(name: str, function: Any) -> None:
-    """Refuse what pluggy would call otherwise than its author meant, or not at all."""
+    """Refuse functions that pluggy would call differently than intended, or not at all."""
     marks = getattr(function, _MARK)
     if marks["hookwrapper"] or marks["wrapper"]:
         raise PluginFault(
-            f"{name} is a wrapper; hooks of dispatchkit take none. "
-            "Write a function that returns its result."
+            f"{name} is a wrapper; hooks of dispatchkit do not support wrappers. Write a function "
+            "that returns its result."
         )
     if inspect.isgeneratorfunction(function):
         raise PluginFault(f"{name} yields, so its body would not run; return a value instead.")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginFault(f"{name} is async, and nothing would await it; make it a plain function.")
     for parameter in inspect.signature(function).parameters.values():
-        # Releases of pluggy differ: some pass the value, others keep the default.
+        # Versions of pluggy differ: some pass the value, others keep the default.
         plain = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if parameter.kind not in plain or parameter.default is not parameter.empty:
             raise PluginFault(f"{name} takes {str(parameter)!r}; write a plain argument.")

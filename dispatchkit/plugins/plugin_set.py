@@ -1,4 +1,4 @@
-"""The plugins of one dispatcher, and what can be chosen among them by name."""
+"""The plugins of one dispatcher, and what they provide by name."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _log = logging.getLogger("dispatchkit.plugins")
 
 @attrs.frozen(eq=False)
 class PolicyWithPlugins:
-    """A policy to run with, and the plugins that it, backends and lane policies come from.
+    """A policy, with the plugins that provide it, backends and lane policies.
 
     Made by ``PluginSet.with_policy``.
 
     Attributes:
         plugins: The plugins; their observers are notified of the runner's events.
-        policy: Its name, or the object; None: the one that the plugins select.
+        policy: Its name, or an object; None for the one that the plugins select.
     """
 
     plugins: PluginSet
@@ -53,21 +53,21 @@ class PolicyWithPlugins:
 
 
 class PluginSet:
-    """The plugins of one dispatcher and all that can be chosen by name.
+    """The plugins of one dispatcher, and what they provide by name.
 
     Made by ``load_plugins``. Thread safety: reading from any thread; ``register`` and
     ``register_policy`` hold a lock.
 
     Args:
-        candidates: What was found, in any order; without any the set is empty, and has no
-            built-in backends either.
-        names: Which of them may be loaded; all of them if not given.
-        replace: Built-in names that plugins may have instead.
+        candidates: The plugins found, in any order; if empty, the set has no built-in backends
+            either.
+        names: Which of them may be loaded; by default all.
+        replace: Built-in names that plugins may take over.
         max_faults: Faults in a row after which an observer's callback is switched off.
 
     Attributes:
         notifier: Calls observers with events.
-        problems: What was wrong at loading, one error each; empty when all was well.
+        problems: Problems found while loading, one error each.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PluginSet:
 
     @property
     def backends(self) -> Mapping[str, Registered[BackendSpec]]:
-        """Backends by name, the built-in ones included."""
+        """Backends by name, including the built-in ones."""
         return types.MappingProxyType(self._catalog.tables["backend"])
 
     @property
@@ -127,13 +127,13 @@ class PluginSet:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Where the loaded plugins come from, in the order in which they were loaded."""
+        """Origins of the loaded plugins, in the order of loading."""
         return tuple(one.origin for one in self._loaded.values())
 
     def describe(self) -> tuple[PluginInfo, ...]:
-        """Return a row for every plugin found, passed in or asked for, whatever its state.
+        """Return a row for every plugin found, passed in or requested, whatever its state.
 
-        A row's reason also names callbacks of its observers that were switched off since.
+        A row's reason also names observer callbacks that were switched off.
         """
         return tuple(self._with_faults(info) for info in self._infos)
 
@@ -151,41 +151,41 @@ class PluginSet:
         """Return a policy's record and origin.
 
         Raises:
-            UnknownNameError: There is none; the nearest names are in the message, plugins that
-                might have brought it but failed to load or are blocked, and what to install.
+            UnknownNameError: There is no such policy; the message lists the closest names, plugins
+                that might provide it but failed to load or are blocked, and what to install.
         """
         return self._catalog.get("policy", name)
 
     def create_policy(self, name: str, /, **options: Any) -> Policy:
-        """Make a new policy.
+        """Create a policy.
 
         Args:
             name: The policy's name.
-            options: Given to its factory as keywords.
+            options: Keyword arguments for its factory.
 
         Raises:
             UnknownNameError: There is no such policy.
             ConfigError: Its factory does not take these options.
-            PolicyError: Its factory raised, or returned what is no policy.
+            PolicyError: Its factory raised, or returned something other than a policy.
         """
         return cast("Policy", self._catalog.create("policy", name, options))
 
     def create_lane_policy(self, name: str, /, **options: Any) -> LanePolicy:
-        """Make a new lane policy; errors as in ``create_policy``, but PluginError."""
+        """Create a lane policy; errors as in ``create_policy``, but PluginError."""
         return cast("LanePolicy", self._catalog.create("lane policy", name, options))
 
     def create_backend(self, name: str, /, **options: Any) -> GraphBackend:
-        """Make a backend; errors as in ``create_policy``, but PluginError.
+        """Create a backend; errors as in ``create_policy``, but PluginError.
 
         Raises:
-            BackendUnavailableError: What it needs cannot be imported.
+            BackendUnavailableError: A module it needs cannot be imported.
         """
         return cast("GraphBackend", self._catalog.create("backend", name, options))
 
     def create_observer(self, name: str, /, **options: Any) -> Any:
-        """Make a new observer and attach it to the notifier.
+        """Create an observer and attach it to the notifier.
 
-        Its methods named after events are called from now on; what they raise is contained.
+        From then on its methods named after events are called; exceptions they raise are logged.
         Errors are those of ``create_policy``, but PluginError.
         """
         observer = self._catalog.create("observer", name, options)
@@ -199,14 +199,14 @@ class PluginSet:
         return cast("Callable[..., Any]", self._catalog.create("command", name, {}))
 
     def hint(self, kind: str, name: str) -> str:
-        """Return where a missing name may be: plugins not loaded, or what to install.
+        """Suggest where a missing name may be: in plugins not loaded, or what to install.
 
         Args:
             kind: ``policy``, ``lane policy``, ``backend``, ``observer`` or ``command``.
-            name: The name that is missing.
+            name: The missing name.
 
         Returns:
-            Sentences; empty where nothing is known.
+            Sentences; empty if nothing is known.
         """
         return self._catalog.hint(kind, name)
 
@@ -216,14 +216,14 @@ class PluginSet:
         Raises:
             PluginError: A ``dispatchkit_select_policy`` hook raised or answered with
                 something other than a name; the plugin is named.
-            UnknownNameError: It chose a policy that is not there.
+            UnknownNameError: It chose an unknown policy.
         """
         hook = "dispatchkit_select_policy"
-        # Not called by pluggy, which does not tell whose hook answered or raised.
+        # Not called through pluggy, which does not report whose hook answered or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
             loaded = self._loaded.get(one.plugin_name)
             if loaded is None:
-                continue  # it is being added, and may yet be refused
+                continue  # it is being added and may still be refused
             origin = loaded.origin
             try:
                 name = one.function(*[config][: len(one.argnames)])
@@ -246,28 +246,28 @@ class PluginSet:
         return None
 
     def with_policy(self, policy: str | Policy | None = None) -> PolicyWithPlugins:
-        """Return what a runner takes as ``policy`` to run with these plugins.
+        """Return a ``policy`` argument for a runner that uses these plugins.
 
-        Backends and lane policies that are given by name come from them too, and their
-        observers are notified of the runner's events.
+        Backends and lane policies given by name also come from these plugins, and their observers
+        are notified of the runner's events.
 
         Args:
-            policy: Name of the policy, or an object; None for the one that a plugin selects
-                for the configuration, else the default.
+            policy: Name of the policy, or an object; None for the one that a plugin selects for the
+                configuration, or else the default.
         """
         return PolicyWithPlugins(self, policy)
 
     # -- adding ---------------------------------------------------------------------------
 
     def register(self, name: str, plugin: object) -> None:
-        """Add a plugin object by hand; all of it, or nothing.
+        """Add a plugin object, completely or not at all.
 
         Args:
             name: The plugin's name.
             plugin: A module or an instance with functions marked ``@hookimpl``.
 
         Raises:
-            PluginError: It is broken, is there already, or claims a name that is taken.
+            PluginError: It is broken, already loaded, or claims a taken name.
         """
         with self._lock:
             loaded = load(_passed_in(name, plugin), self._loaded, self._manager)
@@ -289,13 +289,13 @@ class PluginSet:
         """Add one policy without writing a plugin.
 
         Args:
-            name: The name to choose it by.
-            factory: A class or function; called with the user's options as keywords.
+            name: Its name.
+            factory: A class or function, called with the user's options as keyword arguments.
             summary: One line for listings.
 
         Raises:
             PluginError: The name is taken.
-            ConfigError: The name or the factory cannot be used.
+            ConfigError: The name or the factory is invalid.
         """
         spec = PolicySpec(name, factory, summary)
 
@@ -308,7 +308,7 @@ class PluginSet:
         return self.policies[name]
 
     def _commit(self, loaded: Loaded, reason: str = "") -> None:
-        """Let all that a plugin brings be chosen."""
+        """Make everything that a plugin registers available."""
         for spec in loaded.records:
             self._catalog.add(spec, loaded.origin)
         registers = tuple(f"{spec.kind} {spec.name}" for spec in loaded.records)
@@ -326,23 +326,23 @@ def load_plugins(
 ) -> PluginSet:
     """Load the installed plugins into a new set.
 
-    Lists name plugins by their entry point or by their distribution, and only take away: a
-    plugin is loaded if every list that is in force allows it and none blocks it. One that is
-    left out is not imported. Loading twice gives two equal sets, independent of each other.
+    Lists name plugins by their entry point or distribution, and can only exclude: a plugin is
+    loaded if every list in force allows it and none blocks it. Excluded plugins are not imported.
+    Loading twice returns two equal, independent sets.
 
     Args:
         allow: Load only these; an empty list loads none. The environment variable
-            DISPATCHKIT_PLUGINS (names with commas; empty: none) does the same.
+            DISPATCHKIT_PLUGINS (comma-separated names; empty: none) does the same.
         block: Do not load these; so does DISPATCHKIT_DISABLE.
-        extra: (name, object) pairs to load besides; ``allow`` does not concern them.
+        extra: (name, object) pairs to load as well; ``allow`` does not apply to them.
         replace: Built-in names that plugins may have instead of dispatchkit.
-        strict: Raise if anything is wrong, rather than leave it out with a warning.
-        environ: Where the variables are read; the process's environment by default.
+        strict: Raise on any problem, rather than leave plugins out with a warning.
+        environ: Where the variables are read; by default the process's environment.
 
     Raises:
         PluginLoadError: In strict mode: all problems, as a group.
-        ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra``
-            not one of pairs.
+        ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra`` is not
+            a list of pairs.
         UnknownNameError: A name to replace is not built in.
     """
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
@@ -359,7 +359,7 @@ def load_plugins(
 
 
 def _built_in() -> Candidate:
-    """Return what dispatchkit itself brings; it comes through the same hooks."""
+    """Return the built-in plugin, which uses the same hooks."""
 
     def load() -> object:
         from dispatchkit.plugins import builtin

@@ -1,4 +1,4 @@
-"""What became of plugins, and of what they bring."""
+"""Records of plugins, their state and what they register."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 @attrs.frozen
 class Registered(Generic[SpecT]):
-    """One thing that can be chosen by name, with its origin.
+    """A named registration, with its origin.
 
     Attributes:
         spec: The record that the plugin returned.
@@ -27,7 +27,7 @@ class Registered(Generic[SpecT]):
 
     @property
     def name(self) -> str:
-        """The name it is chosen by."""
+        """The name users choose it by."""
         return self.spec.name
 
     @property
@@ -37,7 +37,7 @@ class Registered(Generic[SpecT]):
 
 
 class PluginState(enum.StrEnum):
-    """What became of a plugin that was found, passed in or asked for."""
+    """The state of a plugin that was found, passed in or requested."""
 
     LOADED = "loaded"
     FAILED = "failed"
@@ -55,8 +55,8 @@ class PluginInfo:
         distribution: Distribution it comes from; None for an object passed in.
         version: Version of that distribution; None for an object passed in.
         origin: Where it comes from, in words.
-        state: What became of it.
-        reason: Why, in words; empty where there is nothing to say.
+        state: Its state.
+        reason: The reason for the state, in words; may be empty.
         registers: What it registered, as ``kind name`` (``policy vllm``).
     """
 
@@ -72,10 +72,10 @@ class PluginInfo:
     def of(
         cls, origin: Origin, state: PluginState, reason: str = "", registers: tuple[str, ...] = ()
     ) -> PluginInfo:
-        """Make a row for an origin."""
+        """Create a row for an origin."""
         facts = (origin.plugin, origin.distribution, origin.version, str(origin))
         return cls(*facts, state, reason, registers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as plain values, ready for JSON."""
+        """Return the row as plain values for JSON."""
         return {**attrs.asdict(self), "state": str(self.state), "registers": list(self.registers)}

@@ -1,6 +1,6 @@
-"""The kit that third-party policies and backends run; needs ``dispatchkit[testing]``.
+"""Test kit for third-party policies and backends; needs ``dispatchkit[testing]``.
 
-A policy is certified by three lines::
+Three lines test a policy::
 
     from dispatchkit.testing import PolicyTests
 
@@ -8,12 +8,12 @@ A policy is certified by three lines::
         def make_policy(self):
             return HalfFull()
 
-or, without pytest, by ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
-``run_lane_policy_conformance`` do the same for lane policies, ``BackendTests`` for backends,
-``RunnerTests`` for a policy, backend or step at work in a GraphRunner. ``SmallestPolicy`` and
-``OneBucketPolicy`` are plain policies for tests in which the policy is not the subject.
+or, without pytest, ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
+``run_lane_policy_conformance`` do the same for lane policies, ``BackendTests`` for backends, and
+``RunnerTests`` for a policy, backend or step in a GraphRunner. ``SmallestPolicy`` and
+``OneBucketPolicy`` are simple policies for tests of other things.
 
-Names are loaded on first use: a kit for one kind of plugin loads nothing of another's.
+Names are loaded on first use, so that the kit for one kind of plugin does not load the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promises about capture, replay and state, for BackendTests."""
+"""Tests of capture, replay and state, for BackendTests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatchkit.backends.base import (
 )
 from dispatchkit.testing.backend_rig import FUNCTIONS, Pair, Rig
 
-NOT_POISONED = "Outputs hold something else than poison before the first replay."
+NOT_POISONED = "Outputs hold something other than poison before the first replay."
 
 
 class CaptureTests:
@@ -25,7 +25,7 @@ class CaptureTests:
     # -- what it is ---------------------------------------------------------------------
 
     def test_it_names_itself_and_its_device(self, rig: Rig) -> None:
-        """Reports and the choice by name need both."""
+        """Reports and look-ups by name need both."""
         assert rig.backend.name
         assert rig.zeros(1).device == rig.torch.device(rig.backend.torch_device)
         assert isinstance(rig.backend.capabilities, BackendCapabilities)
@@ -34,7 +34,7 @@ class CaptureTests:
         assert info["torch"] == rig.torch.__version__
 
     def test_its_objects_fit_the_protocols(self, rig: Rig) -> None:
-        """The runner uses only what the Protocols name."""
+        """The runner uses only what the Protocols define."""
         graph = rig.capture(lambda: rig.zeros(1) + 1)
         assert isinstance(rig.stream, Stream)
         assert isinstance(rig.backend.current_stream(), Stream)
@@ -49,7 +49,7 @@ class CaptureTests:
     def test_replay_equals_eager_on_changed_inputs(
         self, rig: Rig, function: Callable[[Any, Any], Any], mode: str
     ) -> None:
-        """A replay of the captured inputs proves nothing: the inputs change each time."""
+        """Inputs change each time: a replay of the captured inputs would prove nothing."""
         x = rig.randn(4, 8)
         with getattr(rig.torch, mode)():
             graph = rig.warm_capture(lambda: function(rig.torch, x))
@@ -59,18 +59,18 @@ class CaptureTests:
                 rig.torch.testing.assert_close(rig.replayed(graph), expected, rtol=1e-5, atol=1e-5)
 
     def test_outputs_keep_their_addresses(self, rig: Rig) -> None:
-        """Ready-made views of the outputs stay right only then."""
+        """Only then do precomputed views of the outputs stay valid."""
         x = rig.randn(4, 8)
         graph = rig.capture(lambda: (x * 2, [x + 1]))
         outputs = graph.outputs
         addresses = [outputs[0].data_ptr(), outputs[1][0].data_ptr()]
         for _ in range(3):
             graph.replay()
-            assert graph.outputs is outputs, "outputs are other tensors after a replay."
+            assert graph.outputs is outputs, "outputs are different tensors after a replay."
             assert [outputs[0].data_ptr(), outputs[1][0].data_ptr()] == addresses
 
     def test_replay_overwrites_the_outputs(self, rig: Rig) -> None:
-        """An output kept over the next replay shows the next result."""
+        """An output kept across the next replay shows the next result."""
         x = rig.zeros(3)
         graph = rig.capture(lambda: x + 1)
         graph.replay()
@@ -95,7 +95,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == [1.0, 1.0]
 
     def test_python_of_a_custom_operator_runs_once(self, rig: Rig) -> None:
-        """What the operator does is captured, not the call of it."""
+        """The operator's work is captured, not the call."""
         torch = rig.torch
         runs: list[int] = []
         name = f"dispatchkit_backend_tests::scale_{id(runs)}"
@@ -158,7 +158,7 @@ class CaptureTests:
         assert [rig.read(part) for part in graph.outputs] == [[6.0] * 4, [6.0] * 2, [3.0] * 2]
 
     def test_a_callable_that_does_nothing_can_be_captured(self, rig: Rig) -> None:
-        """A piece may return an input as it is; torch may warn of an empty graph."""
+        """A piece may return an input unchanged; torch may warn about an empty graph."""
         x = rig.zeros(2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -170,7 +170,7 @@ class CaptureTests:
         "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
     )
     def test_outputs_are_not_computed_at_capture(self, rig: Rig, dtype: str) -> None:
-        """Whoever reads before the first replay must see it."""
+        """Reading before the first replay must be noticeable."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
         graph = rig.capture(x.clone)
@@ -191,7 +191,7 @@ class CaptureTests:
             assert set(tensor.tolist()) <= {limits.min, limits.max} - {0}, NOT_POISONED
 
     def test_new_values_of_weights_are_seen_by_the_next_replay(self, rig: Rig) -> None:
-        """Weights are read from their place, not copied into the graph."""
+        """Weights are read from their memory, not copied into the graph."""
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph = rig.warm_capture(lambda: x @ weight)
         weight.copy_(rig.randn(8, 8))
@@ -202,7 +202,7 @@ class CaptureTests:
         )
 
     def test_intermediates_that_the_callable_stashed_stay(self, rig: Rig) -> None:
-        """Memory that user code still refers to is not used for later intermediates."""
+        """Memory that user code still references is not reused for later intermediates."""
         x = rig.zeros(64)
         stash: dict[str, Any] = {}
 
@@ -243,7 +243,7 @@ class CaptureTests:
             with mode():
                 rig.capture(run)
         assert seen == [(False, False), (False, True), (True, False)], (
-            "The mode of autograd inside the capture is not the caller's: (grad, inference) each."
+            "The autograd mode inside the capture differs from the caller's, as (grad, inference)."
         )
 
     def test_a_graph_captured_in_inference_mode_replays_outside(self, rig: Rig) -> None:
@@ -258,7 +258,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == [4.0] * 3
 
     def test_replay_ignores_the_callers_autocast(self, rig: Rig) -> None:
-        """What was captured in full precision stays so."""
+        """Work captured in full precision stays in full precision."""
         x = rig.randn(4, 8)
         graph = rig.warm_capture(lambda: x @ x.t())
         expected = x @ x.t()
@@ -300,7 +300,7 @@ class CaptureTests:
     # -- state outside the graph ----------------------------------------------------------
 
     def test_a_capture_changes_no_state_and_each_replay_does_once(self, rig: Rig) -> None:
-        """Counters and caches must not notice that a graph was made."""
+        """Counters and caches must not change when a graph is captured."""
         counter, cache = rig.zeros(1), rig.zeros(8, 2)
         position = rig.zeros(1, dtype=rig.torch.int64)
 
@@ -312,7 +312,7 @@ class CaptureTests:
             return cache * 1
 
         graph = rig.capture(run)
-        assert rig.read(counter) == [0.0], "The capture changed the state it was to leave alone."
+        assert rig.read(counter) == [0.0], "The capture changed state that it must leave unchanged."
         assert rig.read(cache) == [[0.0, 0.0]] * 8
         assert rig.read(position) == [0]
         for _ in range(3):
@@ -323,7 +323,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == expected
 
     def test_running_statistics_are_left_alone_by_a_capture(self, rig: Rig) -> None:
-        """Batch norm writes its statistics without saying so in its signature."""
+        """Batch norm writes its statistics without declaring so in its schema."""
         torch = rig.torch
         norm = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)
         twin = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)

@@ -1,4 +1,4 @@
-"""Promises about captures that fail, for BackendTests."""
+"""Tests of captures that fail, for BackendTests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dispatchkit.testing.backend_rig import HOST_SYNCS, PlannedError, Rig
 
 
 class FailureTests:
-    """A capture that fails has a reason and leaves everything as before."""
+    """A failed capture has a reason and leaves everything as it was."""
 
     def release_unused_memory(self, rig: Rig) -> None:
-        """Give unused memory back to the device; see BackendTests."""
+        """Return unused memory to the device; see BackendTests."""
         raise NotImplementedError
 
     # -- captures that fail ---------------------------------------------------------------
 
     def _program(self, rig: Rig, state: Any, generator: Any) -> list[Callable[[], Any]]:
-        """Return steps of every kind; a callable fails after some number of them."""
+        """Return operations of every kind; a callable fails after some number of them."""
         device = rig.backend.torch_device
         torch = rig.torch
         return [
@@ -42,7 +42,7 @@ class FailureTests:
     def test_a_capture_that_fails_leaves_everything_as_before(
         self, rig: Rig, num_steps: int
     ) -> None:
-        """At whatever step: state, generators, stream, collector and other graphs."""
+        """After any operation: state, generators, stream, garbage collector and other graphs."""
         backend, torch = rig.backend, rig.torch
         state, generator = rig.randn(8), rig.generator()
         x = rig.zeros(8)
@@ -60,18 +60,18 @@ class FailureTests:
 
         with pytest.raises(CaptureError) as caught:
             rig.capture(run, generators=[generator])
-        after = "is another one after a failed capture"
+        after = "differs after a failed capture"
         assert isinstance(caught.value.__cause__, PlannedError)
         assert caught.value.reason == "error"
         assert backend.current_stream_handle() == handle, f"The current stream {after}."
         assert not backend.is_capturing(), "The backend is still capturing."
-        assert gc.isenabled(), "The garbage collector is off after a failed capture."
+        assert gc.isenabled(), "The garbage collector is disabled after a failed capture."
         draws = "state of the"
         same = torch.equal(rig.default_generator().get_state(), default_before)
         assert same, f"The {draws} default generator {after}."
         assert torch.equal(generator.get_state(), own_before), f"The {draws} generator {after}."
         assert rig.equal(state, state_before), f"The {draws} tensor outside {after}."
-        torch.rand(2, device=backend.torch_device)  # eager draws go on working
+        torch.rand(2, device=backend.torch_device)  # eager draws still work
         x.fill_(4)
         assert rig.read(rig.replayed(healthy)) == [10.0] * 8
         again = rig.capture(lambda: x - 1)
@@ -79,7 +79,7 @@ class FailureTests:
 
     @pytest.mark.parametrize("name", HOST_SYNCS)
     def test_calls_that_wait_for_the_device_are_refused(self, rig: Rig, name: str) -> None:
-        """With a reason to count, and without harm to what comes after."""
+        """With a reason to count, and without affecting later work."""
         x = rig.torch.ones(4, 8, device=rig.backend.torch_device)
         before = rig.default_generator().get_state()
         error = rig.refused(name, lambda: HOST_SYNCS[name](rig.torch, x + 1), reason="host_sync")
@@ -89,13 +89,13 @@ class FailureTests:
         assert rig.read(rig.replayed(graph)[0]) == [2.0] * 8
 
     def test_a_refused_call_is_named(self, rig: Rig) -> None:
-        """The user has to find it in a model of a thousand lines."""
+        """The user must be able to find it in a model of a thousand lines."""
         x = rig.zeros(3)
         with pytest.raises(CaptureError, match=r"Tensor\.item"):
             rig.capture(lambda: x.sum().item())
 
     def test_a_refused_call_that_the_callable_catches_still_fails(self, rig: Rig) -> None:
-        """The capture is lost anyway: nothing may look as if it had worked."""
+        """The capture is invalid anyway and must not appear to have worked."""
         x = rig.zeros(3)
 
         def run() -> Any:
@@ -105,7 +105,7 @@ class FailureTests:
                 return x + 1
             return x
 
-        rig.refused("A wait that the callable caught", run, reason="host_sync")
+        rig.refused("A refused wait that the callable caught", run, reason="host_sync")
 
     @pytest.mark.parametrize(
         "wait",
@@ -120,19 +120,19 @@ class FailureTests:
     def test_waits_through_the_backend_are_refused(
         self, rig: Rig, wait: Callable[[Rig], Any]
     ) -> None:
-        """A device forbids them in a capture; so does every backend."""
+        """A device forbids them in a capture, and so must every backend."""
         rig.refused("A wait", lambda: wait(rig), reason="host_sync")
         assert rig.read(rig.replayed(rig.capture(lambda: rig.zeros(1) + 1))) == [1.0]
 
     def test_captures_do_not_nest(self, rig: Rig) -> None:
-        """Exactly one layer acts; the inner function is to be called itself."""
+        """Only one layer may capture; the inner function is to be called directly."""
         x = rig.zeros(2)
         inner = "A capture inside a capture"
         rig.refused(inner, lambda: rig.capture(lambda: x + 1), reason="nested")
         assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0, 1.0]
 
     def test_running_out_of_memory_is_reported_as_such(self, rig: Rig) -> None:
-        """The key goes to eager for this reason, and other graphs live on."""
+        """The key runs eager for this reason, and other graphs stay valid."""
         x = rig.zeros(4)
         healthy = rig.capture(lambda: x + 1)
 
@@ -143,7 +143,7 @@ class FailureTests:
         assert rig.read(rig.replayed(healthy)) == [1.0] * 4
 
     def test_an_interrupt_passes_through_and_leaves_everything_as_before(self, rig: Rig) -> None:
-        """Ctrl-C is not a capture error, but must not break the device either."""
+        """Ctrl-C is not a capture error, but must not break the device, either."""
         state = rig.zeros(2)
 
         def run() -> None:
@@ -184,7 +184,7 @@ class FailureTests:
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("fails", [True, False])
     def test_the_collector_is_held_and_put_back(self, rig: Rig, enabled: bool, fails: bool) -> None:
-        """A collection in mid-capture may destroy an old graph; the setting is the user's."""
+        """A collection in a capture may destroy an old graph; the setting is restored."""
         seen: list[bool] = []
 
         def run() -> Any:
@@ -202,13 +202,15 @@ class FailureTests:
             else:
                 rig.capture(run)
             ended = "failed" if fails else "whole"
-            assert gc.isenabled() == enabled, f"The collector is another after a {ended} capture."
+            assert gc.isenabled() == enabled, (
+                f"The garbage collector's setting differs after a {ended} capture."
+            )
         finally:
             gc.enable()
-        assert seen == [False], "The collector was on during the capture."
+        assert seen == [False], "The garbage collector was enabled during the capture."
 
     def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
-        """A call inside a capture passes straight through on this answer."""
+        """Code relies on it to pass calls through inside a capture."""
         seen: list[bool] = []
 
         def run() -> Any:

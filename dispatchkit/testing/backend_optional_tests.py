@@ -1,4 +1,4 @@
-"""Promises of the optional parts of a backend, for BackendTests; a missing part is skipped."""
+"""Tests of a backend's optional parts, for BackendTests; missing parts are skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dispatchkit.testing.backend_rig import Rig
 
 
 def offered(rig: Rig, part: str) -> Any:
-    """Return a part of the backend under test, by its name in ``BackendFeatures``; or skip."""
+    """Return a part of the backend under test, by its name in ``BackendFeatures``, or skip."""
     found = getattr(features_of(rig.backend), part)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} offers no {part.replace('_', ' ')}.")
@@ -28,10 +28,10 @@ def offered(rig: Rig, part: str) -> Any:
 
 
 def direct_launch(rig: Rig, graph: Any) -> tuple[LaunchCall, Any]:
-    """Return the direct launch of a graph; skip if only ``replay`` launches it."""
+    """Return the direct launch of a graph; skip if only ``replay`` can launch it."""
     found = offered(rig, "direct_launches").direct_launch(graph)
     if found is None:
-        pytest.skip(f"Backend {rig.backend.name!r} launches this graph by replay alone.")
+        pytest.skip(f"Backend {rig.backend.name!r} launches this graph only through replay.")
     return found  # type: ignore[no-any-return]
 
 
@@ -45,12 +45,12 @@ def assert_refused(ask: Callable[[], Any], problem: str) -> None:
 
 
 class OptionalTests:
-    """What a backend offers beyond ``GraphBackend`` does what its Protocol says."""
+    """Parts offered beyond ``GraphBackend`` do what their Protocols say."""
 
     # -- rehearsals -----------------------------------------------------------------------
 
     def test_a_rehearsal_measures_the_growth_of_the_pool(self, rig: Rig) -> None:
-        """A budget of bytes is kept by this number, before memory is taken."""
+        """A budget in bytes relies on this number before memory is taken."""
         rehearsals = offered(rig, "rehearsals")
         x = rig.zeros(1 << 18)
 
@@ -64,19 +64,19 @@ class OptionalTests:
         assert left == 0, f"The rehearsal left {left} bytes in the pool."
         graph = rig.capture(run)
         grown = rig.backend.pool_bytes(rig.pool)
-        problem = f"The pool grew by {grown} bytes, and the rehearsal said {expected} at most."
+        problem = f"The pool grew by {grown} bytes, but the rehearsal returned {expected}."
         assert x.nbytes <= grown <= expected, problem
         assert rig.read(rig.replayed(graph)[:2]) == [4.0, 4.0]
 
     # -- meters ---------------------------------------------------------------------------
 
     def test_a_meter_sees_what_graphs_take(self, rig: Rig) -> None:
-        """An account of memory adds up only if pools are part of what the device handed out."""
+        """A memory account adds up only if pools are part of the memory in use."""
         meter = offered(rig, "meters")
         x = rig.zeros(1 << 20)
         run = lambda: ((x + 1) * 2).sum() + x  # noqa: E731
         rig.backend.warmup(run, stream=rig.stream)
-        rig.backend.pool_bytes(rig.pool)  # gives unused memory back
+        rig.backend.pool_bytes(rig.pool)  # frees unused memory
         before = meter.device_memory()
         graph = rig.capture(run)
         after, grown = meter.device_memory(), rig.backend.pool_bytes(rig.pool)
@@ -89,7 +89,7 @@ class OptionalTests:
         graph.release()
 
     def test_workspaces_belong_to_streams_that_were_captured(self, rig: Rig) -> None:
-        """They stay for as long as the graphs of the stream may use them."""
+        """They stay as long as graphs of the stream may use them."""
         meter = offered(rig, "meters")
         stream, square = rig.backend.new_stream(), rig.randn(16, 16)
         assert meter.workspace_bytes(stream) >= 0
@@ -102,7 +102,7 @@ class OptionalTests:
     # -- memory that sleeps ---------------------------------------------------------------
 
     def test_graphs_whose_memory_slept_replay_at_their_addresses(self, rig: Rig) -> None:
-        """Nothing is captured again; what lay in the memory is not relied on."""
+        """Nothing is captured again, and earlier contents of the memory are not used."""
         sleeper = self._sleeper(rig)
         graphs, tensors = sleeper.new_sleeping_pool(), sleeper.new_sleeping_pool()
         x = sleeper.allocate(tensors, lambda: rig.zeros(1 << 20))
@@ -118,13 +118,13 @@ class OptionalTests:
         assert rig.read(rig.replayed(graph)[:2]) == [5.0, 5.0]
         for value in (1.0, 2.0):
             given_back = sleeper.sleep([graphs, tensors])
-            assert given_back >= x.nbytes, f"{given_back} bytes were given back."
-            assert rig.backend.pool_bytes(graphs) == 0, "A pool that sleeps takes memory."
+            assert given_back >= x.nbytes, f"{given_back} bytes were released."
+            assert rig.backend.pool_bytes(graphs) == 0, "A sleeping pool takes memory."
             sleeper.wake([graphs, tensors])
             assert x.data_ptr() == address
             x.fill_(value)
             assert rig.read(rig.replayed(graph)[:2]) == [2 * value + 5] * 2
-        assert rig.read(outside[:1]) == [3.0], "Memory of another pool slept."
+        assert rig.read(outside[:1]) == [3.0], "Memory of another pool was put to sleep."
         graph.release()
 
     def test_a_graph_may_be_released_while_its_memory_sleeps(self, rig: Rig) -> None:
@@ -151,11 +151,11 @@ class OptionalTests:
     # -- priorities -----------------------------------------------------------------------
 
     def test_streams_of_every_priority_are_distinct_and_capture(self, rig: Rig) -> None:
-        """Lanes of any priority must not share a queue; the device's range is no limit."""
+        """Lanes of any priority must not share a queue, even beyond the device's range."""
         priorities = offered(rig, "priorities")
         streams = [priorities.new_stream(priority=priority) for priority in (0, 1, 1, 99)]
         handles = {one.handle for one in (*streams, rig.stream)}
-        assert len(handles) == 5, "Streams of different priorities are one stream."
+        assert len(handles) == 5, "Streams of different priorities are the same stream."
         x = rig.zeros(4)
         for stream in streams:
             graph = rig.backend.capture(lambda: x * 2 + 1, stream=stream, pool=rig.pool)
@@ -169,10 +169,10 @@ class OptionalTests:
     # -- direct launches ------------------------------------------------------------------
 
     def test_a_direct_launch_does_what_a_replay_does(self, rig: Rig) -> None:
-        """Each launch runs the graph once, on the stream that it is given."""
+        """Each launch runs the graph once, on the given stream."""
         x, count = rig.zeros(4), rig.zeros(1)
         graph = rig.warm_capture(lambda: (count.add_(1), x * 2 + 1))
-        graph.replay()  # a graph may show only now that it draws nothing
+        graph.replay()  # only now may a graph know that it draws nothing
         assert not graph.has_random_state
         launch, handle = direct_launch(rig, graph)
         count.zero_()
@@ -187,7 +187,7 @@ class OptionalTests:
         assert rig.read(count) == [2.0], "Two direct launches did not run the graph twice."
 
     def test_a_graph_of_somebody_else_has_no_direct_launch(self, rig: Rig) -> None:
-        """A runner also takes graphs that were captured elsewhere, with ``replay`` alone."""
+        """A runner also takes graphs captured elsewhere that only have ``replay``."""
         launches = offered(rig, "direct_launches")
 
         class Foreign:
@@ -208,12 +208,14 @@ class OptionalTests:
         graph.replay()
         direct_launch(rig, graph)
         graph.release()
-        assert_refused(lambda: launches.direct_launch(graph), "A released graph got a launch.")
+        assert_refused(
+            lambda: launches.direct_launch(graph), "A released graph returned a launch function."
+        )
 
     # -- uploads --------------------------------------------------------------------------
 
     def test_an_uploaded_graph_has_not_run_and_replays(self, rig: Rig) -> None:
-        """An upload in idle time must not be a step."""
+        """An upload must not run the step."""
         uploads = offered(rig, "uploads")
         count = rig.zeros(1)
         graph = rig.warm_capture(lambda: count.add_(1) * 1)
@@ -236,7 +238,7 @@ class OptionalTests:
     # -- copy nodes -----------------------------------------------------------------------
 
     def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
-        """A graph reads the rows of this batch and fill behind them, and no earlier batch."""
+        """A graph reads the rows of this batch followed by fill, and no earlier batch."""
         torch = rig.torch
         x, host = rig.zeros(8, 4), rig.zeros(8)
         node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
@@ -271,7 +273,9 @@ class OptionalTests:
             data.fill_(-1)  # read already
             graph.replay()
             assert rig.equal(graph.outputs[0][:3], batch * 2), "The rows are not the batch's."
-            assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, "No fill behind the rows."
+            assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, (
+                "The rows are not followed by fill."
+            )
             assert rig.read(graph.outputs[1]) == [0.0, 2.0, 4.0, *[14.0] * 5]
         x.fill_(1)
         assert not set_node([x[:3]])
@@ -292,7 +296,7 @@ class OptionalTests:
     def test_captures_give_the_same_graph_watched_or_not(
         self, rig: Rig, options: dict[str, bool]
     ) -> None:
-        """A watch looks; what is captured does not depend on it."""
+        """A watch only observes; captured work does not depend on it."""
         offered(rig, "unwatched_captures")
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph: Any = rig.warm_capture(lambda: (x @ weight).relu() + 1, **options)
@@ -302,7 +306,7 @@ class OptionalTests:
         rig.torch.testing.assert_close(rig.replayed(graph), (x @ weight).relu() + 1)
 
     def test_a_watched_graph_holds_what_it_reads_until_release(self, rig: Rig) -> None:
-        """A weight that the model replaced is still read by its address."""
+        """A weight that the model replaced is still read at its address."""
         offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
         graph: Any = rig.warm_capture(lambda: x + weights[0])
@@ -311,7 +315,7 @@ class OptionalTests:
         assert graph.holds == [], "A released graph still holds memory."
 
     def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
-        """The first capture of a step is as quick as the others then."""
+        """Then the first capture of a step is as fast as later ones."""
         unwatched = offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
 
@@ -320,18 +324,18 @@ class OptionalTests:
 
         notes = self._noted(rig, unwatched, run)
         if not notes.is_plain:
-            pytest.skip("These notes do not stand in for a watch.")
+            pytest.skip("These notes cannot replace a watch.")
         graph: Any = rig.capture(run, notes=notes)
         self._assert_holds(rig, graph, x, weights)
 
     @staticmethod
     def _noted(rig: Rig, unwatched: UnwatchedCaptureBackend, run: Callable[[], Any]) -> Any:
-        """Return the notes of a warmup; skip if the backend makes none."""
+        """Return the notes of a warmup; skip if the backend has none."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         notes: Any = unwatched.new_notes()
         if notes is None:
-            pytest.skip(f"Backend {rig.backend.name!r} makes no notes.")
+            pytest.skip(f"Backend {rig.backend.name!r} has no notes.")
 
         class Showing(TorchDispatchMode):
             def __torch_dispatch__(
@@ -349,10 +353,10 @@ class OptionalTests:
 
     @staticmethod
     def _assert_holds(rig: Rig, graph: Any, x: Any, weights: list[Any]) -> None:
-        """Check that a graph of ``x + weights[0]`` keeps the weight once nobody else does."""
+        """Check that a graph of ``x + weights[0]`` keeps the weight alive."""
         address = weights[0].untyped_storage().data_ptr()
         held = {storage.data_ptr() for storage in graph.holds}
-        assert address in held, "The graph does not hold a weight that it reads."
+        assert address in held, "The graph does not keep alive a weight that it reads."
         weights.clear()
         others = [rig.zeros(64) - 5 for _ in range(8)]
         x.fill_(2)

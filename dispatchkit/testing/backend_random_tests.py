@@ -1,4 +1,4 @@
-"""Promises about random numbers, for BackendTests."""
+"""Tests of random numbers, for BackendTests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.testing.backend_rig import DRAWS, Rig
 
 
 def drawing(rig: Rig, generator: Any = None, work: int = 0) -> Callable[[], Any]:
-    """Return a callable that draws, after so much work."""
+    """Return a callable that draws after some amount of work."""
     device = rig.backend.torch_device
 
     def run() -> Any:
@@ -24,7 +24,7 @@ def drawing(rig: Rig, generator: Any = None, work: int = 0) -> Callable[[], Any]
 
 
 def capture_apart(rig: Rig, run: Callable[[], Any], generator: Any = None) -> CapturedGraph:
-    """Capture into a pool of its own: the graph may run beside others."""
+    """Capture into a separate pool, so that the graph may run concurrently with others."""
     return rig.backend.capture(
         run,
         stream=rig.stream,
@@ -34,7 +34,7 @@ def capture_apart(rig: Rig, run: Callable[[], Any], generator: Any = None) -> Ca
 
 
 def draws_as(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list[bool]:
-    """Return which of the draws are as expected, once all work is done."""
+    """Return which draws are as expected, once all work is done."""
     return [rig.equal(one, other) for one, other in zip(drawn, expected, strict=True)]
 
 
@@ -48,7 +48,7 @@ class RandomTests:
     def test_replays_draw_the_sequence_of_eager(
         self, rig: Rig, name: str, own_generator: bool
     ) -> None:
-        """Eager and replay may be mixed without a repeated or a lost number."""
+        """Eager steps and replays may be mixed without repeated or lost numbers."""
         device = rig.backend.torch_device
         generator = rig.generator() if own_generator else None
         source = generator if generator is not None else rig.default_generator()
@@ -67,7 +67,7 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
 
     def test_dropout_draws_the_sequence_of_eager(self, rig: Rig) -> None:
-        """The draw that models make in training."""
+        """As models draw in training."""
         x = rig.torch.ones(64, device=rig.backend.torch_device)
 
         def drop() -> Any:
@@ -92,14 +92,14 @@ class RandomTests:
         )
 
     def test_a_graph_says_whether_it_draws(self, rig: Rig) -> None:
-        """Graphs without random state may be launched by shorter ways."""
+        """Graphs without random state may be launched more directly."""
         x = rig.zeros(4)
         quiet = rig.capture(lambda: x + 1)
         drawing = rig.capture(lambda: rig.torch.rand(4, device=rig.backend.torch_device))
         quiet.replay()
         drawing.replay()
-        assert not quiet.has_random_state, "A graph that draws nothing says that it draws."
-        assert drawing.has_random_state, "A graph that draws says that it does not."
+        assert not quiet.has_random_state, "A graph that draws nothing reports that it draws."
+        assert drawing.has_random_state, "A graph that draws reports that it does not."
 
     # -- several streams ------------------------------------------------------------------
 
@@ -107,13 +107,13 @@ class RandomTests:
     def test_replays_on_two_streams_draw_in_the_order_they_were_asked_for(
         self, rig: Rig, own_generator: bool
     ) -> None:
-        """Also while one of them is busy: no number is drawn twice, none is lost."""
+        """Even while one is busy, no number is drawn twice or lost."""
         generator = rig.generator() if own_generator else None
         source = generator if generator is not None else rig.default_generator()
         source.manual_seed(11)
         eager = drawing(rig, generator)
         expected = [eager().clone() for _ in range(8)]
-        # One draws late in its work, when the other's turn has long been asked for.
+        # One draws late in its work, long after the other was launched.
         graphs = [capture_apart(rig, drawing(rig, generator, work), generator) for work in (1, 0)]
         streams = [rig.backend.new_stream() for _ in graphs]
         rig.backend.synchronize()
@@ -128,7 +128,7 @@ class RandomTests:
         assert right == [True] * 8, f"Replays on two streams drew each other's numbers: {right}"
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
-        """Nobody orders the streams where what it draws goes to memory of the caller."""
+        """The streams are not otherwise ordered if the numbers go to the caller's memory."""
         source = rig.default_generator()
         place = rig.zeros(4, 16)
         turn = rig.zeros(1, dtype=rig.torch.int64)
@@ -151,7 +151,7 @@ class RandomTests:
         assert right == [True] * 4, f"One graph on two streams drew numbers twice: {right}"
 
     def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
-        """Whatever torch sets up for it must wait until they have been drawn."""
+        """The set-up of a capture must wait until they have been drawn."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         source.manual_seed(6)
         expected = [drawing(rig)().clone() for _ in range(3)]
@@ -170,7 +170,7 @@ class RandomTests:
         assert right == [True] * 3, f"A capture changed what a replay in flight drew: {right}"
 
     def test_a_replay_after_a_capture_draws_with_its_own_seed(self, rig: Rig) -> None:
-        """Also where the stream of the capture has not come to it yet."""
+        """Even if the stream of the capture has not reached it yet."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         graph = capture_apart(rig, drawing(rig, work=4))
         source.manual_seed(9)
@@ -184,11 +184,11 @@ class RandomTests:
         with rig.backend.use_stream(stream):
             graph.replay()
         right = rig.equal(graph.outputs, expected)
-        assert right, "A replay drew with the seed that was in force at the capture before it."
+        assert right, "A replay drew with the seed of the preceding capture."
         other.release()
 
     def test_release_right_after_a_replay_that_draws_is_safe(self, rig: Rig) -> None:
-        """Nobody gets the memory of its seed before it has been read."""
+        """The memory of its seed is not reused before it has been read."""
         source, target = rig.default_generator(), rig.zeros(16)
         source.manual_seed(2)
         expected = drawing(rig)().clone()
@@ -204,17 +204,19 @@ class RandomTests:
         for stream in streams:
             with rig.backend.use_stream(stream):
                 taken += [rig.zeros(1, dtype=rig.torch.int64).fill_(77) for _ in range(64)]
-        assert rig.equal(target, expected), "A replay in flight drew other numbers once released."
+        assert rig.equal(target, expected), (
+            "A replay in flight drew different numbers after its graph was released."
+        )
 
     def test_threads_draw_no_number_twice(self, rig: Rig) -> None:
-        """In whatever order they come, together they draw what eager would."""
+        """In any order, together they draw the numbers that eager would."""
         source = rig.default_generator()
         source.manual_seed(12)
         expected = [drawing(rig)().clone() for _ in range(16)]
         graphs = [capture_apart(rig, drawing(rig)) for _ in range(2)]
         streams = [rig.backend.new_stream() for _ in graphs]
         for graph in graphs:
-            graph.replay()  # settles whether it draws
+            graph.replay()  # determines whether it draws
         rig.backend.synchronize()
         source.manual_seed(12)
         drawn: list[Any] = []
@@ -240,4 +242,4 @@ class RandomTests:
         assert errors == [], f"In a thread a replay failed: {errors[0]!r}"
         numbers = sorted(tuple(one.tolist()) for one in drawn)
         wanted = sorted(tuple(one.tolist()) for one in expected)
-        assert numbers == wanted, "Threads drew numbers twice, or others than eager."
+        assert numbers == wanted, "Threads drew numbers twice, or numbers that eager does not draw."

@@ -1,4 +1,4 @@
-"""What the backend tests work with: a rig, and tables of functions to capture."""
+"""A rig for the backend tests, and tables of functions to capture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.errors import CaptureError
 
 @attrs.define
 class Rig:
-    """A backend with one stream and one pool, and short ways to use them.
+    """A backend with one stream and one pool, and shorthands to use them.
 
     Attributes:
         torch: The torch module.
@@ -36,7 +36,7 @@ class Rig:
         return self.torch.randn(*shape, device=self.backend.torch_device)
 
     def occupy(self, times: int = 1) -> None:
-        """Queue work on the current stream, which also a graph may hold; some 10 ms a time."""
+        """Queue work on the current stream, also inside a capture; about 10 ms per unit."""
         for _ in range(times):
             if self.backend.torch_device == "cpu":
                 self.zeros(8, 8).add_(1).mul_(2)
@@ -44,11 +44,11 @@ class Rig:
                 self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - nothing public waits there
 
     def generator(self, seed: int = 7) -> Any:
-        """Return a generator of one's own on the backend's device."""
+        """Return a new generator on the backend's device."""
         return self.torch.Generator(device=self.backend.torch_device).manual_seed(seed)
 
     def default_generator(self) -> Any:
-        """Return the generator that draws without ``generator=`` use."""
+        """Return the default generator."""
         if self.backend.torch_device == "cpu":
             return self.torch.default_generator
         return self.torch.cuda.default_generators[
@@ -60,7 +60,7 @@ class Rig:
         return self.backend.capture(run, stream=self.stream, pool=self.pool, **options)
 
     def refused(self, what: str, run: Callable[[], Any], *, reason: str = "") -> CaptureError:
-        """Capture what must be refused, with the reason given; return the error."""
+        """Capture a callable that must be refused with the given reason; return the error."""
         try:
             self.capture(run)
         except CaptureError as error:
@@ -71,7 +71,7 @@ class Rig:
         raise AssertionError(f"{what}: the capture was not refused.")
 
     def warm_capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
-        """Warm up, then capture: for callables whose first run sets up a library."""
+        """Warm up, then capture; for callables whose first run initializes a library."""
         self.backend.warmup(run, stream=self.stream)
         return self.capture(run, **options)
 
@@ -87,7 +87,7 @@ class Rig:
         return graph.outputs.clone()
 
     def equal(self, left: Any, right: Any) -> bool:
-        """Return whether two tensors are the same, bit for bit."""
+        """Return whether two tensors are bitwise equal."""
         self.backend.synchronize()
         return bool(self.torch.equal(left, right))
 

@@ -1,4 +1,4 @@
-"""Promises of captures that break and go on, for BackendTests; skipped where there are none."""
+"""Tests of captures with breaks, for BackendTests; skipped if unsupported."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def in_segments(rig: Rig, run: Any, **options: Any) -> Any:
 
 
 class SegmentTests:
-    """What is captured in segments is what eager does, in its order."""
+    """Segments compute what eager computes, in its order."""
 
     def test_segments_and_what_runs_between_them_are_eager(self, rig: Rig) -> None:
-        """The host reads between two segments what the first one computes."""
+        """Between two segments, the host reads results of the first."""
         x, seen = rig.zeros(4).add_(1), []
 
         def run(capture: Any) -> Any:
@@ -41,15 +41,15 @@ class SegmentTests:
 
         rig.backend.warmup(lambda: x * 2 + 1, stream=rig.stream)
         first, last, hidden, between, result = in_segments(rig, run)
-        assert seen == [8.0], f"The host read {seen[0]} between two segments, and eager has 8."
+        assert seen == [8.0], f"The host read {seen[0]} between two segments; eager reads 8."
         assert rig.read(result) == [5.0] * 4
         x.fill_(3)
         first.replay()
         between.copy_(hidden)
         last.replay()
-        assert rig.read(result) == [12.0] * 4, "Replays of segments are not what eager computes."
-        assert first.num_operations > 0, "A segment with kernels says that it has none."
-        assert last.num_operations > 0, "A segment with kernels says that it has none."
+        assert rig.read(result) == [12.0] * 4, "Replays of segments differ from eager."
+        assert first.num_operations > 0, "A segment with kernels reports that it has none."
+        assert last.num_operations > 0, "A segment with kernels reports that it has none."
 
     def test_a_segment_changes_nothing_until_it_is_replayed(self, rig: Rig) -> None:
         """State is changed once by each replay, and by no capture."""
@@ -74,7 +74,7 @@ class SegmentTests:
         assert rig.read(state) == [3.0] * 4
 
     def test_what_crosses_a_break_outlives_other_captures(self, rig: Rig) -> None:
-        """Memory of one segment serves no other one of the capture while it is alive."""
+        """Live memory of one segment is not reused by others of the capture."""
         x = rig.zeros(1 << 12).add_(1)
 
         def run(capture: Any) -> Any:
@@ -98,7 +98,7 @@ class SegmentTests:
         assert rig.read(result[:2]) == [7.0] * 2, "A segment was overwritten by a later one."
 
     def test_memory_from_elsewhere_is_not_kept(self, rig: Rig) -> None:
-        """Of the caller, of an earlier capture, or of what runs between segments."""
+        """Memory of the caller, of an earlier capture, or allocated between segments."""
         x = rig.zeros(1 << 12).add_(1)
 
         def earlier(capture: Any) -> Any:
@@ -120,7 +120,9 @@ class SegmentTests:
             return found, kept, (first, capture.end()), (hidden if not kept else None, result)
 
         found, kept, graphs, _ = in_segments(rig, run)
-        assert found == [False] * 3, f"Kept is what is not the capture's own: {found}"
+        assert found == [False] * 3, (
+            f"Memory that is not the capture's own is reported as kept: {found}"
+        )
         assert isinstance(kept, bool)
         assert rig.read(alive[:2]) == [2.0] * 2
         del graphs
@@ -144,7 +146,7 @@ class SegmentTests:
         assert rig.read(result) == [1.0] * 4
 
     def test_what_fails_in_a_segment_leaves_nothing_behind(self, rig: Rig) -> None:
-        """In one or between two: earlier segments are released, and captures go on."""
+        """In a segment or between two: earlier segments are released, and captures still work."""
         state, ended = rig.zeros(4), []
 
         def fail(capture: Any, *, between: bool) -> None:
@@ -161,14 +163,14 @@ class SegmentTests:
                 in_segments(rig, lambda capture, where=between: fail(capture, between=where))
             assert isinstance(caught.value.__cause__, PlannedError)
             assert not rig.backend.is_capturing()
-        assert rig.read(state) == [0.0] * 4, "A segment that nobody replayed changed the state."
+        assert rig.read(state) == [0.0] * 4, "A segment that was never replayed changed the state."
         for graph in ended:
             assert_refused(graph.replay, "The segments of a failed capture can be replayed.")
         graph = rig.capture(lambda: state + 1)
         assert rig.read(rig.replayed(graph)) == [1.0] * 4
 
     def test_the_host_waits_between_segments_alone(self, rig: Rig) -> None:
-        """In a segment what waits for the device is refused, by name."""
+        """In a segment, calls that wait for the device are refused by name."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:
@@ -182,7 +184,7 @@ class SegmentTests:
         assert caught.value.reason == "host_sync", f"refused as {caught.value.reason!r}"
 
     def test_segments_draw_as_eager_draws(self, rig: Rig) -> None:
-        """Draws of segments and between them come in the order of eager."""
+        """Draws in and between segments follow the order of eager."""
         torch, device = rig.torch, rig.backend.torch_device
         generator = rig.default_generator()
 
@@ -207,7 +209,7 @@ class SegmentTests:
         assert got == want, f"Segments draw {got}, and eager draws {want}."
 
     def test_captures_do_not_nest_between_segments(self, rig: Rig) -> None:
-        """The thread is still in the middle of one."""
+        """The thread is still inside a capture."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Promises about memory, streams and threads, for BackendTests."""
+"""Tests of memory, streams and threads, for BackendTests."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> No
         call()
     except error:
         return
-    raise AssertionError(f"{problem}; {error.__name__} is to be raised.")
+    raise AssertionError(f"{problem}; it must raise {error.__name__}.")
 
 
 class StreamTests:
-    """Released memory comes back, and work is done in the order of its waits."""
+    """Released memory is freed, and work is ordered by its waits."""
 
     def release_unused_memory(self, rig: Rig) -> None:
-        """Give unused memory back to the device; see BackendTests."""
+        """Return unused memory to the device; see BackendTests."""
         raise NotImplementedError
 
     # -- release --------------------------------------------------------------------------
 
     def test_a_released_graph_refuses_to_replay(self, rig: Rig) -> None:
-        """It would run on memory that is no longer its own."""
+        """It would use memory that is no longer its own."""
         x = rig.zeros(2)
         graph, other = rig.capture(lambda: x + 1), rig.capture(lambda: x + 2)
         graph.replay()
         graph.release()
         graph.release()
         refuses("A released graph replayed", ReplayError, graph.replay)
-        refuses("A released graph gave outputs", ReplayError, lambda: graph.outputs)
+        refuses("A released graph returned outputs", ReplayError, lambda: graph.outputs)
         assert rig.read(rig.replayed(other)) == [2.0, 2.0]
 
     def test_release_right_after_replay_is_safe(self, rig: Rig) -> None:
@@ -52,7 +52,7 @@ class StreamTests:
         assert rig.read(counter) == [2.0] * 4
 
     def test_many_captures_and_releases_leave_nothing(self, rig: Rig) -> None:
-        """Eviction and re-capture go on for weeks."""
+        """Eviction and recapture may continue for weeks."""
         x = rig.zeros(256)
         sizes: list[int] = []
         for _ in range(30):
@@ -72,7 +72,7 @@ class StreamTests:
     # -- pools ----------------------------------------------------------------------------
 
     def test_a_pool_counts_what_it_reserves(self, rig: Rig) -> None:
-        """Budgets are kept in these bytes."""
+        """Budgets rely on this number."""
         assert rig.backend.pool_bytes(rig.pool) == 0
         x = rig.zeros(1 << 16)
         graph = rig.capture(lambda: (x + 1) * 2)
@@ -83,7 +83,7 @@ class StreamTests:
         assert rig.backend.pool_bytes(rig.pool) == 0
 
     def test_a_shared_pool_is_smaller_than_a_pool_each(self, rig: Rig) -> None:
-        """Captured largest first, one pool comes near the largest graph alone."""
+        """Captured largest first, one pool is hardly larger than for the largest graph alone."""
         base = rig.zeros(1 << 22)
         sizes = [1 << shift for shift in (22, 21, 20, 19)]
 
@@ -99,7 +99,7 @@ class StreamTests:
         graphs += [rig.capture(run(size)) for size in sizes]
         alone = [rig.backend.pool_bytes(pool) for pool in pools]
         shared = rig.backend.pool_bytes(rig.pool)
-        assert shared < sum(alone), "The shared pool is no smaller than a pool for each graph."
+        assert shared < sum(alone), "The shared pool is not smaller than one pool per graph."
         assert shared <= 1.25 * alone[0]
         base.fill_(2)
         # (relu((2 + 1) * 2) - 3) * 2 is 6 for each element.
@@ -108,7 +108,7 @@ class StreamTests:
     # -- streams and events ---------------------------------------------------------------
 
     def test_use_stream_sets_and_restores_the_current_stream(self, rig: Rig) -> None:
-        """Also when the block raises, and when blocks nest."""
+        """Even if the block raises or blocks are nested."""
         backend = rig.backend
         other = backend.new_stream()
         start = backend.current_stream_handle()
@@ -124,7 +124,7 @@ class StreamTests:
         assert backend.current_stream_handle() == start
 
     def test_the_current_stream_is_the_threads_own(self, rig: Rig) -> None:
-        """One thread's choice does not move another's work."""
+        """One thread's choice does not affect another's work."""
         seen: list[int] = []
         start = rig.backend.current_stream_handle()
         with rig.backend.use_stream(rig.stream):
@@ -133,10 +133,10 @@ class StreamTests:
             )
             thread.start()
             thread.join()
-        assert seen == [start], "use_stream moved another thread's current stream."
+        assert seen == [start], "use_stream changed another thread's current stream."
 
     def test_streams_are_distinct_up_to_the_limit(self, rig: Rig) -> None:
-        """Two lanes on one stream would wait for each other without anyone knowing."""
+        """Two lanes on one stream would wait for each other unnoticed."""
         limit = rig.backend.capabilities.max_streams
         if limit is None:
             pytest.skip("the backend states no limit of streams")
@@ -150,7 +150,7 @@ class StreamTests:
         assert rig.backend.new_stream().handle
 
     def test_a_graph_replays_on_any_stream(self, rig: Rig) -> None:
-        """It is launched on the caller's stream, in its order."""
+        """It is launched on the caller's stream, in stream order."""
         x = rig.zeros(4)
         graph = rig.capture(lambda: x * 2)
         for value in range(5):
@@ -159,7 +159,7 @@ class StreamTests:
             assert rig.read(graph.outputs.clone()) == [2.0 * value] * 4
 
     def test_work_ordered_by_waits_gives_the_right_data(self, rig: Rig) -> None:
-        """The caller's stream feeds the lane's, and reads what comes back."""
+        """The caller's stream writes the lane's inputs and reads its results."""
         backend = rig.backend
         caller = backend.new_stream()
         x = rig.zeros(1 << 12)
@@ -182,7 +182,7 @@ class StreamTests:
         ]
 
     def test_events_order_two_streams(self, rig: Rig) -> None:
-        """Record on one, wait on the other; the same event is used again."""
+        """Record on one, wait on the other; the event is reused."""
         backend = rig.backend
         other, event = backend.new_stream(), backend.new_event()
         x = rig.zeros(1 << 12)
@@ -221,25 +221,25 @@ class StreamTests:
         assert start.elapsed_us(end) > 0.0
 
     def test_events_without_timing_refuse_to_measure(self, rig: Rig) -> None:
-        """A time of zero would be taken for a fast step."""
+        """A time of zero would look like a fast step."""
         start, end = rig.backend.new_event(), rig.backend.new_event(timing=True)
         start.record()
         end.record()
         end.synchronize()
-        problem = "An event without timing measured all the same"
+        problem = "An event without timing returned a time"
         refuses(problem, ConfigError, lambda: start.elapsed_us(end))
 
     def test_a_time_that_was_never_taken_is_an_error(self, rig: Rig) -> None:
         """Both events must have been recorded."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         start.record()
-        problem = "A time was given that was never taken"
+        problem = "A time was returned that was never measured"
         refuses(problem, ReplayError, lambda: start.elapsed_us(end))
 
     # -- warm-up --------------------------------------------------------------------------
 
     def test_warmup_runs_on_the_given_stream_in_the_callers_order(self, rig: Rig) -> None:
-        """After what the caller queued before, and before what it queues next."""
+        """After the caller's earlier work and before its later work."""
         seen: list[int] = []
         x = rig.zeros(1 << 12)
         start = rig.backend.current_stream_handle()
@@ -251,12 +251,12 @@ class StreamTests:
         x.fill_(5)
         result = rig.backend.warmup(run, stream=rig.stream, iterations=3)
         after = result * 2
-        assert seen == [rig.stream.handle] * 3, "The warm-up ran on another stream than the given."
+        assert seen == [rig.stream.handle] * 3, "The warmup did not run on the given stream."
         assert rig.read(after[:2]) == [16.0, 16.0]
         assert rig.backend.current_stream_handle() == start
 
     def test_a_failing_warmup_raises_what_the_callable_raised(self, rig: Rig) -> None:
-        """The step itself is broken: nothing to do with capture."""
+        """The step itself is broken, independent of captures."""
         start = rig.backend.current_stream_handle()
 
         def run() -> None:
@@ -269,7 +269,7 @@ class StreamTests:
     # -- threads --------------------------------------------------------------------------
 
     def test_threads_capture_and_replay_without_harm_to_each_other(self, rig: Rig) -> None:
-        """One capture at a time per device, whoever asks; replays go on meanwhile."""
+        """One capture runs at a time per device; replays continue meanwhile."""
         backend = rig.backend
         results: dict[int, list[float]] = {}
         errors: list[BaseException] = []

@@ -1,11 +1,10 @@
-"""What every GraphBackend must do, as tests to subclass.
+"""Tests to subclass for every GraphBackend.
 
     class TestMyBackend(BackendTests):
         def make_backend(self):
             return MyBackend()
 
-No backend is believed because of its documentation: the tape and cuda pass the same class.
-torch is imported by the tests that run, not by this module.
+The tape and cuda pass the same tests. torch is imported by the tests that run, not by this module.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 
-# The tests live in modules of their own, which pytest would not rewrite: a failing assert
-# would not show its values.
+# The tests are in separate modules, which pytest would not rewrite by default, so that a failing
+# assert would not show its values.
 _PARTS = (
     "capture_tests",
     "failure_tests",
@@ -42,7 +41,7 @@ __all__ = ["BackendTests", "Rig"]
 class BackendTests(
     CaptureTests, RandomTests, FailureTests, StreamTests, OptionalTests, SegmentTests
 ):
-    """The promises of GraphBackend, and of the optional parts that a backend offers.
+    """Tests of GraphBackend and of the optional parts that a backend offers.
 
     Subclass it and define ``make_backend``.
     """
@@ -52,7 +51,7 @@ class BackendTests(
         raise NotImplementedError("Define make_backend() in the subclass of BackendTests.")
 
     def release_unused_memory(self, rig: Rig) -> None:
-        """Give unused memory back to the device, where a backend keeps it for later."""
+        """Return unused memory to the device, if the backend caches it."""
         gc.collect()
 
     @pytest.fixture

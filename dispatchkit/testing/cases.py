@@ -1,4 +1,4 @@
-"""Random cases for the tests of a policy, and how a check of one becomes a test of many."""
+"""Random cases for tests of policies, and a decorator that runs a check on many cases."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Case:
     Attributes:
         policy: A fresh policy.
         config: The configuration.
-        keys: What the policy declares.
+        keys: The keys that the policy declares.
         registry: Its graphs.
-        graphs: The view of them that a policy gets.
-        make_policy: Makes another fresh policy.
+        graphs: The policy's view of them.
+        make_policy: Creates another fresh policy.
         rng: Chooses batches, changes and outcomes.
     """
 
@@ -50,12 +50,12 @@ class Case:
             yield strategies.sample_batch(self.config, self.rng, known_reqs=known_reqs)
 
     def change(self, keys: list[GraphKey], kinds: Sequence[str]) -> strategies.Change | None:
-        """Let something happen to one of some graphs; return what, None if it could not."""
+        """Change the state of one of some graphs; return the change, or None if impossible."""
         change = strategies.Change(self.rng.choice(kinds), self.rng.choice(keys))
         return change if strategies.apply_change(self.registry, change) else None
 
     def decide(self, batch: Batch, policy: Policy | None = None) -> Decision:
-        """Ask the policy; "not mine" and a choice of eager both come as an eager decision."""
+        """Ask the policy; None and a choice of eager both become an eager decision."""
         asked = self.policy if policy is None else policy
         try:
             answer = asked.decide(batch, self.graphs)
@@ -64,7 +64,7 @@ class Case:
         if answer is None:
             return Decision.eager(Reason.NOT_MINE)
         if not isinstance(answer, Decision):
-            self.fail(f"decide answered {answer!r}; a Decision or None is allowed", batch)
+            self.fail(f"decide returned {answer!r}; a Decision or None is allowed", batch)
         return answer
 
     def declare(self, policy: Policy) -> list[GraphKey]:
@@ -74,7 +74,7 @@ class Case:
     def fail(
         self, problem: str, batch: Batch | None = None, *, cause: Exception | None = None
     ) -> NoReturn:
-        """Raise AssertionError with the problem and what is needed to try it again."""
+        """Raise AssertionError with the problem and everything needed to reproduce it."""
         lines = [problem]
         if batch is not None:
             lines.append(f"  batch:  {_short(batch)}")
@@ -88,14 +88,14 @@ class Case:
         raise AssertionError("\n".join(lines)) from cause
 
     def admissible(self, batch: Batch) -> Iterator[GraphKey]:
-        """Yield the graphs that can run now, cover the batch and are of an allowed mode."""
+        """Yield the graphs of allowed modes that can run now and cover the batch."""
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if batch.allows(mode):
                 yield from filter(self.graphs.is_ready, self.graphs.covering(batch, mode))
 
 
 def _short(batch: Batch) -> str:
-    """The facts of a batch that differ from their defaults."""
+    """Describe a batch by its properties that differ from the defaults."""
     parts = [
         f"{field.name}={value!s}"
         for field in attrs.fields(Batch)
@@ -114,17 +114,17 @@ def for_all_cases(
     all_captured: bool = False,
     share: float = 1.0,
 ) -> Callable[[_Check], Callable[[Any], None]]:
-    """Turn a check of one case into a test of many.
+    """Turn a check of one case into a test that runs many.
 
     Args:
-        trait: Skip it where the policy does not claim this trait.
-        learning: Skip it where the policy has no ``observe``.
+        trait: Skip it if the policy does not claim this trait.
+        learning: Skip it if the policy has no ``observe``.
         all_captured: Only with every graph captured and every mode possible.
-        share: Part of the usual number of examples, for checks that do much in each.
+        share: Fraction of the usual number of examples, for slow checks.
     """
 
     def wrap(check: _Check) -> Callable[[Any], None]:
-        # No functools.wraps: pytest would follow __wrapped__ and take ``case`` for a fixture.
+        # No functools.wraps: pytest would follow __wrapped__ and treat ``case`` as a fixture.
         def test(self: CaseRunner) -> None:
             self.skip_unless(trait, learning=learning)
             self.for_all(functools.partial(check, self), all_captured=all_captured, share=share)
@@ -137,10 +137,10 @@ def for_all_cases(
 
 
 class CaseRunner:
-    """Makes cases of a policy and runs checks on them; the base of ``PolicyTests``.
+    """Creates cases of a policy and runs checks on them; the base of ``PolicyTests``.
 
     Attributes:
-        seed: Of the random cases; the same seed gives the same cases.
+        seed: Seed of the random cases; the same seed gives the same cases.
         max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
     """
 
@@ -154,15 +154,15 @@ class CaseRunner:
     def configs(self) -> st.SearchStrategy[DispatchConfig]:
         """Return the configurations to try.
 
-        A policy may refuse some by raising ConfigError in ``declare``; one that serves few
-        of them narrows this down.
+        A policy may reject some by raising ConfigError in ``declare``; a policy that supports only
+        a few should override this.
         """
         return strategies.configs()
 
     # -- inside ---------------------------------------------------------------------------
 
     def skip_unless(self, trait: str | None, *, learning: bool) -> None:
-        """Skip a test of what the policy does not claim, or does not do."""
+        """Skip a test of something that the policy does not claim or do."""
         policy = self.make_policy()
         if trait is not None and trait not in policy_traits(policy):
             raise unittest.SkipTest(f"trait {trait} is not claimed")
@@ -172,8 +172,8 @@ class CaseRunner:
     def for_all(self, check: Callable[[Case], None], *, all_captured: bool, share: float) -> None:
         """Run a check on random cases, the same ones for the same seed.
 
-        The configurations are drawn once and serve every property; all else of a case (states
-        of graphs, batches, changes) comes from a generator seeded with it.
+        The configurations are drawn once for all properties. Everything else in a case (states of
+        graphs, batches, changes) comes from a generator seeded with it.
         """
         wanted = hypothesis.settings.default
         usual = 100 if wanted is None else wanted.max_examples
@@ -186,8 +186,8 @@ class CaseRunner:
                 check(case)
         if accepted == 0:
             raise AssertionError(
-                f"declare refused every one of {len(drawn)} configurations, so that nothing was "
-                "tested. Narrow them to those that the policy serves: override configs()."
+                f"declare rejected all {len(drawn)} configurations, so nothing was tested. "
+                "Override configs() to return those that the policy supports."
             )
 
     def _case(
@@ -204,7 +204,7 @@ class CaseRunner:
             raise AssertionError(f"{problem}\n  config: {config!r}") from error
         odd = [key for key in keys if not isinstance(key, GraphKey)]
         if odd:
-            raise AssertionError(f"declare returned {odd[0]!r}, which is no GraphKey")
+            raise AssertionError(f"declare returned {odd[0]!r}, which is not a GraphKey")
         registry = GraphRegistry()
         registry.declare(keys)
         modes = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
@@ -224,20 +224,20 @@ class CaseRunner:
         return case
 
 
-# Drawn configurations by the class that says which, its seed and their number.
+# Drawn configurations, by test class, seed and number.
 _drawn: weakref.WeakKeyDictionary[
     type[CaseRunner], dict[tuple[int, int], list[tuple[DispatchConfig, int]]]
 ] = weakref.WeakKeyDictionary()
 
 
 def _draw(runner: CaseRunner, count: int) -> list[tuple[DispatchConfig, int]]:
-    """Draw configurations, each with a seed for what else a case needs."""
+    """Draw configurations, each with a seed for the other parts of a case."""
     is_usual = type(runner).configs is CaseRunner.configs
     known = _drawn.setdefault(CaseRunner if is_usual else type(runner), {})
     if (runner.seed, count) not in known:
         drawn: list[tuple[DispatchConfig, int]] = []
 
-        # Nothing to shrink and nothing to remember: hypothesis only chooses here.
+        # Nothing to shrink or store: hypothesis only generates here.
         @hypothesis.seed(runner.seed)
         @hypothesis.settings(
             max_examples=count,

@@ -1,4 +1,4 @@
-"""The whole kit for one policy or lane policy, in one call and without pytest."""
+"""Run the whole kit for one policy or lane policy in one call, without pytest."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _HOLDS, _FAILS, _SKIPPED = "holds", "FAILS", "not tested"
 
 @attrs.frozen
 class Finding:
-    """What came of one property.
+    """The result of one property.
 
     Attributes:
         name: The property, in words.
-        holds: Whether it does; None where it was not tested.
+        holds: Whether it holds; None if it was not tested.
         trait: The trait it belongs to; "" in the core set.
-        message: What broke it, or why it was not tested.
+        message: What violated it, or why it was not tested.
         why: Why it matters.
     """
 
@@ -47,14 +47,14 @@ class Finding:
 
 @attrs.frozen
 class Verdict:
-    """What the kit found about a policy; print it.
+    """The results of the kit for a policy; print it.
 
     Attributes:
         policy: Name of the policy.
-        findings: One for each property, in the order of the kit.
+        findings: One per property, in the order of the kit.
         claimed: Traits that the policy claims.
-        unknown: What it claims that is no trait.
-        seed: Of the random cases.
+        unknown: Claims that are not traits.
+        seed: Seed of the random cases.
         kind: "policy" or "lane policy".
     """
 
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all that was tested holds, and all that is claimed is a trait."""
+        """Whether all tested properties hold, and all claims are traits."""
         return not self.failures and not self.unknown
 
     @property
@@ -119,11 +119,11 @@ def run_policy_conformance(
     """Check a policy against the core set and the traits it claims.
 
     Args:
-        policy: A policy without history, or what makes one (its class, a function). Of an
-            instance, deep copies are tested; itself it stays as it is.
-        seed: Of the random cases; the same seed gives the same verdict.
+        policy: A policy without history, or a factory (its class, a function). If an instance is
+            given, deep copies are tested and it does not change.
+        seed: Seed of the random cases; the same seed gives the same verdict.
         max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
-        configs: Configurations to try, where the policy serves only some.
+        configs: Configurations to try, if the policy supports only some.
 
     Returns:
         The verdict. It does not raise for a faulty policy: see ``raise_if_failed``.
@@ -153,9 +153,9 @@ def run_lane_policy_conformance(
     """Check a lane policy against the core set and the traits it claims.
 
     Args:
-        policy: A lane policy without history, or what makes one (its class, a function). Of an
-            instance, deep copies are tested; itself it stays as it is.
-        seed: Of the random schedules; the same seed gives the same verdict.
+        policy: A lane policy without history, or a factory (its class, a function). If an instance
+            is given, deep copies are tested and it does not change.
+        seed: Seed of the random schedules; the same seed gives the same verdict.
         max_examples: Schedules per property.
 
     Returns:
@@ -174,7 +174,7 @@ def run_lane_policy_conformance(
     return _verdict(tests, LanePolicyTests, policy_name(first), claimed, "lane policy")
 
 
-#: What each kind is asked by, what it is called, and what tests it.
+#: The method, name and test function of each kind.
 _KINDS = (
     ("decide", "a policy", "run_policy_conformance"),
     ("choose", "a lane policy", "run_lane_policy_conformance"),
@@ -182,7 +182,7 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Return what makes fresh policies of the kind that has the method ``asked``."""
+    """Return a factory of policies of the kind with the method ``asked``."""
     if not inspect.isclass(policy) and any(hasattr(policy, method) for method, *_ in _KINDS):
         first, make = policy, lambda: copy.deepcopy(policy)
     elif callable(policy):
@@ -192,10 +192,8 @@ def _factory(policy: Any, asked: str) -> Callable[[], Any]:
     if make is not None and hasattr(first, asked):
         return make
     wanted = next(kind for method, kind, _ in _KINDS if method == asked)
-    hints = [
-        f" It is {kind}: {by} tests it." for method, kind, by in _KINDS if hasattr(first, method)
-    ]
-    raise TypeError(f"policy must be {wanted} or make one, got {first!r}.{''.join(hints)}")
+    hints = [f" It is {kind}; use {by}." for method, kind, by in _KINDS if hasattr(first, method)]
+    raise TypeError(f"policy must be {wanted} or a factory of one, got {first!r}.{''.join(hints)}")
 
 
 def _verdict(

@@ -1,11 +1,11 @@
-"""Every way that inputs come into a graph, with everything that may come between, as tests.
+"""Tests of every way that inputs are copied into a graph.
 
     class TestMyBackendsInputs(InputTransportTests):
         def make_backend(self):
             return MyBackend()
 
-Each test runs once for each of ``WAYS``. The step returns all that its graph reads, whole: the
-rows of the call and, up to the bucket, each input's fill.
+Each test runs once for each of ``WAYS``. The step returns everything that its graph reads: the rows
+of the call and, up to the bucket, each input's fill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEVICE = {
     "complex": StaticInput((None,), "complex64", fill=2),
     "table": StaticInput((2,), "float32"),
 }
-#: What no node copies: batched along another dimension, wide elements, large at 8 rows.
+#: Inputs that no node copies: batched along another dimension, wide elements, large at 8 rows.
 BESIDE = {
     "wide": StaticInput((3, None), "int32", fill=4),
     "pairs": StaticInput((None,), "complex128", fill=2),
@@ -51,10 +51,10 @@ HOST = {
     "short": StaticInput((None, 5), "int16", fill=6, host=True),
     "fixed": StaticInput((2,), "float64", host=True),
 }
-#: No node has this in its data.
+#: Too large for any node's data.
 ACROSS = {"across": StaticInput((2, None), "float16", fill=5, host=True)}
 
-#: 0, 1, ... 96, over and over: the values of a call are a stretch of it, as long as ``large``.
+#: 0, 1, ... 96, repeated: the values of a call are a slice of it, as long as ``large``.
 _PERIOD = 97
 _COUNTING = torch.arange(320_000 + _PERIOD, dtype=torch.int16).remainder(_PERIOD)
 
@@ -64,11 +64,11 @@ MOST_DATA = 150
 
 @attrs.frozen
 class Way:
-    """One way that inputs come in.
+    """One way of copying inputs in.
 
     Attributes:
         inputs: The declared inputs.
-        path: What ``runner.controls.input_path`` begins with, at one size or another.
+        path: The beginnings of ``runner.controls.input_path``, at any of the sizes.
         node: ``used``, ``none``, ``short``: it has no room for host inputs of the largest
             size, or ``lost``: it is not found in the graph that was captured.
         kind: ``full``, ``pieces``, or ``registered``: a graph that was captured elsewhere.
@@ -111,7 +111,7 @@ WAYS = {
 
 
 class InputTransportTests:
-    """What the graphs of a runner read; subclass and override what is yours."""
+    """Tests of what a runner's graphs read; subclass it and override the methods below."""
 
     def make_backend(self) -> GraphBackend:
         """Return a new backend."""
@@ -120,7 +120,7 @@ class InputTransportTests:
         return TapeBackend()
 
     def lag(self, backend: GraphBackend) -> None:
-        """Let the device fall behind the host, where it can."""
+        """Make the device lag behind the host, if possible."""
         if backend.torch_device != "cpu":
             torch.cuda._sleep(100_000)  # noqa: SLF001 - nothing public waits there
 
@@ -132,7 +132,7 @@ class InputTransportTests:
 
     @pytest.fixture
     def bench(self, way: Way) -> Iterator[Bench]:
-        """What makes runners of that way, and calls for them."""
+        """A factory of runners and calls for that way."""
         backend = self.make_backend()
         if way.node != "none" and features_of(backend).copy_nodes is None:
             pytest.skip(f"Backend {backend.name!r} offers no copy nodes.")
@@ -144,14 +144,14 @@ class InputTransportTests:
     # -- what a graph reads ---------------------------------------------------------------
 
     def test_the_path_is_the_one_under_test(self, bench: Bench) -> None:
-        """Otherwise the other tests would look at something else."""
+        """Otherwise the other tests would test something else."""
         runner = bench.runner()
         for size in SIZES:
             path = runner.controls.input_path(bench.key(size))
-            assert path.startswith(bench.way.path), f"Inputs of size {size} come by {path!r}."
+            assert path.startswith(bench.way.path), f"Inputs of size {size} are copied by {path!r}."
 
     def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
-        """Whatever came before: each kind of step after each other one, with fewer rows."""
+        """After any step: each kind of step after each other kind, with fewer rows."""
         kinds = ["call", "strided", "negated", "in place", "eager"]
         if bench.way.node in ("used", "short"):
             kinds += ["refused", "refused in place"]
@@ -176,7 +176,7 @@ class InputTransportTests:
                 bench.run_and_compare(runner, 1, 10 * number, kind, bucket=SIZES[smallest])
 
     def test_host_values_are_taken_and_tensors_are_read_in_order(self, bench: Bench) -> None:
-        """The caller overwrites the ones at once, and drops the others, on a device that lags."""
+        """The caller overwrites some immediately and drops others, on a device that lags."""
         runner, kept = bench.runner(), []
         for number in range(40):
             rows = number * 5 % 8 + 1
@@ -193,7 +193,7 @@ class InputTransportTests:
             bench.compare(result, wanted)
 
     def test_nothing_of_a_call_is_kept_alive(self, bench: Bench) -> None:
-        """Once its step was launched, nothing holds what a call gave."""
+        """After a step's launch, nothing references the inputs of its call."""
         runner = bench.runner()
         for rows, ceiling in ((3, 2), (3, 2), (8, 2), (8, 0), (3, 2)):
             values = bench.values(rows, rows)
@@ -202,7 +202,7 @@ class InputTransportTests:
             bench.backend.synchronize()
             del values
             alive = [ref() for ref in held if ref() is not None]
-            assert not alive, f"Something holds {len(alive)} inputs of a call."
+            assert not alive, f"{len(alive)} inputs of a call are still referenced."
 
     # -- with what steps may do -----------------------------------------------------------
 
@@ -228,9 +228,9 @@ class InputTransportTests:
         assert not failures, f"On a thread of its own a step failed: {failures[0]!r}"
 
     def test_lanes(self, bench: Bench) -> None:
-        """Each lane has memory of its own, and takes host values when it is given them."""
+        """Each lane has its own memory, and reads host values at the call."""
         if bench.way.kind == "registered":
-            pytest.skip("Graphs that were captured elsewhere run on the first lane.")
+            pytest.skip("Graphs captured elsewhere run on the first lane.")
         runner, handles = bench.runner(lanes=2), []
         for number in range(24):
             rows = number * 5 % 8 + 1
@@ -245,7 +245,7 @@ class InputTransportTests:
             bench.compare(handle.result(), wanted)
 
     def test_check_mode(self, bench: Bench) -> None:
-        """Replay and eager give the same, in a runner that raises otherwise."""
+        """Replay and eager agree, in a runner that raises otherwise."""
         runner = bench.runner(by_rows=True, options=RunnerOptions(check=1, strict=True))
         for number in range(12):
             rows = number * 5 % 8 + 1
@@ -256,9 +256,9 @@ class InputTransportTests:
 
     @pytest.mark.filterwarnings("ignore:The step draws random numbers")
     def test_random_numbers(self, bench: Bench) -> None:
-        """A step that draws gets its inputs the same way, and the numbers that eager draws."""
+        """A step that draws gets its inputs the same way, and the same numbers as eager."""
         if bench.way.kind != "full":
-            pytest.skip("What a graph draws is not part of this way.")
+            pytest.skip("Draws are not part of this way.")
         runner = bench.runner(draws=True)
         assert runner.controls.input_path(bench.key(4)).startswith(bench.way.path)
         device = bench.backend.torch_device
@@ -285,7 +285,7 @@ class InputTransportTests:
         assert runner.stats().eager_by_reason == {}
 
     def test_a_node_that_cannot_be_set_is_made_up_for(self, bench: Bench) -> None:
-        """Torch copies then, the launch does not copy again, and the path says so."""
+        """Then torch copies, the launch does not copy again, and the path says so."""
         if bench.way.node not in ("used", "short"):
             pytest.skip("There is no node.")
         runner = bench.runner()
@@ -299,7 +299,7 @@ class InputTransportTests:
 
 
 class Bench:
-    """Makes runners of one way and calls for them, and compares what graphs read."""
+    """Creates runners of one way and calls for them, and compares what graphs read."""
 
     def __init__(self, way: Way, backend: NodeSwitch, lag: Callable[[], None]) -> None:
         self.way, self.backend, self.lag = way, backend, lag
@@ -319,7 +319,7 @@ class Bench:
         lanes: int = 1,
         options: RunnerOptions = RunnerOptions(),  # noqa: B008 - it is frozen
     ) -> Any:
-        """Return a runner with all graphs, whose results are whole buckets.
+        """Return a runner with all graphs captured, whose results are whole buckets.
 
         Args:
             draws: The step returns four random numbers, too.
@@ -330,7 +330,7 @@ class Bench:
         """
         step = _returning(self.way.inputs, draws=draws)
         if not by_rows:
-            # What it returns is padding, too.
+            # Its results include padding.
             options = attrs.evolve(
                 options,
                 buffers=BufferOptions(output_batch_dims=None),
@@ -374,7 +374,7 @@ class Bench:
     # -- calls ----------------------------------------------------------------------------
 
     def values(self, rows: int, number: int) -> dict[str, torch.Tensor]:
-        """Return the values of one call; another number gives others."""
+        """Return the values of one call, which depend on the number."""
         made = {}
         for index, (name, spec) in enumerate(self.way.inputs.items()):
             shape = spec.sized(rows)
@@ -387,7 +387,7 @@ class Bench:
         return made
 
     def given(self, values: Mapping[str, torch.Tensor], kind: str = "call") -> dict[str, Any]:
-        """Return values as a call gives them."""
+        """Return values as a call passes them."""
         made: dict[str, Any] = {}
         for index, (name, value) in enumerate(values.items()):
             given: Any = value
@@ -417,7 +417,7 @@ class Bench:
         return made
 
     def compare(self, result: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> None:
-        """Fail unless a result is as wanted, bit by bit."""
+        """Fail unless a result is bitwise as expected."""
         assert list(result) == list(wanted)
         for name, value in wanted.items():
             got = result[name].cpu()
@@ -446,7 +446,7 @@ class Bench:
 
 
 class _CoveringPolicy(OneBucketPolicy):
-    """One key for each size; a larger one stands in for one that is switched off."""
+    """One key per size; a larger one replaces one that is switched off."""
 
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
@@ -470,10 +470,10 @@ def _returning(inputs: Mapping[str, StaticInput], *, draws: bool) -> Callable[..
 
 
 class NodeSwitch:
-    """A backend whose copy nodes are as a way wants them; all else is the real one's.
+    """Wraps a backend, with copy nodes as a way requires.
 
     Attributes:
-        refuses: Nodes cannot be set.
+        refuses: Setting a node fails.
     """
 
     def __init__(self, real: GraphBackend, node: str) -> None:
@@ -484,7 +484,7 @@ class NodeSwitch:
         return getattr(self._real, name)
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> Any:
-        """Return a node of the real backend that can be lost, and can refuse."""
+        """Return a node of the real backend that can be lost or refuse to be set."""
         if self._node == "none":
             return "switched off for this test"
         if self._node == "short" and data_bytes > MOST_DATA:
@@ -495,7 +495,7 @@ class NodeSwitch:
 
 
 class _SwitchedNode:
-    """A copy node that may be lost, and may refuse to be set."""
+    """A copy node that may be lost or refuse to be set."""
 
     def __init__(self, real: Any, switch: NodeSwitch, is_lost: bool) -> None:
         self._real, self._switch, self._is_lost = real, switch, is_lost
@@ -509,7 +509,7 @@ class _SwitchedNode:
         return problem
 
     def setter(self, regions: Any, offsets: Any = ()) -> Callable[[Any], int]:
-        """Return what sets the node, unless it is to refuse."""
+        """Return the function that sets the node, unless it is to refuse."""
         set_node, switch = self._real.setter(regions, offsets), self._switch
 
         def set_or_refuse(tensors: Any) -> int:

@@ -1,8 +1,8 @@
-"""LanePolicyTests: what every lane policy must keep to, and what some claim.
+"""LanePolicyTests: properties of every lane policy, and traits that some claim.
 
-Each test is one property, checked on random schedules with a fixed seed: steps come, lanes
-finish some, and no device is needed. Its docstring says why a policy that breaks it does harm.
-The core set holds for every lane policy; a *trait* is tested where it is claimed.
+Each test is one property, checked on random schedules with a fixed seed: steps are submitted and
+lanes finish some, without a device. Its docstring explains the harm of violating it. The core set
+applies to every lane policy; a *trait* is tested if it is claimed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _KEYS = tuple(
 
 
 class SampleLane:
-    """A lane without a device: steps are finished when told.
+    """A lane without a device, whose steps finish on demand.
 
     Args:
         index: Its number.
-        keys: Those it has graphs of.
+        keys: Keys that it has graphs of.
     """
 
     def __init__(self, index: int, keys: Sequence[GraphKey] = ()) -> None:
@@ -59,16 +59,16 @@ class SampleLane:
 
     @property
     def num_unfinished(self) -> int:
-        """Steps that are not finished."""
+        """Number of unfinished steps."""
         return len(self._tokens)
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens of those."""
+        """Tokens of unfinished steps."""
         return sum(self._tokens)
 
     def holds(self, key: GraphKey) -> bool:
-        """Return whether it has a graph of a key."""
+        """Return whether it has a graph for a key."""
         return key in self._keys
 
     def give(self, num_tokens: int) -> None:
@@ -76,7 +76,7 @@ class SampleLane:
         self._tokens.append(num_tokens)
 
     def finish(self) -> None:
-        """Finish the step that was given first, if there is one."""
+        """Finish the oldest step, if there is one."""
         if self._tokens:
             self._tokens.popleft()
 
@@ -86,11 +86,11 @@ class SampleLane:
 
 @attrs.frozen
 class Schedule:
-    """Steps in order, and who finishes one after each.
+    """Steps in order, with the lanes that finish a step after each.
 
     Attributes:
-        num_lanes: Lanes there are.
-        steps: What is asked for, each with the lanes that then finish a step.
+        num_lanes: Number of lanes.
+        steps: The submitted steps, each with the lanes that then finish a step.
     """
 
     num_lanes: int
@@ -98,9 +98,9 @@ class Schedule:
 
     @classmethod
     def sample(cls, rng: random.Random, num_lanes: int | None = None, length: int = 40) -> Schedule:
-        """Return a random one: bursts, eager steps and idle times among it."""
+        """Return a random schedule, with bursts, eager steps and idle times."""
         number = rng.randint(1, MOST_LANES) if num_lanes is None else num_lanes
-        lazy = rng.choice((0.0, 0.5, 1.0, 2.0))  # how much is finished for each step
+        lazy = rng.choice((0.0, 0.5, 1.0, 2.0))  # how much is finished after each step
         keys = rng.sample(_KEYS, rng.randint(1, len(_KEYS)))
         steps = []
         for _ in range(length):
@@ -117,7 +117,7 @@ class LanePolicyTests:
     """Subclass it, name the subclass ``Test…`` and define ``make_lane_policy``.
 
     Attributes:
-        seed: Of the random schedules; the same seed gives the same ones.
+        seed: Seed of the random schedules; the same seed gives the same ones.
         max_examples: Schedules per property.
     """
 
@@ -131,20 +131,20 @@ class LanePolicyTests:
     # -- what is chosen -----------------------------------------------------------------
 
     def test_every_step_gets_a_lane(self) -> None:
-        """Whatever comes, ``choose`` answers the index of a lane that exists.
+        """``choose`` always returns the index of an existing lane.
 
-        Eager steps have no key, all lanes may be busy, there may be one lane only. Where it
-        raises or names another, the step runs on a lane that nobody chose.
+        Eager steps have no key, all lanes may be busy, and there may be only one lane. If it raises
+        or returns something else, the step runs on a lane that was not chosen.
         """
         for schedule in self._schedules():
             for _ in self._play(self.make_lane_policy(), schedule):
                 pass
 
     def test_same_history_gives_the_same_lanes(self) -> None:
-        """Two fresh policies, shown the same, answer the same, also for equal keys.
+        """Two fresh policies answer the same on the same history, also for equal keys.
 
-        What depends on chance, on the clock or on where an object lies in memory cannot be
-        tried again when it goes wrong; keys of one value are one key.
+        Behaviour that depends on chance, the clock or the address of an object cannot be reproduced
+        when it goes wrong. Equal keys are the same key.
         """
         for schedule in self._schedules():
             first = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
@@ -157,10 +157,10 @@ class LanePolicyTests:
                 self._fail(f"chose lane {first[at]}, and {second[at]} on the same history", step)
 
     def test_policies_share_nothing(self) -> None:
-        """Two policies side by side answer as each does alone.
+        """Two policies used together answer as each does alone.
 
-        Runners in one process have policies of their own. A counter kept in the class makes
-        each depend on the traffic of all others.
+        Each runner in a process has its own policy. A counter stored in the class makes each depend
+        on the traffic of all others.
         """
         for schedule in self._schedules():
             alone = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
@@ -168,12 +168,12 @@ class LanePolicyTests:
             other = self._play(self.make_lane_policy(), schedule)
             for want, (step, lane, _), _ in zip(alone, mine, other, strict=True):
                 if lane != want:
-                    self._fail(f"chose lane {lane}, and {want} where no other policy ran", step)
+                    self._fail(f"chose lane {lane}, but {want} without another policy", step)
 
     def test_keys_are_asked_for_where_they_matter(self) -> None:
         """A policy whose answer depends on the key says ``needs_key = True``.
 
-        Without it steps come without a key, all of them, and the policy does the same for all.
+        Without it, all steps come without a key, and the policy treats them all alike.
         """
         for schedule in self._schedules():
             if needs_key(self.make_lane_policy()):
@@ -187,16 +187,16 @@ class LanePolicyTests:
             for (step, lane, _), (_, other, _) in zip(with_keys, without, strict=True):
                 if lane != other:
                     self._fail(
-                        f"chose lane {lane} by the key, and does not say needs_key = True", step
+                        f"chose lane {lane} by the key, but does not set needs_key = True", step
                     )
 
     # -- where keys live ------------------------------------------------------------------
 
     def test_homes_are_lanes_and_stay(self) -> None:
-        """``homes`` names at least one lane for each key, and the same ones every time.
+        """``homes`` returns at least one lane for each key, and always the same ones.
 
-        A key without a home is captured nowhere and always runs eager; one whose home moves
-        is captured here and looked for there.
+        A key without a lane is never captured and always runs eager; one whose lane changes is
+        captured on one lane and looked up on another.
         """
         for number in range(1, MOST_LANES + 1):
             answers = [
@@ -206,14 +206,14 @@ class LanePolicyTests:
             for key in _KEYS:
                 if answers[0][key] != answers[1][key]:
                     self._fail(
-                        f"homes answered {answers[0][key]} and {answers[1][key]} for {key} "
-                        f"with {number} lanes"
+                        f"homes returned {answers[0][key]} and {answers[1][key]} for {key} with "
+                        f"{number} lanes"
                     )
 
     def test_steps_go_where_their_graph_is(self) -> None:
         """A step is sent to a lane that its key is captured on.
 
-        Elsewhere it runs eager for want of a graph, though there is one.
+        On another lane it runs eager, although there is a graph.
         """
         for schedule in self._schedules():
             policy = self.make_lane_policy()
@@ -222,12 +222,13 @@ class LanePolicyTests:
             homes = self._homes(policy, _KEYS, schedule.num_lanes)
             for step, lane, _ in self._play(policy, schedule):
                 if step.key is not None and lane not in homes[step.key]:
-                    self._fail(f"chose lane {lane}, and homes says {homes[step.key]}", step)
+                    self._fail(f"chose lane {lane}, but homes returns {homes[step.key]}", step)
 
     def test_stream_priorities_fit_the_lanes(self) -> None:
-        """``stream_priorities`` answers one whole number from 0 for each lane, every time.
+        """``stream_priorities`` always returns one whole number of at least 0 per lane.
 
-        Streams are made from it before the first step; what does not fit makes no runner.
+        Streams are created from it before the first step; an invalid value prevents creating a
+        runner.
         """
         for number in range(1, MOST_LANES + 1):
             policy = self.make_lane_policy()
@@ -237,12 +238,12 @@ class LanePolicyTests:
             except PolicyError as error:
                 self._fail(f"{error} (with {number} lanes)")
             if first != second:
-                self._fail(f"stream_priorities answered {first} and {second} for {number} lanes")
+                self._fail(f"stream_priorities returned {first} and {second} for {number} lanes")
 
     # -- traits ---------------------------------------------------------------------------
 
     def test_traits_are_known(self) -> None:
-        """What is claimed is a trait that there is; a misspelt one would be tested by nobody."""
+        """All claims are existing traits; a misspelled one would never be tested."""
         unknown = policy_traits(self.make_lane_policy()) - LANE_TRAITS
         if unknown:
             known = ", ".join(sorted(LANE_TRAITS))
@@ -251,8 +252,8 @@ class LanePolicyTests:
     def test_trait_spreads_uses_every_lane(self) -> None:
         """Steps of all keys use all lanes.
 
-        A lane takes memory for buffers and graphs, used or not: one that never gets a step is
-        paid for in vain.
+        A lane takes memory for buffers and graphs, used or not; memory of a lane without steps is
+        wasted.
         """
         self._skip_unless("spreads")
         for number in range(1, MOST_LANES + 1):
@@ -260,21 +261,21 @@ class LanePolicyTests:
             used = {lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)}
             if len(used) < number:
                 idle = sorted({*range(number)} - used)
-                self._fail(f"used lanes {sorted(used)} in {32 * number} steps, never {idle}")
+                self._fail(f"used lanes {sorted(used)} in {32 * number} steps, but never {idle}")
 
     def test_trait_sticky_keeps_a_key_on_its_lanes(self) -> None:
-        """A key goes to lanes that hold its graph whenever one does, however busy they are."""
+        """A key goes to a lane that has its graph whenever there is one, however busy."""
         self._skip_unless("sticky")
         for schedule in self._schedules():
             for step, lane, lanes in self._play(self.make_lane_policy(), schedule):
                 holders = [] if step.key is None else [x for x in lanes if x.holds(step.key)]
                 if holders and lane not in [one.index for one in holders]:
-                    self._fail(f"chose lane {lane}, and {holders} hold the key", step)
+                    self._fail(f"chose lane {lane}, but {holders} have the key's graph", step)
 
     def test_trait_balances_takes_the_least_busy(self) -> None:
         """No lane is chosen while another has less unfinished work, in steps and in tokens.
 
-        Work is what the lane says now, not what was ever given to it: lanes finish at their
+        Work is what the lane currently reports, not all steps ever submitted: lanes finish at their
         own pace.
         """
         self._skip_unless("balances")
@@ -284,7 +285,7 @@ class LanePolicyTests:
                 for one in lanes:
                     fewer = one.num_unfinished < own.num_unfinished
                     if fewer and one.unfinished_tokens < own.unfinished_tokens:
-                        self._fail(f"chose {own}, and {one} has less to do", step)
+                        self._fail(f"chose {own}, but {one} has less work", step)
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class LanePolicyTests:
     def _play(
         self, policy: Any, schedule: Schedule
     ) -> Iterator[tuple[LaneStep, int, list[SampleLane]]]:
-        """Yield each step, the lane that was chosen, and the lanes as they were then."""
+        """Yield each step with the chosen lane and the state of all lanes at that time."""
         homes = self._homes(policy, _KEYS, schedule.num_lanes)
         lanes = [
             SampleLane(index, [key for key in _KEYS if index in homes[key]])

@@ -1,8 +1,7 @@
-"""DispatcherMachine: a dispatcher beside a naive model that asks the policy anew each time.
+"""DispatcherMachine: compare a dispatcher with a naive model that always asks the policy.
 
-The table is a cache, and this is the question a cache must answer: after whatever happened
-(captures, failures, evictions, modes switched off, learnt changes, swaps), is what it serves
-what the policy would answer now?
+The table is a cache. After any sequence of events (captures, failures, evictions, modes switched
+off, learned changes, swaps), it must serve what the policy would answer now.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from dispatchkit.keys import ALLOWED_MODES, Batch, DispatchConfig, GraphKey, Run
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing.strategies import apply_change, batches, changes, configs, graph_keys
 
-# (tokens, query class, adapters, allowed modes): a cell as the model sees it.
+# (tokens, query class, adapters, allowed modes): a cell of the model.
 _Cell = tuple[int, int, int, int]
 
 
 class DispatcherMachine(RuleBasedStateMachine):
     """Subclass it, define ``make_policy`` and run its ``TestCase``.
 
-    The model is a dictionary of what was learnt (one answer per cell, and those to be served
-    once); for everything else it asks the policy. It holds for any policy whose answers are
-    a function of batch and graphs; a learning one is not observed here.
+    The model is a dictionary of learned changes (one answer per cell, and one-shot answers); for
+    everything else it asks the policy. It applies to any policy whose answers are a function of
+    batch and graphs; ``observe`` of a learning policy is not called.
     """
 
     def make_policy(self) -> Policy:
@@ -62,7 +61,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(data=st.data())
     def change_a_graph(self, data: st.DataObject) -> None:
-        """Capture, fail, evict, disable, ...; what was learnt where it could serve is void."""
+        """Capture, fail, evict, disable, ...; drop learned changes in cells it could serve."""
         change = data.draw(changes(self.keys))
         if not apply_change(self.registry, change):
             return
@@ -74,7 +73,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def declare_another_key(self, data: st.DataObject) -> None:
-        """Another policy sharing the registry may know more keys."""
+        """Another policy that shares the registry may declare more keys."""
         key = data.draw(graph_keys(self.config))
         if key in self.registry:
             return
@@ -85,7 +84,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(data=st.data())
     def forget_a_key(self, data: st.DataObject) -> None:
-        """A key is removed altogether."""
+        """Remove a key."""
         key = data.draw(st.sampled_from(self.keys))
         self.registry.forget(key)
         self.keys.remove(key)
@@ -95,7 +94,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), one_shot=st.booleans(), eager=st.booleans())
     def learn(self, data: st.DataObject, one_shot: bool, eager: bool) -> None:
-        """Change a cell for good, or for one step."""
+        """Change a cell permanently or for one step."""
         batch = data.draw(batches(self.config))
         answer = Decision.eager("learnt")
         if not eager:
@@ -120,14 +119,14 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def ask_again(self, data: st.DataObject) -> None:
-        """Forget what was learnt about one cell."""
+        """Forget the learned change of one cell."""
         batch = data.draw(batches(self.config))
         self.dispatcher.update(CellUpdate(batch, None))
         self.learnt.pop(self._cell(batch), None)
 
     @rule(data=st.data())
     def learn_what_is_impossible(self, data: st.DataObject) -> None:
-        """A change that breaks a constraint is refused, and changes nothing."""
+        """A change that breaks a constraint is refused without effect."""
         batch = data.draw(batches(self.config))
         key = data.draw(graph_keys(self.config))
         assume(key not in self.registry)
@@ -136,7 +135,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), new_config=st.booleans())
     def swap(self, data: st.DataObject, new_config: bool) -> None:
-        """Another policy object, perhaps another configuration: an empty table."""
+        """Swap to another policy object, possibly with another configuration."""
         before = self.dispatcher.epoch
         self.config = data.draw(self.make_configs()) if new_config else self.config
         self.policy = self.make_policy()
@@ -151,7 +150,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), repeat=st.integers(1, 3))
     def dispatch(self, data: st.DataObject, repeat: int) -> None:
-        """The table gives what the model gives, as often as it is asked."""
+        """The table always returns what the model returns."""
         batch = data.draw(batches(self.config))
         for _ in range(repeat):
             self._dispatch(batch)
@@ -171,13 +170,13 @@ class DispatcherMachine(RuleBasedStateMachine):
             expected.mode,
             expected.key,
             expected.reason,
-        ), f"served {served}, the model says {expected} for {batch}"
+        ), f"served {served}, but the model returns {expected} for {batch}"
         assert served.one_shot is one_shot
         assert served.num_tokens == num_tokens
         assert num_reqs <= served.max_num_reqs
         assert served.padded_num_tokens >= num_tokens
         if not one_shot:
-            # The same object while nothing changed; a larger revision where it did.
+            # The same object while nothing changed, otherwise a larger revision.
             before = self.served.get((cell, num_reqs))
             if before is not None and before is not served:
                 assert served.revision > before.revision
@@ -194,7 +193,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         learnt = self.learnt.get(cell)
         if learnt is not None and self._holds(learnt, num_reqs):
             return learnt, False
-        # The table asks without requests first, and with them beyond the bound of the answer.
+        # The table first asks without requests, then with requests if beyond the answer's bound.
         known = attrs.evolve(batch, num_reqs=None)
         anew = self.dispatcher.decide(known)
         if learnt is not None or not self._holds(anew, num_reqs):
@@ -203,7 +202,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch_what_is_impossible(self, data: st.DataObject) -> None:
-        """One fact outside its limits is refused by name, wherever it stands."""
+        """One argument outside its limits is refused by name, in any position."""
         config = self.config
         name, value = data.draw(
             st.sampled_from(
@@ -234,7 +233,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_fault_of_the_policy(self) -> None:
-        """The policy is a correct one; the dispatcher found no fault in it either."""
+        """The policy is correct, so the dispatcher must have found no fault."""
         if hasattr(self, "dispatcher"):
             assert self.dispatcher.num_policy_errors == 0
 

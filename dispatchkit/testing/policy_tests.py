@@ -1,8 +1,8 @@
-"""PolicyTests: what every policy must keep to, and what some policies claim.
+"""PolicyTests: properties of every policy, and traits that some claim.
 
-Each test is one property, checked on random small cases with a fixed seed; its docstring says
-why a policy that breaks it does harm. The core set holds for every policy. A *trait* is tested
-where the policy claims it (``traits``) and skipped by name where it does not.
+Each test is one property, checked on small random cases with a fixed seed. Its docstring explains
+the harm of violating it. The core set applies to every policy. A *trait* is tested if the policy
+claims it (``traits``), and otherwise skipped by name.
 
 ``run_policy_conformance`` runs the same methods without pytest.
 """
@@ -39,7 +39,7 @@ from dispatchkit.testing.samples import (
 )
 
 _OF_ONE_KEY = ("captured", "failed", "evicted", "stale", "disabled", "enabled")
-_MODES = "config.mode.decode_mode() and mixed_mode() name what may be declared"
+_MODES = "config.mode.decode_mode() and mixed_mode() return the modes that may be declared"
 _MAX_CALIBRATION_ROUNDS = 50
 _ONE_MODE = {RuntimeMode.PIECEWISE: 1, RuntimeMode.FULL: 6}  # that mode or eager
 
@@ -48,7 +48,7 @@ class PolicyTests(CaseRunner):
     """Subclass it, name the subclass ``Test…`` and define ``make_policy``.
 
     Attributes:
-        seed: Of the random cases; the same seed gives the same cases.
+        seed: Seed of the random cases; the same seed gives the same cases.
         max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
     """
 
@@ -58,27 +58,27 @@ class PolicyTests(CaseRunner):
     def test_declare_is_deterministic(self, case: Case) -> None:
         """The same configuration gives the same keys in the same order.
 
-        Ranks capture in that order, each in its own process: one that declares other keys,
-        or in another order, hangs in the first collective of a capture.
+        Ranks capture in that order, each in its own process. A rank that declares other keys, or
+        another order, hangs in the first collective of a capture.
         """
         for what, policy in (("again", case.policy), ("of a fresh policy", case.make_policy())):
             keys = case.declare(policy)
             if keys != case.keys:
                 differing = [str(key) for key in {*keys} ^ {*case.keys}]
-                case.fail(f"declare, asked {what}, differs: {differing or 'in order'}")
+                case.fail(f"declare, called {what}, differs: {differing or 'in order'}")
 
     @for_all_cases(share=0.5)
     def test_declared_keys_keep_within_the_limits(self, case: Case) -> None:
         """Keys fit the configured buffers, requests, adapters, query lengths and mode.
 
-        Static inputs are as large as the configuration says. A larger key captures past
-        their end; one of a mode that is not configured captures what attention cannot do.
+        Static inputs are as large as the configuration says. A larger key would capture past their
+        end; a key of a mode that is not configured may capture attention that cannot be captured.
         (One adapter more than ``max_loras`` is allowed: the base model counts as one.)
         """
         config, mode = case.config, case.config.mode
         for key in case.keys:
             if not isinstance(key, GraphKey):
-                case.fail(f"declare returned {key!r}, which is no GraphKey")
+                case.fail(f"declare returned {key!r}, which is not a GraphKey")
             own = key.descriptor
             decode = own.uniform or own.max_query_len is not None
             faults = {
@@ -91,7 +91,7 @@ class PolicyTests(CaseRunner):
                 f"more adapters than max_loras ({config.max_loras})": (
                     own.num_active_loras > config.max_loras + (config.max_loras > 0)
                 ),
-                f"a query length that is none of {config.query_lens}": (
+                f"a query length not in {config.query_lens}": (
                     own.uniform and own.query_len not in config.query_lens
                 ),
                 f"a part of a request of {own.query_len} tokens": (
@@ -113,10 +113,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_every_batch_gets_an_answer(self, case: Case) -> None:
-        """No batch within the limits makes ``decide`` raise or answer something else.
+        """For batches within the limits, ``decide`` does not raise and returns a valid type.
 
-        It is asked while serving. What it raises costs every such step its graph. Deciding
-        changes nothing either: what may be dispatched is the executor's to say.
+        It is called while serving: if it raises, all such steps run eager. It must not change the
+        registry, since the executor controls which keys may be dispatched.
         """
         before = dict(case.registry.entries)
         for batch in case.batches():
@@ -129,10 +129,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_chosen_key_was_declared(self, case: Case) -> None:
-        """The key that is chosen is one of those declared: one function makes both.
+        """The chosen key is one of those declared, so one function should create both.
 
-        Two pieces of code that compute keys drift apart; from then on the graph captured
-        for a batch is never found, and every such step is eager without an error.
+        If two pieces of code compute keys, they drift apart. Then the graph captured for a batch is
+        never found, and every such step runs eager without an error.
         """
         known = set(case.keys)
         for batch in case.batches():
@@ -144,7 +144,7 @@ class PolicyTests(CaseRunner):
     def test_chosen_graph_covers_the_batch(self, case: Case) -> None:
         """A bucket is never smaller than the batch in tokens, requests or adapters.
 
-        Rows beyond the bucket would not be computed, and read by the caller as if they were.
+        Rows beyond the bucket would not be computed, but the caller would read them.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -161,10 +161,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_uniform_graph_serves_only_its_own_query_length(self, case: Case) -> None:
-        """A graph of uniform decode batches never serves a mixed batch, or another length.
+        """A uniform decode graph never serves a mixed batch or another query length.
 
-        Its attention was captured for exactly so many tokens per request; on any other
-        batch it computes something else without an error.
+        Its attention was captured for exactly that many tokens per request; on any other batch it
+        computes wrong results without an error.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -181,7 +181,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_constraints_go_before_preferences(self, case: Case) -> None:
-        """A mode that is not allowed for a batch is not chosen, whatever is preferred.
+        """A mode that a batch does not allow is never chosen.
 
         Cascade attention cannot run in a FULL graph; ranks that agreed on PIECEWISE hang
         when one of them replays FULL.
@@ -194,10 +194,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_only_ready_graphs_are_chosen(self, case: Case) -> None:
-        """A graph that is not captured, failed, evicted, stale or disabled is not chosen.
+        """Graphs that are failed, evicted, stale, disabled or not captured are not chosen.
 
-        There is nothing to replay: the dispatcher runs such a step eager as a fault of the
-        policy, though another graph may be ready.
+        There is nothing to replay, so the dispatcher runs such a step eager, as a fault of the
+        policy, although another graph may be ready.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -208,8 +208,8 @@ class PolicyTests(CaseRunner):
     def test_a_batch_that_fits_a_graph_gets_one_or_a_reason(self, case: Case) -> None:
         """Eager comes with a reason, and the reason is true.
 
-        No silent downgrade: the operator sees why a step was eager, and acts on it. A wrong
-        reason sends them to capture sizes that exist.
+        No silent downgrade: operators see why a step ran eager, and act on it. A wrong reason would
+        make them, for example, add capture sizes that exist.
         """
         for batch in case.batches():
             decision = case.decide(batch)
@@ -221,7 +221,7 @@ class PolicyTests(CaseRunner):
             if not reason or reason == Reason.HIT:
                 case.fail(f"answered eager with the reason {reason!r}", batch)
             if reason == Reason.ABOVE_LARGEST and fits is not None:
-                case.fail(f"answered eager ({reason}), though {fits} is ready and fits", batch)
+                case.fail(f"answered eager ({reason}), although {fits} is ready and fits", batch)
             if reason == Reason.EMPTY_BATCH:
                 case.fail(f"answered eager ({reason}) for {batch.num_tokens} tokens", batch)
             of_states = (
@@ -233,11 +233,11 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
-        """Where batches may be split, each row is in one part, and each part in a graph for it.
+        """In a split batch, each row is in exactly one part, and each part has a suitable graph.
 
-        A row in no part would be read as if it was computed; one in two would change state
-        twice. Adapters, axes, requests and modes bind a part like a batch of its own. A policy
-        that never splits keeps this.
+        A row in no part would be read without being computed; a row in two would change state
+        twice. Limits on adapters, axes, requests and modes apply to each part as to a batch. A
+        policy that never splits passes.
         """
         case.graphs.may_split = True
         learns = callable(getattr(case.policy, "observe", None))
@@ -257,9 +257,9 @@ class PolicyTests(CaseRunner):
                     case.fail(f"observe asked for a decision that {problem}", update.batch)
 
     def test_a_plain_batch_gets_a_graph(self) -> None:
-        """Under some plain configuration, with every graph captured, some batch replays.
+        """With all graphs captured, some batch replays under some plain configuration.
 
-        A policy that never chooses a graph keeps every other property.
+        A policy that never chooses a graph would pass all other tests.
         """
         for config in usual_configs():
             policy = self.make_policy()
@@ -278,7 +278,7 @@ class PolicyTests(CaseRunner):
                     if answer is not None and answer.key is not None:
                         return
         raise AssertionError(
-            "No batch at a capture size got a graph under any plain configuration, though all "
+            "No batch at a capture size got a graph under any plain configuration, although all "
             "graphs were captured."
         )
 
@@ -286,11 +286,11 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_same_batch_same_decision(self, case: Case) -> None:
-        """Asked again while nothing changed, it answers the same, whatever came between.
+        """Asked again without a change, it answers the same, whatever it decided in between.
 
-        The dispatcher asks once for each cell of its table and serves that answer for
-        millions of steps. An answer that is different by the hour is never seen, and two
-        ranks that filled the cell at different times disagree.
+        The dispatcher asks once per cell of its table and serves that answer for millions of steps.
+        A different later answer would never be used, and two ranks that filled the cell at
+        different times would disagree.
         """
         batches = list(case.batches())
         first = [case.decide(batch) for batch in batches]
@@ -300,25 +300,25 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_same_history_same_decision(self, case: Case) -> None:
-        """Two fresh policies that see the same steps decide the same.
+        """Two fresh policies that see the same steps make the same decisions.
 
-        Ranks see the same steps. Chance drawn from a generator of its own seed, the clock or
-        the address of an object makes them disagree.
+        Ranks see the same steps. A differently seeded generator, the clock or the address of an
+        object would make them disagree.
         """
         other = case.make_policy()
         case.declare(other)
         for batch in case.batches():
             mine, theirs = case.decide(batch), case.decide(batch, other)
             if mine != theirs:
-                case.fail(f"answered {mine}, and a fresh policy {theirs}", batch)
+                case.fail(f"answered {mine}, but a fresh policy answered {theirs}", batch)
 
     @for_all_cases()
     def test_number_of_requests_only_bounds(self, case: Case) -> None:
         """An answer without knowing the requests holds for any number up to its bound.
 
-        The bound is that of the chosen key, or ``max_num_reqs`` of the decision where that
-        is smaller. The table has no axis for requests: it keeps this one answer, and
-        compares. Where requests matter more, set ``max_num_reqs``.
+        The bound is that of the chosen key, or the decision's ``max_num_reqs`` if smaller. The
+        table has no axis for requests: it stores one answer and compares. If requests matter more,
+        set ``max_num_reqs``.
         """
         for batch in case.batches(known_reqs=False):
             unknown = case.decide(batch)
@@ -338,11 +338,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_answers_depend_only_on_graphs_that_could_serve(self, case: Case) -> None:
-        """A change to a graph too small for a batch, or of a mode not allowed, is no matter.
+        """Changes to graphs that are too small for a batch, or of other modes, do not matter.
 
         The dispatcher empties only the cells that a changed graph could serve. An answer that
-        looks at others (how many are captured, say) is not asked for again, and stays as it
-        was.
+        depends on other graphs (for example, on how many are captured) is not updated.
         """
         for batch in case.batches(10):
             elsewhere = [
@@ -358,13 +357,13 @@ class PolicyTests(CaseRunner):
                 after = case.decide(batch)
                 if change is not None and before.key != after.key:
                     what = f"{change.key} was {change.kind}"
-                    case.fail(f"answered {before}, and {after} once {what}", batch)
+                    case.fail(f"answered {before}, but {after} after {what}", batch)
 
     @for_all_cases(share=0.5)
     def test_table_follows_captures_evictions_and_failures(self, case: Case) -> None:
-        """Served through a dispatcher, no change ever leads to a graph that is not ready.
+        """Served through a dispatcher, a graph that is not ready is never chosen after a change.
 
-        And at each step the table gives what the policy, asked anew, would answer.
+        At each step the table serves what the policy would answer now.
         """
         dispatcher = Dispatcher(
             case.policy,
@@ -398,22 +397,22 @@ class PolicyTests(CaseRunner):
             )
         except NoGraphError:
             if anew.key is not None:
-                case.fail(f"the table has no graph, though {anew.key} would be chosen", batch)
+                case.fail(f"the table has no graph, although {anew.key} would be chosen", batch)
             return
         for key in served.keys:
             why = dispatcher.graphs.why_not(key)
             if why is not None:
                 case.fail(f"the table serves {key}, which cannot run: {why}", batch)
         if (served.key, served.parts) != (anew.key, anew.parts):
-            case.fail(f"the table serves {served}; asked anew it answers {anew}", batch)
+            case.fail(f"the table serves {served}, but the policy now answers {anew}", batch)
 
     # -- what a policy that learns keeps to -----------------------------------------------
 
     @for_all_cases(learning=True)
     def test_what_is_learnt_keeps_the_constraints(self, case: Case) -> None:
-        """Every change that ``observe`` asks for is one the dispatcher may put in its table.
+        """Every change that ``observe`` requests is valid for the dispatcher's table.
 
-        A refused change is counted as a fault, and what was learnt is lost.
+        A refused change is counted as a fault, and what was learned is lost.
         """
         for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=True):
             for update in self._observe(case, case.policy, outcome):
@@ -429,9 +428,9 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(learning=True)
     def test_failures_teach_nothing_about_latency(self, case: Case) -> None:
-        """However long a step took that did not complete, later answers are the same.
+        """The time of a step that did not complete has no effect on later answers.
 
-        A replay that failed after 2 µs would else be the fastest choice ever seen.
+        Otherwise a replay that failed after 2 µs would be the fastest choice ever seen.
         """
         other = case.make_policy()
         case.declare(other)
@@ -444,16 +443,16 @@ class PolicyTests(CaseRunner):
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, twin)
             if mine != theirs:
-                case.fail(f"a failed step's time changed what is learnt: {mine}, {theirs}")
+                case.fail(f"a failed step's time changed what is learned: {mine}, {theirs}")
             if case.decide(outcome.batch) != case.decide(outcome.batch, other):
                 case.fail("a failed step's time changed what is decided", outcome.batch)
 
     @for_all_cases(learning=True)
     def test_same_outcomes_same_updates(self, case: Case) -> None:
-        """Two policies that see the same outcomes ask for the same changes.
+        """Two policies that see the same outcomes request the same changes.
 
-        A recorded trace would else not reproduce a run, and ranks that agreed on times drift
-        apart.
+        Otherwise a recorded trace would not reproduce a run, and ranks that agreed on times would
+        drift apart.
         """
         other = case.make_policy()
         case.declare(other)
@@ -462,13 +461,14 @@ class PolicyTests(CaseRunner):
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, outcome)
             if mine != theirs:
-                case.fail(f"the same outcome gave {mine} and {theirs}", outcome.batch)
+                case.fail(f"the same outcome led to {mine} and {theirs}", outcome.batch)
 
     @for_all_cases(share=0.2, learning=True)
     def test_calibration_ends_and_keeps_the_constraints(self, case: Case) -> None:
-        """``calibration_runs`` asks for steps that can run, and at some time for none.
+        """``calibration_runs`` requests steps that can run, and eventually none.
 
-        A runner asks after each capture until it gets none, and times nothing else meanwhile.
+        A runner calls it after each capture until it returns no runs, and measures nothing else
+        meanwhile.
         """
         ask = PolicyParts.of(case.policy).calibration_runs
         if ask is None:
@@ -491,7 +491,7 @@ class PolicyTests(CaseRunner):
     def _outcomes(
         self, case: Case, policy: Policy, batches: list[Batch], *, failures: bool
     ) -> Iterator[Outcome]:
-        """Yield outcomes of steps, each decided when the ones before have been learnt from."""
+        """Yield outcomes of steps, each decided after learning from the earlier ones."""
         rng = case.rng
         for _ in range(20):
             batch = rng.choice(batches)
@@ -515,17 +515,17 @@ class PolicyTests(CaseRunner):
     # -- optional parts and traits --------------------------------------------------------
 
     def test_optional_parts_can_be_used(self) -> None:
-        """What a policy has beside ``declare`` and ``decide`` is of the form that is read.
+        """The parts of a policy other than ``declare`` and ``decide`` have a valid form.
 
-        A dispatcher refuses the policy otherwise: a ``pace`` below 1, say.
+        Otherwise the dispatcher refuses the policy, for example for a ``pace`` below 1.
         """
         PolicyParts.of(self.make_policy())
 
     def test_traits_are_known(self) -> None:
-        """What is claimed is a trait that there is.
+        """All claims are existing traits.
 
-        A misspelt one is tested by nobody, and whoever relies on it (ranks that want a policy
-        without state, say) finds that it is not claimed.
+        A misspelled trait is never tested, and code that relies on it (such as ranks that need a
+        stateless policy) finds that it is not claimed.
         """
         unknown = policy_traits(self.make_policy()) - TRAITS
         if unknown:
@@ -534,9 +534,9 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(trait="smallest_bucket")
     def test_trait_smallest_bucket(self, case: Case) -> None:
-        """Of the graphs of the mode it chose, none that is ready and covers is smaller.
+        """No ready graph of the chosen mode that covers the batch is smaller.
 
-        Padding is computed for nothing; who claims this never pads more than the mode needs.
+        Padding is wasted work; a policy with this trait never pads more than the mode requires.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -544,13 +544,13 @@ class PolicyTests(CaseRunner):
                 continue
             for other in case.admissible(batch):
                 if other.mode is key.mode and other.num_tokens < key.num_tokens:
-                    case.fail(f"chose {key}, though {other} is smaller and ready", batch)
+                    case.fail(f"chose {key}, although {other} is smaller and ready", batch)
 
     @for_all_cases(trait="monotone", all_captured=True)
     def test_trait_monotone(self, case: Case) -> None:
-        """With every graph captured, more tokens never get a smaller bucket.
+        """With all graphs captured, more tokens never get a smaller bucket.
 
-        Times then grow with the batch, and whoever plans sizes may bisect.
+        Then times grow with the batch, and planning of sizes may bisect.
         """
         for batch in case.batches(4, known_reqs=False):
             below: GraphKey | None = None
@@ -564,9 +564,9 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(trait="order")
     def test_trait_order(self, case: Case) -> None:
-        """FULL goes before PIECEWISE, and PIECEWISE before eager, wherever each would be chosen.
+        """FULL is preferred to PIECEWISE, and PIECEWISE to eager, whenever each would be chosen.
 
-        A batch that may run in more modes is never served in a lesser one for it.
+        Allowing more modes never makes a batch run in a lesser one.
         """
         for batch in case.batches():
             chosen = case.decide(batch).mode
@@ -575,13 +575,17 @@ class PolicyTests(CaseRunner):
                     continue
                 alone = case.decide(attrs.evolve(batch, allowed=code)).key
                 if alone is not None:
-                    case.fail(f"chose {chosen.name}, though {alone} is chosen by itself", batch)
+                    case.fail(
+                        f"chose {chosen.name}, although {alone} is chosen if it is the only one "
+                        "allowed",
+                        batch,
+                    )
 
     @for_all_cases(trait="stateless")
     def test_trait_stateless(self, case: Case) -> None:
-        """What it decided, or was told, before makes no difference.
+        """Earlier decisions and observations make no difference.
 
-        Any process, at any time, gives the same answer: ranks need not agree on anything.
+        Every process gives the same answer at any time, so ranks need not synchronize.
         """
         batches = list(case.batches())
         answers = [case.decide(batch) for batch in batches]
@@ -592,12 +596,12 @@ class PolicyTests(CaseRunner):
         for batch, before in zip(reversed(batches), reversed(answers), strict=True):
             for who, policy in (("later", case.policy), ("from a fresh policy", fresh)):
                 if (now := case.decide(batch, policy)) != before:
-                    case.fail(f"answered {before}, and {who} {now}", batch)
+                    case.fail(f"answered {before}, but {who} {now}", batch)
 
     def test_trait_stateless_in_another_process(self) -> None:
-        """The same answers come from other processes, with other hash seeds.
+        """Other processes, with other hash seeds, give the same answers.
 
-        The order of sets differs there, and so does anything sorted by an address.
+        The order of sets differs there, as does anything sorted by address.
         """
         self.skip_unless("stateless", learning=False)
         try:
@@ -606,13 +610,13 @@ class PolicyTests(CaseRunner):
             raise unittest.SkipTest(f"not tried in another process: {error}") from error
         for here, there in zip(first, second, strict=True):
             if here != there:
-                raise AssertionError(f"Another process answers otherwise: {here}; {there}")
+                raise AssertionError(f"Another process answers differently: {here}; {there}")
 
     @for_all_cases(trait="all_keys_reachable", all_captured=True, share=0.3)
     def test_trait_all_keys_reachable(self, case: Case) -> None:
-        """Every key that is declared is chosen for some batch.
+        """Every declared key is chosen for some batch.
 
-        A graph that nothing can choose costs capture time and memory for nothing.
+        A graph that is never chosen wastes capture time and memory.
         """
         config = case.config
         for key in case.keys:
@@ -625,4 +629,4 @@ class PolicyTests(CaseRunner):
                 for reqs in (None, key.descriptor.num_reqs)
             )
             if not any(case.decide(batch).key == key for batch in tried):
-                case.fail(f"declared {key}, which no batch of its size is given")
+                case.fail(f"declared {key}, which is not chosen for any batch of its size")

@@ -1,13 +1,13 @@
-"""What every GraphRunner must do with a policy, a backend or a step of yours, as tests to subclass.
+"""Tests to subclass for a GraphRunner with your own policy, backend or step.
 
     class TestMyPolicyRuns(RunnerTests):
         def make_policy(self):
             return MyPolicy()
 
-The kits for policies and backends test each alone; this one runs steps through both and compares
-every result with the step itself, run plainly. Override what is yours and leave the rest: the
-policy (default: the ``vllm`` one), the backend (default: the tape, so that no GPU is needed), the
-step with its inputs, the configuration. torch is imported by the tests that run.
+The kits for policies and backends test each alone. This one runs steps through both and compares
+every result with a direct call of the step. Override your own parts: the policy (default:
+``vllm``), the backend (default: the tape, which needs no GPU), the step with its inputs, the
+configuration. torch is imported by the tests that run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dispatchkit.options import RunnerOptions
 
 
 class RunnerTests:
-    """The promises of a GraphRunner; subclass and override what is yours.
+    """Tests of a GraphRunner; subclass it and override your own parts.
 
     Attributes:
-        seed: Of the batches; the same seed gives the same ones.
+        seed: Seed of the batches; the same seed gives the same ones.
         num_steps: Steps of each test.
-        tolerance: Relative and absolute, between a replay and the step run plainly.
+        tolerance: Relative and absolute tolerance between a replay and a direct call.
     """
 
     seed: int = 0
@@ -44,7 +44,7 @@ class RunnerTests:
     # -- what may be overridden -----------------------------------------------------------
 
     def make_policy(self) -> Policy | str:
-        """Return a fresh policy, or the name of one that is installed."""
+        """Return a fresh policy, or the name of an installed one."""
         return "vllm"
 
     def make_backend(self) -> GraphBackend:
@@ -100,16 +100,16 @@ class RunnerTests:
             )
 
     def test_large_batch_leaves_nothing_to_a_smaller_one(self) -> None:
-        """Rows that an earlier batch used are filled again before a smaller one is padded.
+        """Rows used by an earlier batch are refilled before a smaller batch is padded.
 
-        A step that looks across rows, or writes by index, would else see a batch of the past.
+        Otherwise a step that looks across rows, or writes by index, would see an earlier batch.
         """
         with self._pair() as pair:
             for num_tokens in (pair.largest, 1, pair.largest, 2, 1, pair.largest - 1, 1):
                 pair.call(max(1, num_tokens))
 
     def test_result_keeps_its_values_over_later_calls(self) -> None:
-        """An owned result is the caller's: the next replay does not write into it."""
+        """An owned result belongs to the caller: later replays do not write to it."""
         with self._pair() as pair:
             torch = pytest.importorskip("torch")
             tree = torch.utils._pytree  # noqa: SLF001 - torch offers it under no other name
@@ -121,7 +121,7 @@ class RunnerTests:
                 pair.compare(result, before, "A result changed when later steps ran")
 
     def test_random_traffic_gives_eager_results(self) -> None:
-        """Batches of every size and kind, ceilings, and graphs that come and go meanwhile."""
+        """Batches of every size and kind, ceilings, and graphs captured and evicted meanwhile."""
         with self._pair() as pair:
             rng, runner = pair.rng, pair.runner
             for _ in range(self.num_steps):
@@ -154,12 +154,12 @@ class RunnerTests:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert not errors, f"On a thread of its own a step failed: {errors[0]!r}"
+            assert not errors, f"A step on a separate thread failed: {errors[0]!r}"
 
     # -- reasons --------------------------------------------------------------------------
 
     def test_every_step_is_counted_once_and_every_eager_one_with_a_reason(self) -> None:
-        """No silent downgrade, and no step run twice or not at all."""
+        """No silent downgrade, and every step runs exactly once."""
         with self._pair() as pair:
             for _ in range(self.num_steps):
                 num_tokens = pair.rng.randint(1, pair.runner.config.max_num_tokens)
@@ -174,7 +174,7 @@ class RunnerTests:
     # -- failures -------------------------------------------------------------------------
 
     def test_capture_that_fails_costs_no_result(self) -> None:
-        """Its key runs eager with the reason; the other graphs are captured and replay."""
+        """Its key runs eager with the reason; other graphs are captured and replayed."""
         with self._pair(fail_captures=lambda number: number % 2 == 0) as pair:
             for _ in range(self.num_steps):
                 pair.call(pair.rng.randint(1, pair.largest))
@@ -183,7 +183,7 @@ class RunnerTests:
                 assert stats.capture_failures > 0, "A capture that raised was not counted."
 
     def test_replay_that_fails_runs_the_step_once(self) -> None:
-        """The launch was refused: the step has its result from eager, and ran once."""
+        """If a launch is refused, the step runs once, eager."""
         with self._pair() as pair:
             for number in range(self.num_steps):
                 pair.backend.refuse_launches = number % 5 == 4
@@ -192,7 +192,7 @@ class RunnerTests:
             assert stats.steps == self.num_steps, f"{stats.steps} of {self.num_steps} were counted."
 
     def test_graphs_given_up_leave_no_memory(self) -> None:
-        """Capturing and giving up all graphs again and again holds no more than once."""
+        """Repeatedly capturing and evicting all graphs does not increase memory."""
         with self._pair() as pair:
             held = []
             for _ in range(4):
@@ -242,7 +242,7 @@ def _clone(value: Any) -> Any:
 
 
 class _Eager:
-    """Has no graphs: every step runs plainly."""
+    """Has no graphs, so every step runs eager."""
 
     name = "eager"
 
@@ -254,7 +254,7 @@ class _Eager:
 
 
 class _Pair:
-    """A runner under test, and the same step run plainly beside it."""
+    """A runner under test, with direct calls of the same step for comparison."""
 
     def __init__(
         self, tests: RunnerTests, torch: Any, runner: Any, plain: Any, backend: _Watched
@@ -281,7 +281,7 @@ class _Pair:
         result = self.runner(**batch, **facts)
         with self._lock:
             expected = self.plain(**batch)
-        self.compare(result, expected, f"A step of {num_tokens} tokens gave another result")
+        self.compare(result, expected, f"A step of {num_tokens} tokens gave a different result")
         return result
 
     def compare(self, result: Any, expected: Any, problem: str) -> None:
@@ -298,7 +298,7 @@ class _Pair:
 
 
 class _Watched:
-    """A backend with faults on demand; all else is the real one's."""
+    """Wraps a backend, with faults on demand."""
 
     def __init__(self, real: GraphBackend, fail_captures: Callable[[int], bool]) -> None:
         self._real, self._fail = real, fail_captures
@@ -310,20 +310,20 @@ class _Watched:
 
     @property
     def capabilities(self) -> Any:
-        """The real one's; captures are always watched, since a shorter way passes by here."""
+        """The real backend's, but captures are always watched; others bypass this wrapper."""
         import attrs
 
         return attrs.evolve(self._real.capabilities, unwatched_captures=False)
 
     def capture(self, run: Callable[[], Any], **options: Any) -> Any:
-        """Capture, or fail in the middle of it."""
+        """Capture, or fail in the middle of the capture."""
         self.num_captures += 1
         fails = self._fail(self.num_captures)
 
         def run_or_fail() -> Any:
             result = run()
             if fails:
-                raise RuntimeError("This capture is meant to fail.")
+                raise RuntimeError("This capture fails on purpose.")
             return result
 
         return _WatchedGraph(self._real.capture(run_or_fail, **options), self)
@@ -341,5 +341,5 @@ class _WatchedGraph:
     def replay(self) -> None:
         """Launch, unless launches are refused."""
         if self._backend.refuse_launches:
-            raise RuntimeError("This launch is meant to be refused.")
+            raise RuntimeError("This launch is refused on purpose.")
         self._real.replay()

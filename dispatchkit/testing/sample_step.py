@@ -1,4 +1,4 @@
-"""The step that RunnerTests run where none is given; imports torch."""
+"""The default step of RunnerTests; imports torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dispatchkit.execute import eager_piece, graph_piece
 
 
 class SampleStep:
-    """A small model with what goes wrong in practice: a table, a look across rows, a split.
+    """A small model of common difficulties: a table, a look across rows, a split.
 
     Args:
-        device: Where its weights are.
+        device: The device of its weights.
     """
 
     def __init__(self, device: str) -> None:
@@ -22,15 +22,15 @@ class SampleStep:
         self.weight: torch.Tensor = torch.randn(4, 4, generator=generator).to(device)
 
     def pieces(self) -> list[Any]:
-        """Return it as pieces, for PIECEWISE; in FULL they are one graph."""
+        """Return the step as pieces, for PIECEWISE; in FULL they form one graph."""
         return [graph_piece(self.embed), eager_piece(self.mix), graph_piece(self.finish)]
 
     def embed(self, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Look rows up and project them."""
+        """Look up rows and project them."""
         return (self.table[tokens] + values) @ self.weight
 
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Each row sees those before it, never those after: what padding must not change."""
+        """Each row depends on earlier rows, never on later ones, so padding has no effect."""
         return hidden.cumsum(0)
 
     def finish(self, mixed: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""The same policy asked in another process; needs neither hypothesis nor pytest.
+"""Ask a policy in another process; needs neither hypothesis nor pytest.
 
-Ranks of one job and a server after its restart are other processes. What differs there, and
-never inside one process, is the order of sets and of anything sorted by an address.
+Ranks of one job, and a restarted server, are different processes. Only between processes does the
+order of sets differ, and of anything sorted by address.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def graph_view(
     modes: frozenset[RuntimeMode] = _BOTH_MODES,
     lazy: bool = False,
 ) -> GraphView:
-    """Return the view that a dispatcher gives to its policy.
+    """Return the view that a dispatcher gives its policy.
 
     Args:
         registry: Keys and graphs.
         config: The configuration in force.
-        modes: Runtime modes the executor can do.
-        lazy: Graphs that are declared or evicted may be chosen too.
+        modes: Runtime modes the executor supports.
+        lazy: Declared and evicted graphs may be chosen, too.
     """
     ready = {KeyState.CAPTURED, *((KeyState.DECLARED, KeyState.EVICTED) if lazy else ())}
     return GraphView(registry, config, modes=modes, dispatchable=lambda entry: entry.state in ready)
@@ -54,7 +54,7 @@ def make_batch(
     loras: int = 0,
     allowed: int = int(RuntimeMode.FULL),
 ) -> Batch:
-    """Return the Batch that a dispatcher makes of the arguments of ``dispatch``."""
+    """Return the Batch that a dispatcher creates from arguments of ``dispatch``."""
     is_uniform, query_len, max_query_len = config.query_class(uniform)
     return Batch(
         num_tokens=num_tokens,
@@ -82,7 +82,7 @@ def usual_configs() -> Iterator[DispatchConfig]:
 
 
 def sample_answers(policy: Policy) -> list[str]:
-    """Return what a policy declares and decides for some thousand fixed batches, as text."""
+    """Return a policy's keys and its decisions for some thousand fixed batches, as text."""
     answers: list[str] = []
     for config in usual_configs():
         try:
@@ -94,7 +94,7 @@ def sample_answers(policy: Policy) -> list[str]:
         registry = GraphRegistry()
         registry.declare(keys)
         for index, key in enumerate(keys):
-            if index % 5 != 3:  # some graphs are missing: that is where orders show
+            if index % 5 != 3:  # some graphs are missing, which exposes differences in order
                 registry.captured(key, object())
         view = graph_view(registry, config)
         for num_tokens in range(1, config.max_num_tokens + 1):
@@ -112,7 +112,7 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
     """Return ``sample_answers`` of a policy sent to a fresh interpreter.
 
     Args:
-        policy: It is pickled; its class must be importable, or lie in a file.
+        policy: It is pickled; its class must be importable or in a file.
         hash_seed: ``PYTHONHASHSEED`` of the other process.
 
     Raises:
@@ -123,7 +123,7 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
         sent = pickle.dumps(policy)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"it cannot be pickled ({error})") from error
-    if type(policy).__module__ == "__main__":  # importing a script would run it once more
+    if type(policy).__module__ == "__main__":  # importing a script would run it again
         raise TypeError("its class is in the script that runs; move it to a module")
     home = sys.modules[type(policy).__module__]
     source = inspect.getsourcefile(home) or ""
@@ -146,7 +146,7 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
 
 
 def main() -> None:
-    """Answer for the policy given on standard input; the other end of the above."""
+    """Answer for the policy on standard input; the other process's side."""
     name, source, sent = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by our own parent
     _import(name, source)
     policy: Any = pickle.loads(sent)  # noqa: S301 - written by our own parent
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def _import(name: str, source: str) -> None:
-    """Import a module by name, or from its file where no path leads to it (test files)."""
+    """Import a module by name, or from its file if it is not importable (test files)."""
     try:
         importlib.import_module(name)
         return
@@ -164,7 +164,7 @@ def _import(name: str, source: str) -> None:
             raise
     spec = importlib.util.spec_from_file_location(name, source)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{source} is no Python file")
+        raise ImportError(f"{source} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

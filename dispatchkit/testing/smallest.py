@@ -1,4 +1,4 @@
-"""Plain policies for tests: the smallest graph that covers the batch.
+"""Simple policies for tests: the smallest graph that covers the batch.
 
 Needs neither torch, hypothesis nor pytest, so benchmarks and other processes import it as well.
 """
@@ -24,24 +24,24 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 class SmallestPolicy:
     """Replay the smallest captured graph that covers the batch, FULL before PIECEWISE.
 
-    For tests of everything but policies: its answers follow from the configuration and the
-    captured graphs alone. To test other keys with the same rule, override ``declare``.
+    For tests of anything other than policies: its answers depend only on the configuration and the
+    captured graphs. To test other keys with the same rule, override ``declare``.
     """
 
     name = "smallest"
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return a key for each capture size, kind of batch and number of adapters."""
+        """Return one key per capture size, kind of batch and number of adapters."""
         loras = self.lora_counts(config)
         return [*_mixed_keys(config, loras), *_uniform_keys(config, loras)]
 
     def lora_counts(self, config: DispatchConfig) -> Sequence[int]:
-        """Return the numbers of adapters to capture for: none, and as many as there may be."""
+        """Return the numbers of adapters to capture for: 0 and the maximum."""
         return sorted({0, config.max_loras})
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the smallest key that is ready; where none is, the first obstacle met."""
+        """Return the smallest ready key, or the first obstacle if none is ready."""
         obstacle: str | None = None
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             for key in self.candidates(batch, mode, graphs):
@@ -57,15 +57,15 @@ class SmallestPolicy:
 
 
 class OneBucketPolicy(SmallestPolicy):
-    """Replay the one bucket that is the smallest for the batch; no larger one stands in for it.
+    """Replay only the smallest bucket for the batch, never a larger one in its place.
 
-    For tests of what becomes of a graph: where it is not captured, failed or evicted, the step
-    runs PIECEWISE or eager for that reason. Each mode has one key for each capture size, for
-    mixed and uniform batches of any number of requests.
+    For tests of graph states: if the graph is not captured, failed or evicted, the step runs
+    PIECEWISE or eager for that reason. Each mode has one key per capture size, for mixed and
+    uniform batches of any number of requests.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return a key for each mode, capture size and number of adapters."""
+        """Return one key per mode, capture size and number of adapters."""
         wanted = {
             RuntimeMode.FULL: config.mode.has_full_cudagraphs(),
             RuntimeMode.PIECEWISE: config.mode.has_piecewise_cudagraphs(),
@@ -101,7 +101,7 @@ def _mixed_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphK
 
 
 def _uniform_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphKey]:
-    """Keys of uniform decode batches, where those have a mode of their own."""
+    """Keys of uniform decode batches, if they have a separate mode."""
     if not config.mode.separate_routine():
         return
     for query_len in config.query_lens:

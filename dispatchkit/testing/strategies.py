@@ -1,8 +1,8 @@
 """Hypothesis strategies: configurations, batches, keys, registries and changes to them.
 
-Sizes are small on purpose. Faults of a policy sit at edges (one below, at and above a bucket;
-a query length that does not divide a size; a limit that cuts a ladder), and a small space has
-all edges close together.
+Sizes are small on purpose. Faults of policies occur at edges (one below, at and above a bucket; a
+query length that does not divide a size; a limit that cuts a ladder), which are close together in a
+small space.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def configs(
     query_lens: Sequence[tuple[int, ...]] = ((1,), (1,), (2,), (3,), (4,), (1, 3), (4, 2)),
     max_loras: int = 3,
 ) -> DispatchConfig:
-    """Return configurations, odd but allowed ones included.
+    """Return configurations, including unusual ones.
 
     Args:
-        draw: Given by hypothesis.
+        draw: Passed by hypothesis.
         modes: Configured modes to draw from.
         max_tokens: Largest ``max_num_tokens``.
         query_lens: Values of ``query_lens`` to draw from.
         max_loras: Largest number of adapters.
     """
-    odd = draw(st.integers(0, 3)) == 0  # tiny limits, no sizes: allowed, and seldom the point
+    odd = draw(st.integers(0, 3)) == 0  # tiny limits or no sizes: allowed, but rarely interesting
     limit = draw(st.integers(1 if odd else max_tokens // 2, max_tokens))
     lens = draw(st.sampled_from(query_lens))
     one_size = st.integers(1, limit)
@@ -94,9 +94,9 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
     """Return batches that a configuration allows, often at the edge of a capture size.
 
     Args:
-        draw: Given by hypothesis.
+        draw: Passed by hypothesis.
         config: Gives the limits.
-        known_reqs: Sometimes say the number of requests; a dispatcher asks without first.
+        known_reqs: Sometimes include the number of requests; a dispatcher first asks without it.
     """
     limit = config.max_num_tokens
     return _batch(
@@ -110,7 +110,7 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
 
 
 def sample_batch(config: DispatchConfig, rng: random.Random, *, known_reqs: bool = True) -> Batch:
-    """Return a batch as ``batches`` does, by a generator: many at little cost, not shrunk."""
+    """Return a batch like ``batches``, from a generator: fast, but not shrunk."""
     limit = config.max_num_tokens
     edge = rng.random() < 0.7
     return _batch(
@@ -141,7 +141,7 @@ def _batch(
     loras: int,
     allowed: int,
 ) -> Batch:
-    """Make facts agree: a uniform batch is made of whole requests where it says how many."""
+    """Make properties consistent: a uniform batch with a number of requests has whole requests."""
     is_uniform, query_len, _ = config.query_class(uniform)
     num_reqs = None
     if reqs is not None:
@@ -180,12 +180,12 @@ def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
 
 @attrs.frozen
 class Change:
-    """Something that happens to graphs while serving.
+    """A change to graphs while serving.
 
     Attributes:
         kind: ``captured``, ``failed``, ``evicted``, ``stale``, ``disabled``, ``enabled``,
             ``mode_disabled`` or ``mode_enabled``.
-        key: What it happens to; for a mode, any key of it.
+        key: The key that changes; for a mode, any of its keys.
     """
 
     kind: str
@@ -201,14 +201,14 @@ CHANGE_KINDS = (
 def changes(
     keys: Sequence[GraphKey], *, kinds: Sequence[str] = CHANGE_KINDS
 ) -> st.SearchStrategy[Change]:
-    """Return changes to the graphs of some keys; nothing when there are no keys."""
+    """Return changes to the graphs of some keys; empty without keys."""
     if not keys:
         return st.nothing()
     return st.builds(Change, st.sampled_from(kinds), st.sampled_from(keys))
 
 
 def apply_change(registry: GraphRegistry, change: Change) -> bool:
-    """Do a change if the state of its key allows it; return whether it was done."""
+    """Apply a change if the state of its key allows it; return whether it was applied."""
     key, kind = change.key, change.kind
     entry = registry.get(key)
     if entry is None:
@@ -241,13 +241,13 @@ def registries(
     all_captured: bool = False,
     max_changes: int = 6,
 ) -> GraphRegistry:
-    """Return registries that know the keys, each graph somewhere in its life.
+    """Return registries with the keys, their graphs in various states.
 
     Args:
-        draw: Given by hypothesis.
-        keys: What is declared, in this order.
-        all_captured: Every graph is there and enabled.
-        max_changes: How many graphs at most differ from the rest.
+        draw: Passed by hypothesis.
+        keys: The keys to declare, in order.
+        all_captured: Every graph is captured and enabled.
+        max_changes: Most graphs whose state differs from the others.
     """
     registry = GraphRegistry()
     known = list(dict.fromkeys(keys))

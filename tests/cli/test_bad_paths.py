@@ -60,7 +60,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "many zeros": (a_file(bytes(200_000)), "byte 0x00"),
     "not UTF-8": (a_file(TRACE + b"\xff\n"), "byte 0xff"),
     "UTF-16": (a_file("num_tokens\n5\n".encode("utf-16")), "UTF-16"),
-    "torn gzip": (a_file(gzip.compress(TRACE * 99)[:-12]), "torn"),
+    "torn gzip": (a_file(gzip.compress(TRACE * 99)[:-12]), "truncated"),
     "long line": (a_file(b"x" * 200_000), "no line break"),
     "long header": (a_file(b"a" * 60_000 + b",b\n1\n"), "num_tokens"),
     "huge number": (a_file(b"num_tokens\n" + b"9" * 5000 + b"\n"), "num_tokens must be"),
@@ -172,7 +172,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("output", "says"),
     [
         ("there", "--force"),
-        ("folder", "it is a folder"),
+        ("folder", "not a folder"),
         ("no/folder/out", "a folder that exists"),
         ("there/out", "can be written"),
         ("n" * 300, "can be written"),

@@ -37,7 +37,14 @@ def test_text_is_readable_at_80_columns_and_without_colour(run: Any, trace: str)
     """All that the demo is for is on one page."""
     done = run("demo", "--trace", trace, "--device", "tape")
     assert done.code == 0, done.err
-    for part in ("Capture", "FULL", "PIECEWISE", "padding", "eager steps by reason", "no speed-up"):
+    for part in (
+        "Capture",
+        "FULL",
+        "PIECEWISE",
+        "padding",
+        "eager steps by reason",
+        "not meant to be fast",
+    ):
         assert part in done.out
     assert "0 of 4 steps differ" in done.out.replace("\n  ", " ")
     assert max(map(len, done.out.splitlines())) <= 80

@@ -67,7 +67,7 @@ def test_torch_and_tape_are_looked_at_and_checked() -> None:
     findings = found(load_plugins())
     assert torch.__version__ in findings["torch"].says
     assert findings["backend tape"].level is Level.OK
-    assert "capture and replay of 50 small kernels is right" in findings["backend tape"].says
+    assert "capture and replay of 50 small kernels is correct" in findings["backend tape"].says
 
 
 def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
@@ -87,7 +87,7 @@ def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
     plugin = types.SimpleNamespace(dispatchkit_register_backends=dispatchkit_register_backends)
     findings = found(load_plugins(extra=[("mine", plugin)], replace=["tape"]))
     assert findings["backend tape"].level is Level.PROBLEM
-    assert "something else than eager" in findings["backend tape"].says
+    assert "differed from eager" in findings["backend tape"].says
     assert torch is not None
 
 

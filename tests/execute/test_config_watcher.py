@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_followed_is_told_of_once(runner, write, text, why
     watcher = ConfigWatcher(runner, write("max_graphs = 9"))
     watcher.poll()
     write(text)
-    with pytest.warns(SwapWarning, match="goes on as it was") as told:
+    with pytest.warns(SwapWarning, match="the runner does not change") as told:
         assert watcher.poll() is None
     assert why in str(told[0].message)
     assert why in str(watcher.error)

@@ -169,7 +169,7 @@ def test_the_batch_may_be_another_dimension():
 def test_settings_are_refused_before_a_call():
     with pytest.raises(ConfigError, match=r"setting of graphed must be one of: .*mean 'sizes'"):
         graphed(lambda x: x, size=[1])
-    with pytest.raises(ConfigError, match="inputs must be left out"):
+    with pytest.raises(ConfigError, match="inputs must be omitted"):
         graphed(lambda x: x, inputs={})
     for example in (3, torch.ones(2)):
         with pytest.raises(ConfigError, match=r"example must be the arguments .*\(x,\)"):

@@ -432,7 +432,7 @@ def test_state_that_counts_rows_of_fill_is_found():
     with pytest.warns(EagerStepWarning, match="rows_depend"):
         wrong(*floats(3))
     assert count == 3
-    assert "state 0 is another for 3 rows by eager" in str(wrong)
+    assert "state 0 differs from eager for 3 rows" in str(wrong)
     fine = make(summing, sizes=(4,))  # sums of fill are 0, and nobody reads the rows behind
     fine.capture()
     x = torch.randn(3, WIDTH)
@@ -466,7 +466,7 @@ def test_the_finding_is_shown_before_a_step_and_in_the_report():
     explained = runner.explain(3)
     assert (explained.decision.key, explained.decision.reason) == (None, "rows_depend")
     assert runner.explain(4).decision.key is not None
-    found = "rows_depend: output 0 of 3 rows depends on what is behind those rows"
+    found = "rows_depend: output 0 of 3 rows depends on the rows after them"
     assert f"replays 8 rows alone, {found}" in str(runner)
 
 

@@ -223,7 +223,7 @@ def test_a_step_that_draws_or_counts_its_runs_is_not_split():
 
     for step, state, what in (
         (lambda x: x + torch.rand_like(x), (), "it draws random numbers"),
-        (counts, [count], "running it twice changes its state twice"),
+        (counts, [count], "it changes state, and would do so once for each part"),
     ):
         runner = make(step, state=state)
         with pytest.warns(EagerStepWarning, match="rows_not_independent"):

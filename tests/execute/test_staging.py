@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(make_runner, given, message):
 
 def test_an_array_for_a_type_that_numpy_lacks_is_refused(make_runner):
     runner = make_runner(lambda x: x, {"x": StaticInput((None,), "bfloat16", host=True)})
-    with pytest.raises(InputError, match="Give a tensor"):
+    with pytest.raises(InputError, match="Pass a tensor"):
         runner(np.zeros(3, np.int16))
 
 

@@ -56,7 +56,7 @@ def test_a_relative_name_is_compared_too(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("folder", "a file, and it is a folder"),
+        ("folder", "a file, not a folder"),
         ("absent/out", "in a folder that exists"),
         ("file/out", "can be written"),
         ("file", "that does not exist yet"),

@@ -125,4 +125,4 @@ def test_a_constant_of_the_host_is_told_with_its_line():
     told = str(fast.graphed.runners[0])
     assert "a copy between host and device" in told
     assert f"{__file__}:" in told
-    assert "Make a constant on the device, with device=" in told
+    assert "Create constants on the device with device=" in told

@@ -112,7 +112,7 @@ class KeysByAddress(InTurn):
         return (id(step.key) >> 6) % len(lanes)
 
 
-@planted("policies share nothing", r"where no other policy ran")
+@planted("policies share nothing", r"without another policy")
 class CountsInTheClass(InTurn):
     """All policies of the process take turns with one another."""
 
@@ -126,7 +126,7 @@ class CountsInTheClass(InTurn):
         return self.turns[0] % len(lanes)
 
 
-@planted("keys are asked for where they matter", r"by the key, and does not say needs_key = True")
+@planted("keys are asked for where they matter", r"by the key, but does not set needs_key = True")
 class ForgetsNeedsKey(InTurn):
     """Without needs_key no step has a key."""
 
@@ -150,7 +150,7 @@ class HomesBySize(InTurn):
         return [min(key.num_tokens, 8)]
 
 
-@planted("homes are lanes and stay", r"homes answered \(\d,\) and \(\d,\) for")
+@planted("homes are lanes and stay", r"homes returned \(\d,\) and \(\d,\) for")
 class HomesInOrderOfAsking(InTurn):
     """Keys are dealt out as they come: another order of keys, another home."""
 
@@ -161,7 +161,7 @@ class HomesInOrderOfAsking(InTurn):
         return [self._next % num_lanes]
 
 
-@planted("steps go where their graph is", r"chose lane \d, and homes says")
+@planted("steps go where their graph is", r"chose lane \d, but homes returns")
 class ChoosesWithoutHomes(InTurn):
     """Captures by key and sends in turn."""
 
@@ -192,7 +192,7 @@ class AlwaysTheFirstIdle(InTurn):
         return min(lanes[:2], key=lambda lane: lane.num_unfinished).index
 
 
-@planted("trait sticky keeps a key on its lanes", r"hold the key")
+@planted("trait sticky keeps a key on its lanes", r"have the key's graph")
 class LeavesWhenBusy(InTurn):
     """Claims that keys stay, and goes elsewhere when their lane is busy."""
 
@@ -209,7 +209,7 @@ class LeavesWhenBusy(InTurn):
         return home
 
 
-@planted("trait balances takes the least busy", r"has less to do")
+@planted("trait balances takes the least busy", r"has less work")
 class RemembersWhatItGave(InTurn):
     """Counts what it gave to each lane, and not what they have finished."""
 

@@ -136,7 +136,7 @@ class AlternatesPolicy(LargestPolicy):
         return usual.decide(batch, graphs) if usual else Decision.eager("exploring")
 
 
-@planted("same history same decision", r"and a fresh policy")
+@planted("same history same decision", r"but a fresh policy answered")
 class OwnChancePolicy(SmallestPolicy):
     """Draws a start of its own in each process and object."""
 
@@ -152,7 +152,7 @@ class OwnChancePolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("trait stateless in another process", r"Another process answers otherwise")
+@planted("trait stateless in another process", r"Another process answers differently")
 class HashOrderPolicy(SmallestPolicy):
     """Declares in the order of a set of names."""
 
@@ -160,7 +160,7 @@ class HashOrderPolicy(SmallestPolicy):
         return sorted(super().declare(config), key=lambda key: hash(str(key)))
 
 
-@planted("declare is deterministic", r"asked again, differs")
+@planted("declare is deterministic", r"called again, differs")
 class GeneratorKeptPolicy(SmallestPolicy):
     """Keeps one generator of keys, which is empty the second time."""
 
@@ -293,7 +293,7 @@ class RequestsDecidePolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("answers depend only on graphs that could serve", r"answered .*, and .* once .* was")
+@planted("answers depend only on graphs that could serve", r"answered .*, but .* after .* was")
 class WaitsForAllPolicy(SmallestPolicy):
     """No graph is used until nearly all are captured."""
 
@@ -340,7 +340,7 @@ class LearnsASmallerBucketPolicy(CountingPolicy):
         return [CellUpdate(outcome.batch, Decision.replay(fastest))]
 
 
-@planted("same outcomes same updates", r"the same outcome gave")
+@planted("same outcomes same updates", r"the same outcome led to")
 class SharedMemoryPolicy(CountingPolicy):
     """Keeps what it learnt on the class, so that all objects share and count it twice."""
 
@@ -397,7 +397,7 @@ class ClaimsMonotonePolicy(SmallestPolicy):
         return chosen.decide(LargestPolicy(), batch, graphs)
 
 
-@planted("trait order", r"is chosen by itself")
+@planted("trait order", r"is chosen if it is the only one allowed")
 class ClaimsOrderPolicy(SmallestPolicy):
     """Prefers PIECEWISE."""
 
@@ -418,7 +418,7 @@ class MisspeltTraitPolicy(SmallestPolicy):
     traits = ("stateles",)
 
 
-@planted("trait stateless", r"answered .*, and later")
+@planted("trait stateless", r"answered .*, but later")
 class ClaimsStatelessPolicy(CountingPolicy):
     """Learns, and claims that it does not."""
 
@@ -428,7 +428,7 @@ class ClaimsStatelessPolicy(CountingPolicy):
         super().__init__(slow_us=0.0)
 
 
-@planted("trait all_keys_reachable", r"which no batch of its size is given")
+@planted("trait all_keys_reachable", r"which is not chosen for any batch of its size")
 class ClaimsReachablePolicy(SmallestPolicy):
     """Declares a FULL twin of each graph that its own decide never reaches."""
 

@@ -83,7 +83,7 @@ def test_tested_instance_is_left_as_it_was():
 
 
 def test_verdicts_on_the_other_kind_are_refused_with_the_call_that_is_right():
-    with pytest.raises(TypeError, match="It is a lane policy: run_lane_policy_conformance tests"):
+    with pytest.raises(TypeError, match="It is a lane policy; use run_lane_policy_conformance"):
         run_policy_conformance(InTurn)
-    with pytest.raises(TypeError, match="must be a lane policy or make one, got 7"):
+    with pytest.raises(TypeError, match="must be a lane policy or a factory of one, got 7"):
         run_lane_policy_conformance(7)

@@ -1,7 +1,7 @@
-"""CUDA graphs, streams and events, by torch.
+"""CUDA graphs, streams and events, through torch.
 
-Source for what a graph may hold and do: torch's documentation, "CUDA semantics", section
-"CUDA Graphs"; torch/cuda/graphs.py of torch 2.11 to 2.13.
+Sources for what a graph may contain: torch's documentation, "CUDA semantics", section "CUDA
+Graphs"; torch/cuda/graphs.py of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from dispatchkit.errors import CaptureError, ConfigError, ReplayError
 
 _T = TypeVar("_T")
 
-# Torch's own words where a captured kernel draws from a generator that the graph does not know.
+# Torch's message for a captured kernel that draws from a generator not registered with the graph.
 _NOT_REGISTERED = "generator not in capture mode"
 
 CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
@@ -65,19 +65,19 @@ class CudaBackend:
 
     Args:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None: the current device.
-        capture_error_mode: What the driver lets other threads do during a capture; see
-            torch.cuda.graph. ``"thread_local"`` lets them copy, allocate and poll.
+        capture_error_mode: What other threads may do during a capture; see torch.cuda.graph.
+            ``"thread_local"`` lets them copy, allocate and poll.
         refuse_host_syncs: Refuse calls that wait for the device by name, before the driver
-            voids the capture. Turn off for functions that a dispatch mode disturbs (those of
-            torch.compile are not): then
-            torch or the driver refuses, without the call's name, and a refusal of torch's
-            that the function swallows goes unseen. What comes after a failure is the same.
-        copy_node: Graphs begin with a kernel that brings small inputs in, where it can be had;
-            otherwise, and without it, torch copies device inputs before each launch, and
-            graphs copy host inputs from pinned memory.
+            invalidates the capture. Turn off for functions that do not work under a dispatch mode
+            (those of torch.compile do). Then torch or the driver refuses such calls, without naming
+            them, and errors of torch that the function swallows go unnoticed. Recovery from
+            failures is the same.
+        copy_node: Graphs begin with a kernel that copies small inputs in, if it is available.
+            Otherwise torch copies device inputs before each launch, and graphs copy host inputs
+            from pinned memory.
 
     Raises:
-        BackendUnavailableError: This torch has no CUDA, or it finds no device.
+        BackendUnavailableError: This torch has no CUDA support, or finds no device.
         ConfigError: The device does not exist, or the mode is not known.
 
     Attributes:
@@ -104,24 +104,24 @@ class CudaBackend:
         self._has_copy_node = copy_node
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         self._streams_guard = threading.Lock()
-        # Every step asks for it: torch's own call, with nothing of Python around it.
+        # Read in every step, so it is torch's own function without a Python wrapper.
         self.current_stream_handle: Callable[[], int] = partial(
             torch._C._cuda_getCurrentRawStream, self._index
         )
 
     @property
     def name(self) -> str:
-        """The name it is chosen by."""
+        """Its name."""
         return "cuda"
 
     @property
     def torch_device(self) -> str:
-        """The device string tensors are made on."""
+        """The device string for tensors."""
         return f"cuda:{self._index}"
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this backend can do."""
+        """The backend's capabilities."""
         return BackendCapabilities(
             graphs=True,
             max_streams=MAX_STREAMS,
@@ -134,7 +134,7 @@ class CudaBackend:
         )
 
     def device_info(self) -> dict[str, str]:
-        """Return device name and library versions for reports."""
+        """Return the device name and library versions, for reports."""
         properties = torch.cuda.get_device_properties(self._index)
         return {
             "device": properties.name,
@@ -147,18 +147,18 @@ class CudaBackend:
     # -- streams and events -------------------------------------------------------------
 
     def current_stream(self) -> CudaStream:
-        """Return the stream that new work of this thread goes to; 4 us on torch's side."""
+        """Return the current stream of this thread; takes 4 us in torch."""
         return CudaStream(torch.cuda.current_stream(self._index))
 
     def new_stream(self, *, priority: int = 0) -> CudaStream:
-        """Return a stream that no other live one of this backend shares a queue with.
+        """Return a stream whose queue no other live stream of this backend shares.
 
         Args:
-            priority: How urgent its work is: 0 is usual, more goes before less, up to what
-                the device knows. Graphs take it from the stream that captured them.
+            priority: Urgency of its work: 0 is normal, larger goes first, up to the device's range.
+                Graphs inherit it from the stream that captured them.
 
         Raises:
-            ConfigError: All of the device's streams are alive already.
+            ConfigError: All of the device's streams are in use.
         """
         with self._streams_guard:
             for raw in unused_streams(self._index, priority):
@@ -171,7 +171,7 @@ class CudaBackend:
             "number of streams",
             len(self._streams) + 1,
             f"at most {MAX_STREAMS} at a time on this device",
-            "Use fewer lanes, or drop streams that are not needed.",
+            "Use fewer lanes, or release streams that are not needed.",
         )
 
     def use_stream(self, stream: Any) -> UseStream:
@@ -179,33 +179,33 @@ class CudaBackend:
         return UseStream(stream.raw)
 
     def new_event(self, *, timing: bool = False) -> CudaEvent:
-        """Return a new event; only a timing event measures."""
+        """Return a new event; only timing events measure time."""
         return CudaEvent(self._index, timing=timing)
 
     def direct_launch(self, graph: Any) -> tuple[LaunchCall, Any] | None:
-        """Return the runtime's own launch call, and the graph's handle for it; None without one.
+        """Return the runtime's launch function and the graph's handle, or None.
 
         Raises:
             ReplayError: The graph was released.
         """
-        handle = getattr(graph, "raw_exec_handle", None)  # none: captured by somebody else
+        handle = getattr(graph, "raw_exec_handle", None)  # None: captured by other code
         call = None if handle is None else direct_launch(self._index)
         return None if call is None else (call, ctypes.c_void_p(handle))
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
-        """Return a node that copies inputs at the beginning of a graph, or why there is none.
+        """Return a copy node for the beginning of a graph, or why there is none.
 
         Args:
-            num_regions: Inputs that it copies.
+            num_regions: Number of inputs to copy.
             num_bytes: Bytes of the largest.
-            data_bytes: Bytes of those in host memory, all together.
+            data_bytes: Total bytes of the inputs in host memory.
         """
         if not self._has_copy_node:
             return "switched off"
         return copy_node(self._index, num_regions, num_bytes, data_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
-        """Queue what a graph's first launch would bring to the device; False if it cannot be.
+        """Queue the upload of a graph to the device; return False if not possible.
 
         Raises:
             ReplayError: The graph was released.
@@ -228,16 +228,16 @@ class CudaBackend:
         return CudaPool()
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes the pool reserves now; 0 once it is unused.
+        """Return the bytes that the pool currently reserves; 0 once it is unused.
 
-        torch keeps the memory of an unused pool until it needs it; asking here gives it back
-        to the device, unless a capture is running. Not for the hot path.
+        torch keeps the memory of an unused pool until it needs it. This call returns it to the
+        device, unless a capture is running. Not for the hot path.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
 
     def sleep_problem(self) -> str:
-        """Return why no memory can sleep here; ``""`` where it can."""
+        """Return why memory cannot sleep here; ``""`` if it can."""
         try:
             load_allocator()
         except UnavailableError as error:
@@ -248,26 +248,26 @@ class CudaBackend:
         """Return a pool for captures, or for ``allocate``, that can sleep.
 
         Raises:
-            UnavailableError: No memory can sleep here.
+            UnavailableError: Memory cannot sleep here.
         """
         return SleepingPool(load_allocator())
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call what makes tensors on the device; their memory is of the pool."""
+        """Call a function that creates tensors on the device in a pool's memory."""
         made: _T = pool.allocate(make, self._index)
         return made
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Give the memory of pools back to the device; their addresses stay."""
+        """Return the memory of pools to the device, keeping their addresses."""
         self.synchronize()
         free_idle_memory()
         return sum(pool.sleep(self._index) for pool in pools)
 
     def wake(self, pools: Sequence[Any]) -> None:
-        """Have memory for the addresses of pools again; what lay there is lost.
+        """Map memory to the addresses of pools again; earlier contents are lost.
 
         Raises:
-            ReplayError: There is not enough; all of it sleeps on.
+            ReplayError: There is not enough memory; all of it stays asleep.
         """
         free_idle_memory()
         awake: list[Any] = []
@@ -281,10 +281,10 @@ class CudaBackend:
             raise
 
     def device_memory(self) -> DeviceMemory:
-        """Return what the device has handed out now, and what torch's allocator has of it."""
+        """Return the device memory in use, and the part held by torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._index)
-        # Not by torch.cuda.memory_reserved(): memory_stats() behind it (2.11 to 2.13) leaves a
-        # function that refers to itself, with 120 numbers, to the collector at each call.
+        # Not torch.cuda.memory_reserved(): it calls memory_stats() (2.11 to 2.13), which leaves a
+        # self-referencing function with 120 numbers to the garbage collector on each call.
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         reserved, allocated = (
             int(stats[name]["all"]["current"]) for name in ("reserved_bytes", "allocated_bytes")
@@ -292,7 +292,7 @@ class CudaBackend:
         return DeviceMemory(total - free, reserved, allocated)
 
     def workspace_bytes(self, stream: CudaStream) -> int:
-        """Return what the workspaces of cuBLAS for a stream take, kept in a pool of their own."""
+        """Return the bytes of a stream's cuBLAS workspaces, which have their own pool."""
         return workspace_bytes(stream.raw)
 
     # -- graphs -------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class CudaBackend:
         """Run the callable eagerly on a stream, ordered after the caller's stream.
 
         Returns:
-            What the last run returned. The caller's stream waits for the warmup.
+            The result of the last run. The caller's stream waits for the warmup.
         """
 
         def held() -> Any:
@@ -312,8 +312,8 @@ class CudaBackend:
         caller = torch.cuda.current_stream(self._index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                # The memory belongs to the other stream: it must not be used again there
-                # while the caller's stream still reads it.
+                # The memory belongs to the other stream, which must not reuse it while the caller's
+                # stream still reads it.
                 leaf.record_stream(caller)
         return result
 
@@ -321,12 +321,12 @@ class CudaBackend:
         caller = torch.cuda.current_stream(self._index)
         try:
             return run_warmup(self, run, stream, iterations)
-        finally:  # a signal's exception may have come where the stream was to be put back
+        finally:  # a signal handler may have raised before the stream was restored
             if self.current_stream_handle() != caller.cuda_stream:
                 make_current(caller)
 
     def new_notes(self) -> WarmupNotes:
-        """Return notes for a warmup, for ``capture`` to go by."""
+        """Return notes for a warmup to fill in, for use by ``capture``."""
         return WarmupNotes()
 
     def capture(
@@ -341,26 +341,25 @@ class CudaBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> CudaGraph:
-        """Capture the callable on a stream into a pool; nothing runs.
+        """Capture the callable on a stream into a pool, without running it on the device.
 
-        The default generator is registered by torch; any other one that the callable draws
-        from must be in ``generators``. Generators of the host are no part of the device:
-        what Python draws from them is drawn at capture.
+        torch registers the default generator; any other generator that the callable draws from must
+        be in ``generators``. Draws from host generators happen once, at capture.
 
-        While a callable that may draw is captured, eager draws of other threads from the
-        default generator are refused by torch up to 2.12.
+        While a callable that may draw is captured, torch up to 2.12 refuses eager draws of other
+        threads from the default generator.
 
         Args:
-            run: What is captured.
-            stream: Where.
-            pool: Where its memory comes from.
-            generators: Random generators beside the default one.
-            watched: Look at each operation, as far as the backend was made to; several
-                microseconds each. Who has watched the same operations once may do without:
-                what a watch would refuse then fails as the driver has it.
-            notes: What was noted of the same operations in a warmup: not watched then either.
-            compiled: The callable calls functions of torch.compile: no function mode may be
-                on, since they would be compiled anew for it.
+            run: The callable to capture.
+            stream: The stream to capture on.
+            pool: The pool for the graph's memory.
+            generators: Random generators other than the default one.
+            watched: Watch each operation, as configured; it takes several microseconds each. Not
+                needed if the same operations were watched once. Without a watch, unsupported
+                operations fail with the driver's error.
+            notes: Notes of a warmup of the same operations, which replace the watch.
+            compiled: The callable calls functions of torch.compile, which a function mode would
+                make compile again, so none is used.
             draws: It may draw random numbers. False: a warmup showed that it draws none, and
                 other threads may draw meanwhile.
 
@@ -368,8 +367,8 @@ class CudaBackend:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
                 ``error``; its ``__cause__`` is the original exception. Nothing outside
                 has changed.
-            ConfigError: A generator is not one of this device, or the stream is the
-                device's default one.
+            ConfigError: A generator does not belong to this device, or the stream is the device's
+                default stream.
         """
         own_generators = self._check_generators(generators)
         refuse_nested(self.torch_device)
@@ -389,13 +388,13 @@ class CudaBackend:
             except CaptureError as error:
                 if draws or _NOT_REGISTERED not in str(error.__cause__):
                     raise
-            # It draws in a way that no warmup shows.
+            # It draws in a way that a warmup does not reveal.
             return run_as_capture(self.torch_device, ordered(True))
         finally:
             destroy_pending()
 
     def _in_order(self, stream: Any, capture: Callable[[], _T], draws: bool) -> _T:
-        """Call what captures on a stream, in its turn with other graphs that draw."""
+        """Run a capture on a stream, in turn with other graphs that draw."""
         use = UseStream(stream.raw)
         try:
             with use:
@@ -403,20 +402,20 @@ class CudaBackend:
                     raise ConfigError(
                         "stream",
                         "the default stream",
-                        "a stream of new_stream(), since a device captures no other",
+                        "a stream from new_stream()",
                     )
                 self._refuse_foreign_capture()
                 hold_workspace(stream.raw)
                 return self._order.capture(stream.raw, capture) if draws else capture()
         finally:
-            use.put_back()  # again: a signal's exception may have come at the end of the block
+            use.put_back()  # again: a signal handler may have raised at the end of the block
 
     def _refuse_foreign_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                f"A capture on {self.torch_device!r} was begun on a stream that somebody else "
-                "is capturing; captures do not nest. Call the inner function directly: the "
-                "outer capture records it.",
+                f"A capture on {self.torch_device!r} was begun on a stream that other code is "
+                "capturing; captures do not nest. Call the inner function directly: the outer "
+                "capture records it.",
                 reason="nested",
             )
 
@@ -448,9 +447,9 @@ class CudaBackend:
                     watch.raise_swallowed_error()
             except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
                 failure = error
-            make_current(stream)  # the callable may have left another one
+            make_current(stream)  # the callable may have changed it
             failure = attempt.end(failure)
-        except BaseException as interrupt:  # a signal's, in what begins and ends a capture
+        except BaseException as interrupt:  # raised by a signal handler
             attempt.close(interrupt)
             raise
         if failure is not None:
@@ -461,7 +460,7 @@ class CudaBackend:
                     raise failure
                 raise capture_error(watch.first_error or failure) from failure
             finally:
-                del failure  # or frame and error would hold each other
+                del failure  # break the cycle between frame and error
         seen = watch if watched else notes
         return self._make_graph(
             attempt,
@@ -470,7 +469,7 @@ class CudaBackend:
             generators,
             watch,
             holds=[] if seen is None else seen.outside(pool.segments(self._index)),
-            # Not all operations were seen: the first replay shows whether they draw.
+            # Not all operations were seen: the first replay reveals whether they draw.
             draws=draws and (watch.draws or not watched or compiled),
         )
 
@@ -519,10 +518,10 @@ class CudaBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Capture a callable that ends and begins segments, the first one begun.
+        """Capture a callable that ends and begins segments; the first is already begun.
 
         Raises:
-            CaptureError: As for ``capture``; all graphs of it are released.
+            CaptureError: As for ``capture``; all its graphs are released.
             ConfigError: As for ``capture``.
         """
         own_generators = self._check_generators(generators)
@@ -581,11 +580,11 @@ class CudaBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return by how many bytes a capture would make the pool grow.
+        """Return the bytes by which a capture would make the pool grow.
 
-        Runs the callable once, its memory in a copy of the pool that goes back to the device
-        at once, so that the number includes the allocator's rounding. For that moment it
-        takes as much memory as a warmup and the pool. See rehearsal.py.
+        Runs the callable once in a copy of the pool, which is returned to the device immediately,
+        so that the result includes the allocator's rounding. Meanwhile it needs as much memory as a
+        warmup and the pool. See rehearsal.py.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)
@@ -603,5 +602,5 @@ class CudaBackend:
         """Return whether this thread is inside a capture, ours or the caller's."""
         if capturing_device():
             return True
-        # The default stream, handle 0, cannot be captured; asking the driver takes longer.
+        # The default stream, handle 0, cannot be captured; querying the driver takes longer.
         return self.current_stream_handle() != 0 and torch.cuda.is_current_stream_capturing()

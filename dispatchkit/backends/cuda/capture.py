@@ -1,4 +1,4 @@
-"""Capturing into a torch.cuda.CUDAGraph."""
+"""Capture into a torch.cuda.CUDAGraph."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class _State(enum.Enum):
 
 
 class CaptureAttempt:
-    """One capture from its beginning to its end, good or bad, on the current stream.
+    """One capture on the current stream, from beginning to end, successful or not.
 
     Args:
-        stream: The stream, which is the current one.
-        pool: Where the graph's memory comes from.
-        generators: Those to register, the default one apart.
+        stream: The stream, which must be the current one.
+        pool: The pool for the graph's memory.
+        generators: Generators to register, other than the default one.
         mode: The capture error mode.
-        begin_by: Calls torch's beginning, with something around it.
+        begin_by: Wraps the call of torch's ``capture_begin``.
 
     Attributes:
         graph: The graph.
-        handle: Torch's handle of the pool, once it has begun.
+        handle: Torch's handle of the pool, once begun.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CaptureAttempt:
             self.graph.register_generator_state(generator)
 
     def begin(self) -> BaseException | None:
-        """Begin; return what went wrong, after which there is nothing to end."""
+        """Begin; return the error on failure, in which case there is nothing to end."""
         with self._pool.guard:
             self._state = _State.BEGINNING
             self.handle = self._pool.take()
@@ -87,11 +87,11 @@ class CaptureAttempt:
     def end(
         self, failure: BaseException | None, *, may_be_empty: bool = False
     ) -> BaseException | None:
-        """End, and make the graph launchable; return the first error.
+        """End and instantiate the graph; return the first error.
 
         Args:
-            failure: What the callable raised.
-            may_be_empty: Nobody is warned of an empty graph.
+            failure: The exception raised by the callable.
+            may_be_empty: Do not warn about an empty graph.
         """
         if self._state is _State.OVER:
             return failure
@@ -104,7 +104,7 @@ class CaptureAttempt:
             self._state = _State.OVER
             self._close_voided()
             return failure or error
-        except Warning as warning:  # of an empty graph, where warnings are errors
+        except Warning as warning:  # for an empty graph, if warnings are errors
             failure = failure or warning
         self._state = _State.OVER
         if failure is None:
@@ -117,7 +117,7 @@ class CaptureAttempt:
         return failure
 
     def close(self, interrupt: BaseException) -> None:
-        """End what a signal's exception has left open: it may come within any of the above."""
+        """End what an exception from a signal handler left open at any point above."""
         if self._state is _State.NEW or self._state is _State.OVER:
             return
         if torch.cuda.is_current_stream_capturing():

@@ -1,21 +1,21 @@
-"""CopyNode on CUDA: the first node of a graph is a kernel that brings small inputs in.
+"""CopyNode on CUDA: a kernel, the first node of a graph, that copies small inputs in.
 
-A copy by torch before each launch costs more on the host than the launch itself. Setting the
-parameters of a kernel node costs one call; they are copied by value.
+A copy by torch before each launch takes longer on the host than the launch itself. Setting the
+parameters of a kernel node takes one call, which copies them by value.
 
-Host inputs go into the parameters themselves, so that their memory may be written again at
-once. The call takes longer the more room for data the kernel has, used or not: there are kernels
-with several ``CAPACITIES``. A kernel that the driver cannot load is not used.
+Host inputs are part of the parameters, so that their memory may be overwritten immediately. The
+time of the call grows with the kernel's capacity for data, used or not, so there are kernels with
+several ``CAPACITIES``. A kernel that the driver cannot load is not used.
 
-``copy.cu`` is the kernel's source, and ``copy.ptx`` what is loaded: every driver compiles that
-for its device and keeps the result for later processes. NVRTC would take longer in every
-process (``bench/floors.py``, group "kernel"). ``blockIdx.y`` is the number of the input. Each is
+``copy.cu`` is the kernel's source, and ``copy.ptx`` is loaded: the driver compiles it for its
+device and caches the result for later processes. NVRTC would take longer in every process
+(``bench/floors.py``, group "kernel"). ``blockIdx.y`` is the index of the input. Each input is
 copied in the widest words that its addresses and length allow.
 
 Measured on one H200 (torch 2.11, driver 580), three host inputs written by numpy, parameters set
 and graph launched: 4.0 us with up to 2 KiB of data, 4.5 with 8, 5.3 with 16, 6.5 with 29. A graph
-that copies pinned memory instead, guarded by an event, takes 8.2 us, and a step must wait for
-the one before.
+that copies from pinned memory instead, guarded by an event, takes 8.2 us, and a step must wait for
+the previous one.
 
 Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management".
 """
@@ -35,20 +35,20 @@ import torch
 from dispatchkit.backends.cuda.driver import DriverCallError, driver_library
 from dispatchkit.backends.optional import CopyRegion
 
-#: Bytes of data that kernels have room for. CUDA allows 32,764 bytes of parameters in all.
+#: Capacities of the kernels for data, in bytes. CUDA allows 32,764 bytes of parameters in total.
 CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
 #: Most inputs of one node.
 MAX_REGIONS = 16
-#: Bytes of parameters that every driver allows; more need PTX ISA 8.1, that is CUDA 12.1.
+#: Bytes of parameters that every driver allows; more need PTX ISA 8.1, i.e. CUDA 12.1.
 _PLAIN_PARAMETERS = 4096
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
-# Options of the PTX compiler: where its log goes, and how much room there is.
+# Options of the PTX compiler: the buffer for its log, and the buffer's size.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 
 
 class Work(ctypes.Structure):
-    """The kernel's first argument: one entry for each input; fill repeats every eight bytes."""
+    """The kernel's first argument: one entry per input; fill repeats every eight bytes."""
 
     _fields_ = (
         ("sources", ctypes.c_uint64 * MAX_REGIONS),
@@ -89,15 +89,15 @@ class NodeParams(ctypes.Structure):
 
 @attrs.frozen
 class CopyKernel:
-    """The kernel, loaded on one device, and the driver's calls that it needs.
+    """The kernel, loaded on one device, with the driver functions it needs.
 
     Attributes:
         function: The kernel.
         launch: ``cuLaunchKernelEx``.
         change: ``cuGraphExecKernelNodeSetParams_v2``.
-        find: Returns the node that a raw graph begins with, or why that is not this kernel.
+        find: Returns the first node of a raw graph, or why it is not this kernel.
         enter: Makes the device's context current in this thread.
-        capacity: Bytes of data, its second argument.
+        capacity: Bytes of its second argument, the data.
         thread: Whether this thread has a context, as ``has_context``.
     """
 
@@ -119,15 +119,15 @@ class CopyKernel:
 class CopyNode:
     """The copy kernel at the beginning of one graph; see ``backends.optional.CopyNode``.
 
-    Set it and launch the graph under one lock: every launch does what was set last.
+    Set it and launch the graph under one lock: a launch uses the last parameters set.
 
     Args:
         kernel: The kernel.
-        num_regions: Inputs that it copies, at most ``MAX_REGIONS``.
+        num_regions: Number of inputs to copy, at most ``MAX_REGIONS``.
         num_bytes: Bytes of the largest.
 
     Attributes:
-        data: Host memory whose contents are taken when the node is set.
+        data: Host memory whose contents are read when the node is set.
     """
 
     def __init__(self, kernel: CopyKernel, num_regions: int, num_bytes: int) -> None:
@@ -139,7 +139,7 @@ class CopyNode:
         self._exec, self._node = ctypes.c_void_p(), ctypes.c_void_p()
         self._problem = ""
         self._idle = ctypes.c_void_p()
-        # What the next launch does, where that is known and no data is read for it.
+        # What the next launch does, if known and independent of host data.
         self._work: Work | None = None
 
     def record(self, stream: int) -> None:
@@ -149,10 +149,10 @@ class CopyNode:
             self._problem = f"its capture failed with CUDA error {code}"
 
     def attach(self, graph: Any) -> str:
-        """Find the node in the graph it was recorded in; return the problem, or ``""``."""
+        """Find the node in its captured graph; return the problem, or ``""``."""
         raw, handle = (getattr(graph, f"raw_{what}_handle", None) for what in ("graph", "exec"))
         if self._problem or raw is None or handle is None:
-            return self._problem or "the graph gives no handle of itself"
+            return self._problem or "the graph does not expose its handle"
         found = self._kernel.find(raw)
         if isinstance(found, str):
             return found
@@ -171,14 +171,14 @@ class CopyNode:
     ) -> Callable[[Sequence[torch.Tensor]], int]:
         """Return a function that sets the node for batches of one size.
 
-        It takes contiguous tensors and returns CUDA's error code. The tensors are read when
-        the graph runs, in the order of the stream it is launched on; ``data`` is read before
-        the function returns. A node without data that was set last by the same function, for
-        tensors at the same addresses, is as it must be already: then CUDA is not called.
+        It takes contiguous tensors and returns CUDA's error code. The tensors are read when the
+        graph runs, in stream order; ``data`` is read before the function returns. If a node without
+        data was last set by the same function for tensors at the same addresses, it is up to date
+        and CUDA is not called.
 
         Args:
-            regions: What to copy and to fill, one for each tensor and each offset.
-            offsets: Where in ``data`` the rows of the last regions lie.
+            regions: What to copy and fill, one region per tensor and offset.
+            offsets: Offsets in ``data`` of the rows of the last regions.
         """
         work = Work()
         for index, region in enumerate(regions):
@@ -189,19 +189,20 @@ class CopyNode:
         params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
         ensure_context, keeps = self._kernel.ensure_context, not offsets
-        addresses = [0] * MAX_REGIONS  # an item of a list is read at half the price
+        addresses = [0] * MAX_REGIONS  # reading from a list takes half the time
 
         def set_node(values: Sequence[torch.Tensor]) -> int:
-            # One by one: half the price of struct, which asks ctypes for a buffer each time.
+            # One by one takes half the time of struct, which requests a buffer from ctypes each
+            # time.
             for index, value in enumerate(values):
                 address = value.data_ptr()
                 if address != addresses[index]:
-                    self._work = None  # first: an interrupt may come before it is set again
+                    self._work = None  # first: an interrupt may occur before it is set again
                     sources[index] = addresses[index] = address
             if self._work is work:
                 return 0
             self._work = None
-            if not hasattr(thread, "has_context"):  # asked here, since a call costs more
+            if not hasattr(thread, "has_context"):  # inlined, since a call takes longer
                 ensure_context()
             code = change(handle, node, params)
             if keeps and not code:
@@ -211,7 +212,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return the address of node parameters for some work; it keeps them alive."""
+        """Return the address of node parameters for the given regions; keeps them alive."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)
@@ -238,23 +239,23 @@ def launch_once(
 
 
 def copy_node(device_index: int, num_regions: int, num_bytes: int, data: int) -> CopyNode | str:
-    """Return a node with room for ``data`` bytes of data, or why there is none."""
+    """Return a node with capacity for ``data`` bytes of data, or why there is none."""
     capacity = next((one for one in CAPACITIES if one >= data), None)
     if capacity is None:
-        return f"{data} bytes of data are more than the {CAPACITIES[-1]} that fit"
+        return f"{data} bytes of data exceed the maximum of {CAPACITIES[-1]}"
     kernel = copy_kernel(device_index, capacity)
     return kernel if isinstance(kernel, str) else CopyNode(kernel, num_regions, num_bytes)
 
 
 @lru_cache(maxsize=64)
 def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel | str:
-    """Return the kernel, loaded on a device, or why it cannot be. Not inside a capture."""
+    """Return the kernel, loaded on a device, or why it cannot be loaded. Not inside a capture."""
     try:
         with torch.cuda.device(device_index):
             torch.cuda.current_stream().synchronize()  # gives this thread a context
             kernel = _loaded(driver_library(), device_index, capacity)
             stream = torch.cuda.current_stream().cuda_stream
-            # What a first launch sets up must not be set up inside a capture.
+            # The setup of a first launch must not happen inside a capture.
             code = launch_once(kernel, (1, 1, 1), Work(), stream, (ctypes.c_ubyte * capacity)())
     except (DriverCallError, AttributeError, RuntimeError) as error:
         return f"the kernel cannot be loaded: {error}"
@@ -262,7 +263,7 @@ def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel 
 
 
 def kernel_text(capacity: int) -> str:
-    """Return the kernel in PTX, with room for ``capacity`` bytes of data."""
+    """Return the kernel's PTX, with capacity for ``capacity`` bytes of data."""
     text = Path(__file__).with_name("copy.ptx").read_text(encoding="ascii")
     if ctypes.sizeof(Work) + capacity > _PLAIN_PARAMETERS:
         text = text.replace(".version 7.7", ".version 8.1")
@@ -272,7 +273,7 @@ def kernel_text(capacity: int) -> str:
 def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel:
     launch = driver.cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
-    # Called with ctypes.c_void_p alone, which need no conversion: see ``launch.direct_launch``.
+    # Called only with ctypes.c_void_p, which needs no conversion: see ``launch.direct_launch``.
     change = driver.cuGraphExecKernelNodeSetParams_v2
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     log = ctypes.create_string_buffer(_LOG_BYTES)
@@ -298,7 +299,7 @@ def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel
 
 
 def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> int | str:
-    """Return the one node that a graph begins with, if it is the kernel."""
+    """Return the only first node of a graph, if it is the kernel."""
     node, count, kind = ctypes.c_void_p(), ctypes.c_size_t(0), ctypes.c_int(-1)
     raw, params = ctypes.c_void_p(graph), NodeParams()
     code = driver.cuGraphGetRootNodes(raw, None, ctypes.byref(count))
@@ -309,7 +310,7 @@ def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> i
     if code or kind.value != _KERNEL_NODE:
         return f"the graph begins with a node of kind {kind.value} (CUDA error {code})"
     code = driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params))
-    # Another kernel must never be given this one's argument.
+    # Another kernel must never receive this kernel's argument.
     if code or params.function != function.value:
         return f"the graph begins with another kernel (CUDA error {code})"
     return node.value or 0

@@ -1,17 +1,16 @@
-"""Begin a capture that draws nothing, and leave the default generator to other threads.
+"""Begin a capture without draws, leaving the default generator to other threads.
 
-Up to torch 2.12 the beginning of a capture registers the default generator's state with the
-graph and marks it as captured until the end, whether or not anything is drawn: whoever draws
-eagerly meanwhile gets "Offset increment outside graph capture encountered unexpectedly"
+Up to torch 2.12, beginning a capture registers the default generator's state with the graph and
+marks it as captured until the end, whether or not anything is drawn. Eager draws in the meantime
+raise "Offset increment outside graph capture encountered unexpectedly"
 (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGeneratorImpl.cpp, ``capture_prologue``
 and ``increase``). Later torch registers a state when it is drawn from in a capture
 (pytorch/pytorch#176753).
 
-So another state of the same seed and offset takes its place for the moment in which torch looks
-for the state to register. Torch first allocates the memory of a state that no graph has yet, and
-marks the state only after that: a dispatch mode sees that allocation, and there the first state
-comes back and goes on where the other one got to. Numbers that others draw in between are those
-that they would have drawn.
+So a second state with the same seed and offset takes its place while torch looks up the state to
+register. For a state without graphs, torch first allocates memory and only then marks the state. A
+dispatch mode sees that allocation and restores the first state, advanced to the second one's
+offset. Numbers drawn by others in between are the ones they would have drawn anyway.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ import torch
 from dispatchkit.backends.cuda.streams import UseStream
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 
-# The exchange is of the process's default generator: one at a time.
+# The process has one default generator, so one exchange at a time.
 _lock = threading.Lock()
-# Whether torch registers the default generator; not known before the first exchange.
+# Whether torch registers the default generator; unknown before the first exchange.
 _registers: dict[str, bool] = {}
 
 
 def begin_beside_draws(begin: Callable[[], None], device_index: int) -> None:
-    """Call what begins a capture on the current stream, the default generator left alone.
+    """Begin a capture on the current stream without marking the default generator.
 
     Args:
         begin: Begins the capture.
-        device_index: The device, which is the current one.
+        device_index: The device, which must be the current one.
     """
     if not _registers.get("default", True):
         begin()
@@ -50,27 +49,27 @@ def begin_beside_draws(begin: Callable[[], None], device_index: int) -> None:
                     begin()
             finally:
                 _come_back(exchange, device_index)
-        finally:  # again: a signal's exception may have come in the first
+        finally:  # again: a signal handler may have raised in the first
             _come_back(exchange, device_index)
         _registers["default"] = exchange.was_registered
 
 
 def _come_back(exchange: _Exchange, device_index: int) -> None:
     if exchange.is_on:  # torch registered nothing, or failed before
-        # A generator can be read and set only where the current stream is not captured.
+        # A generator can be read and set only while the current stream is not capturing.
         with UseStream(torch.cuda.default_stream(device_index)):
             exchange.end()
 
 
 class _Exchange(DispatchMode):
-    """Another state in the place of a generator's own, until torch allocates its memory.
+    """Replaces a generator's state until torch allocates memory for the replacement.
 
     Args:
         generator: The generator.
 
     Attributes:
-        is_on: The other one is in its place.
-        was_registered: Torch allocated memory for it.
+        is_on: The replacement is in place.
+        was_registered: Torch allocated memory for the replacement.
     """
 
     def __init__(self, generator: Any) -> None:
@@ -83,11 +82,11 @@ class _Exchange(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: nothing of the step runs meanwhile."""
+        """Let compiled functions run compiled: no part of the step runs meanwhile."""
         return True
 
     def begin(self) -> None:
-        """Put the other state in its place."""
+        """Install the replacement."""
         own, other = self._own, self._other
         other.set_state(own.get_state())
         start = own.get_offset()
@@ -98,7 +97,7 @@ class _Exchange(DispatchMode):
             other.set_offset(max(own.get_offset(), other.get_offset()))
 
     def end(self) -> None:
-        """Put its own state back, at the number that the other one got to."""
+        """Restore the original state, at the offset that the replacement reached."""
         own, other = self._own, self._other
         own.set_state(other.get_state())
         reached = other.get_offset()

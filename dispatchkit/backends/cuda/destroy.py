@@ -1,4 +1,4 @@
-"""Destroying CUDA graphs and freeing their memory, which must wait until no capture runs."""
+"""Destroy CUDA graphs and free their memory, deferred while a capture runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class PendingDestroy(NamedTuple):
-    """A released graph that is still to be destroyed, and the pool that it used.
+    """A released graph that awaits destruction, and its pool.
 
     Attributes:
         graph: The graph.
         pool: The pool.
-        handle: Torch's handle of it.
-        order: The order of draws that it took part in; None if it draws nothing.
+        handle: Torch's handle of the pool.
+        order: The order of draws it takes part in; None if it does not draw.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -33,15 +33,15 @@ class PendingDestroy(NamedTuple):
     def destroy(self) -> None:
         """Destroy the graph."""
         if self.order is not None:
-            # The memory that a replay reads its seed from goes with the graph, and the
-            # allocator could give it to somebody else at once.
+            # The memory of the seed that a replay reads is freed with the graph, and the allocator
+            # could reuse it immediately.
             self.order.synchronize()
         with self.pool.guard:
             self.graph.reset()
             self.pool.give_back(self.handle)
 
 
-# Destroying a graph calls the driver, which could void a capture that is running.
+# Destroying a graph calls the driver, which could invalidate a running capture.
 _pending: deque[PendingDestroy] = deque()
 
 
@@ -62,14 +62,14 @@ def destroy_pending() -> None:
 
 
 def free_idle_memory() -> None:
-    """Return memory of unused pools to the device, unless a capture is running.
+    """Return the memory of unused pools to the device, unless a capture is running.
 
-    Torch would do so when memory runs out, but not in a capture. It waits for the device.
+    Torch does so itself when memory runs out, but not during a capture. It waits for the device.
     """
     destroy_pending()
     if not idle_memory.is_there or is_any_capturing():
         return
     try:
         idle_memory.free()
-    except RuntimeError as error:  # somebody else captures, past this package
+    except RuntimeError as error:  # other code captures, outside this package
         _logger.debug("Memory of unused graph pools cannot be freed yet: %s", error)

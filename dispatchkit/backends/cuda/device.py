@@ -1,4 +1,4 @@
-"""Whether there is a CUDA device, and which one is meant."""
+"""Check for CUDA devices, and resolve which one is meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.keys.checks import whole_number
 
 
 def require_cuda() -> None:
-    """Raise BackendUnavailableError where torch cannot use a CUDA device."""
+    """Raise BackendUnavailableError if torch cannot use a CUDA device."""
     if not torch.backends.cuda.is_built():
         raise BackendUnavailableError(
             f"The backend 'cuda' needs a torch with CUDA; {torch.__version__} is built without "
@@ -23,7 +23,7 @@ def require_cuda() -> None:
         hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
         raise BackendUnavailableError(
             "The backend 'cuda' needs a CUDA device; torch finds no driver or no device."
-            f"{hidden} Look at nvidia-smi, or choose the backend 'tape'."
+            f"{hidden} Check nvidia-smi, or choose the backend 'tape'."
         )
 
 
@@ -31,7 +31,7 @@ def device_index(device: Any) -> int:
     """Return the index of an existing CUDA device.
 
     Raises:
-        ConfigError: It is no CUDA device, or no device has that index.
+        ConfigError: It is not a CUDA device, or no device has that index.
     """
     count = torch.cuda.device_count()
     allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"

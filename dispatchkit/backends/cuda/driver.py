@@ -1,8 +1,8 @@
-"""What is asked of the driver past torch: captures begun and left, nodes counted; no torch here.
+"""Driver calls that bypass torch: begin and abandon captures, and count nodes.
 
-Torch ends a capture only together with its own accounts, and where the driver refuses to end
-it (a voided capture), those accounts stay open. An empty capture begun in its place gives
-torch something to end.
+Torch ends a capture together with its own bookkeeping. If the driver refuses to end an invalidated
+capture, that bookkeeping stays open. An empty capture begun in its place gives torch something to
+end.
 
 Source: CUDA Driver API, "Stream Management", "Graph Management".
 """
@@ -17,7 +17,7 @@ _MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 
 
 class DriverCallError(RuntimeError):
-    """The driver's library is missing, or a call of it failed."""
+    """The driver's library is missing, or one of its calls failed."""
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +42,7 @@ def begin_stream_capture(stream: int, mode: str) -> None:
         mode: ``"global"``, ``"thread_local"`` or ``"relaxed"``.
 
     Raises:
-        DriverCallError: The driver refused, or is not there.
+        DriverCallError: The driver refused, or is missing.
     """
     call = driver_library().cuStreamBeginCapture_v2
     result = call(ctypes.c_void_p(stream), ctypes.c_int(_MODES[mode]))
@@ -51,12 +51,12 @@ def begin_stream_capture(stream: int, mode: str) -> None:
 
 
 def leave_stream_capture(stream: int) -> None:
-    """End the capture of a stream, valid or void, and throw away what it recorded.
+    """End the capture of a stream, valid or invalidated, and discard it.
 
-    Does nothing where the stream is not capturing.
+    Does nothing if the stream is not capturing.
 
     Raises:
-        DriverCallError: The driver is not there.
+        DriverCallError: The driver is missing.
     """
     driver = driver_library()
     status = ctypes.c_int(0)
@@ -65,20 +65,20 @@ def leave_stream_capture(stream: int) -> None:
     if status.value == 0:
         return
     graph = ctypes.c_void_p()
-    # Its result says that the capture was void, which is known.
+    # Its result reports that the capture was invalidated, which is known.
     driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
     if graph.value:
         driver.cuGraphDestroy(graph)
 
 
 def count_nodes(graph: int) -> int:
-    """Return how many nodes a graph has: kernels, copies and fills.
+    """Return the number of nodes of a graph: kernels, copies and fills.
 
     Args:
-        graph: The raw handle of what was captured, not of its instance.
+        graph: The raw handle of the captured graph, not of its instance.
 
     Raises:
-        DriverCallError: The driver refused, or is not there.
+        DriverCallError: The driver refused, or is missing.
     """
     number = ctypes.c_size_t(0)
     call = driver_library().cuGraphGetNodes

@@ -18,22 +18,22 @@ from dispatchkit.errors import ReplayError
 
 def _refuse_replay() -> None:
     raise ReplayError(
-        "A released graph was asked to replay. Capture it again, or keep it until its last use."
+        "A released graph was replayed. Capture it again, or keep it until its last use."
     )
 
 
 class CudaGraph:
     """One captured and instantiated CUDA graph.
 
-    It holds its outputs and what it reads and writes: host memory that its copies use, and on
-    the device inputs, weights and state, as far as the capture was watched. Memory of its own
-    pool belongs to the pool's graphs together.
+    It keeps alive its outputs and everything it reads and writes: host memory that its copies use,
+    and device inputs, weights and state, as far as the capture was watched. Memory of its pool is
+    shared by the pool's graphs.
 
     Attributes:
         holds: Storages on the device that are kept alive.
-        host_tensors: Host memory that is kept alive; it is another one in each capture.
+        host_tensors: Host memory that is kept alive; each capture has its own.
         num_plain_operations: Operations of functions of torch.compile that were captured without
-            being compiled, as far as that was watched.
+            being compiled, as far as the capture was watched.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CudaGraph:
 
     @property
     def outputs(self) -> Any:
-        """What the callable returned at capture; overwritten by every replay.
+        """The callable's result at capture; overwritten by every replay.
 
         Raises:
             ReplayError: The graph was released.
@@ -77,14 +77,14 @@ class CudaGraph:
     def has_random_state(self) -> bool:
         """Whether a replay draws from a random generator.
 
-        True from the start if an operation was seen that may draw; the first replay decides
-        by the generators' offsets.
+        Initially True if an operation was seen that may draw; the first replay determines it from
+        the generators' offsets.
         """
         return self._draws
 
     @property
     def raw_exec_handle(self) -> int:
-        """The ``cudaGraphExec_t``, for launches past torch; only without random state.
+        """The ``cudaGraphExec_t``, for launches that bypass torch; only without random state.
 
         Raises:
             ReplayError: The graph was released.
@@ -96,7 +96,7 @@ class CudaGraph:
 
     @property
     def raw_graph_handle(self) -> int:
-        """The ``cudaGraph_t`` that was instantiated; its nodes name those of the instance.
+        """The ``cudaGraph_t`` that was instantiated; its nodes identify those of the instance.
 
         Raises:
             ReplayError: The graph was released.
@@ -127,12 +127,12 @@ class CudaGraph:
         self._order.replay(self._launch_and_observe)
 
     def _launch_and_observe(self) -> None:
-        """Launch, and see by that whether the graph draws."""
+        """Launch, and determine from it whether the graph draws."""
         graph = self._graph
         if graph is None:
             return _refuse_replay()
-        # Offsets live on the host and move when the graph is launched: no waiting here. A
-        # draw of another thread meanwhile leaves the answer at yes, which is only slower.
+        # Offsets are on the host and advance when the graph is launched, so nothing waits here. A
+        # concurrent draw of another thread makes the answer True, which is only slower.
         before = [generator.get_offset() for generator in self._generators]
         graph.replay()
         after = [generator.get_offset() for generator in self._generators]
@@ -143,7 +143,7 @@ class CudaGraph:
     def release(self) -> None:
         """Release the graph and its memory; replays already queued still run.
 
-        Waits for the device only where the graph draws random numbers.
+        Waits for the device only if the graph draws random numbers.
         """
         graph, self._graph = self._graph, None
         self._launch = _refuse_replay
@@ -154,6 +154,6 @@ class CudaGraph:
             destroy_later(PendingDestroy(graph, self._pool, self._handle, order))
 
     def __del__(self) -> None:
-        # A collection may come in the middle of a capture; release knows what to do then.
+        # A garbage collection may happen in the middle of a capture; ``release`` handles that.
         if getattr(self, "_graph", None) is not None:
             self.release()

@@ -1,4 +1,4 @@
-"""The memory pools that CUDA graphs share."""
+"""Memory pools shared by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-#: Pools that ended, until torch's allocator of pinned memory is to give its part of them back.
+#: Number of ended pools after which torch's pinned-memory allocator must free its part of them.
 MAX_ENDED: Final = 64
 
 
 class IdleMemory:
-    """Knows whether torch keeps memory for pools that no graph uses any more.
+    """Tracks whether torch keeps memory for pools without graphs.
 
-    Beside memory of the device that is 48 KB of the host for each pool, whether or not anything
-    pinned was in it: torch's allocator of pinned memory (ATen/core/CachingHostAllocator.h of torch
-    2.11 to 2.13) lets go of such lists with its whole cache alone.
+    Besides device memory, that is 48 KB of host memory per pool, with or without pinned memory in
+    it: torch's pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11 to 2.13)
+    frees these lists only together with its whole cache.
 
     Attributes:
-        is_there: There is some.
-        num_ended: Pools that ended since that cache was emptied.
+        is_there: Whether there is such memory.
+        num_ended: Pools that ended since that cache was last emptied.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class IdleMemory:
         self.num_ended += 1
 
     def free(self) -> None:
-        """Give it back to the device, and now and then to the host. It waits for the device.
+        """Return it to the device and, from time to time, to the host. Waits for the device.
 
         Raises:
             RuntimeError: A capture is running.
@@ -57,13 +57,12 @@ idle_memory: IdleMemory = IdleMemory()
 class CudaPool:
     """A private memory pool; its graphs must not run at the same time.
 
-    Torch frees a pool for good once its last graph is gone, and refuses captures into it from
-    then on (torch 2.11 to 2.13, an internal assertion): a pool here is a row of torch's, one
-    after the other.
+    Torch permanently frees a pool once its last graph is gone, and then refuses captures into it
+    (torch 2.11 to 2.13, an internal assertion). So a pool here is a sequence of torch's pools.
 
     Attributes:
-        guard: Held while a graph begins or ends to use the pool, so that torch's count of
-            users and the one here cannot differ.
+        guard: Held while a graph starts or stops using the pool, so that torch's count of users and
+            the one here cannot differ.
     """
 
     def __init__(self) -> None:
@@ -73,12 +72,12 @@ class CudaPool:
         self._earlier: set[Any] = set()
 
     def take(self) -> Any:
-        """Return torch's handle for one more capture; it counts until it is given back."""
+        """Return torch's handle for one more capture, counted until it is returned."""
         self._uses += 1
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Take one graph off the count; the last one ends torch's pool."""
+        """Decrement the count of graphs; the last one ends torch's pool."""
         if handle != self._handle:
             idle_memory.note_end()
             return
@@ -88,7 +87,7 @@ class CudaPool:
             self.start_anew()
 
     def start_anew(self) -> None:
-        """Capture into a new pool of torch's from here on; graphs keep the one they have."""
+        """Use a new pool of torch for later captures; existing graphs keep theirs."""
         self._earlier.add(self._handle)
         self._handle = self._new_handle()
         self._uses = 0
@@ -97,16 +96,17 @@ class CudaPool:
         return torch.cuda.graph_pool_handle()
 
     def reserved_bytes(self, device_index: int) -> int:
-        """Return the bytes of the device that torch reserves for this pool."""
+        """Return the device memory that torch reserves for this pool, in bytes."""
         return sum(int(segment["total_size"]) for segment in self.segments(device_index))
 
     def segments(self, device_index: int) -> list[Segment]:
-        """Return the segments of the device that torch reserves for this pool."""
+        """Return the segments of device memory that torch reserves for this pool."""
         found: list[Segment] = []
         with self.guard:
             if self._uses > 0:
                 found += segments_of(self._handle)
-            # Torch forgets a pool of no graph once its memory is back; then it has none.
+            # Torch forgets a pool without graphs once its memory is returned; then it has no
+            # segments.
             for handle in tuple(self._earlier):
                 earlier = segments_of(handle)
                 if not earlier:

@@ -1,11 +1,10 @@
-"""How much a capture will make a graph pool grow, measured before the capture.
+"""Measure before a capture by how much it will make a graph pool grow.
 
 Torch's allocator takes memory from the device in segments, cuts them into blocks and gives
-each request the smallest free block that holds it (c10/cuda/CUDACachingAllocator.cpp). So how
-much a capture adds depends on every request in it, in order, and on the free blocks there are
-before: only the allocator knows. The callable runs once with its memory in
-a copy of the pool, that is in segments of the same sizes with the same blocks in use, and
-what that copy grows by is what the pool would.
+each request the smallest free block that holds it (c10/cuda/CUDACachingAllocator.cpp). So the
+growth depends on every request of a capture, in order, and on the free blocks before it: only the
+allocator knows. Here the callable runs once in a copy of the pool, with segments of the same sizes
+and the same blocks in use. The pool would grow by as much as the copy does.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-# Requests up to here come from small segments, which are twice as large.
+# Requests up to this size come from small segments, which are twice as large.
 _SMALL = 1 << 20
 
 
 def growth(
     run: Callable[[], object], present: Iterable[Segment], device_index: int, stream: int
 ) -> int:
-    """Run a callable with its memory in a copy of a pool; return by how many bytes it grew.
+    """Run a callable in a copy of a pool; return by how many bytes the copy grew.
 
-    The copy's memory goes back to the device, and the callable's result is dropped.
+    The copy's memory is returned to the device, and the callable's result is dropped.
 
     Args:
-        run: What to run.
+        run: The callable.
         present: The segments of the pool.
         device_index: The device.
-        stream: Handle of the current stream; blocks of others do not serve it.
+        stream: Handle of the current stream, which cannot use blocks of other streams.
     """
     ours = [one for one in present if one["stream"] == stream]
     pool = torch.cuda.MemPool()
@@ -42,7 +41,7 @@ def growth(
         if is_copy:
             run()
     if not is_copy:
-        # An allocator of other habits than known here: what an empty pool would grow by.
+        # The allocator behaves differently than expected: measure an empty pool instead.
         del used, pool
         return growth(run, (), device_index, stream)
     before, after = _total(ours, device_index), _total(segments_of(pool.id), device_index)
@@ -55,7 +54,7 @@ def _total(segments: Iterable[Segment], device_index: int) -> int:
 
 
 def _is_copy(segments: Iterable[Segment], originals: Iterable[Segment]) -> bool:
-    """Return whether segments have the same blocks in use as others, wherever they lie."""
+    """Return whether two lists of segments have the same blocks in use, at any addresses."""
 
     def shapes(of: Iterable[Segment]) -> list[Any]:
         return sorted(
@@ -71,16 +70,16 @@ def _is_free(block: Mapping[str, Any]) -> bool:
 
 
 def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Tensor]:
-    """Make segments of the same sizes in the current pool; return what holds their used blocks.
+    """Create segments of the same sizes in the current pool; return tensors for the used blocks.
 
-    One after the other is filled from front to back. While all before it are full, a request
-    can only go to the one being filled.
+    They are filled one after the other, from front to back. While all earlier segments are full, a
+    request can only be served by the one being filled.
     """
     used: list[torch.Tensor] = []
     free: list[torch.Tensor] = []
     for segment in sorted(segments, key=lambda one: one["address"]):
         is_small = segment["segment_type"] == "small"
-        # The first request decides how large a segment is taken from the device.
+        # The first request determines the size of the segment.
         whole = _block(_SMALL if is_small else segment["total_size"], device_index)
         del whole
         for block in segment["blocks"]:

@@ -1,17 +1,17 @@
-"""Cleaning up after a capture that failed.
+"""Clean up after a failed capture.
 
-Two kinds of failure differ. An exception of Python leaves the capture whole: it is ended and
-its graph thrown away. A call that the driver refuses voids the capture: ending it fails, and
-torch then leaves accounts open that it closes at a good end (aten/src/ATen/cuda/CUDAGraph.cpp,
-``capture_end``). In torch 2.11: the device's and the host's allocator still send the capture's
-allocations to the graph's pool, the pool counts one user too many, so that its memory never
-comes back, and the generators believe that they are being captured, so that eager draws raise.
-In 2.13 only the count of users is wrong.
+There are two kinds of failure. A Python exception leaves the capture valid: it is ended and its
+graph discarded. A call that the driver refuses invalidates the capture: ending it fails, and torch
+then skips bookkeeping that it does at a successful end (aten/src/ATen/cuda/CUDAGraph.cpp,
+``capture_end``). In torch 2.11, the device's and the host's allocator keep routing the capture's
+allocations to the graph's pool, the pool counts one user too many, so that its memory is never
+freed, and the generators consider themselves captured, so that eager draws raise. In 2.13 only the
+count of users is wrong.
 
-So most such calls are refused before the driver sees them (watch.py). After one that
-was not, ``repair`` puts an empty capture in the place of the voided one: torch ends that one
-and closes its accounts itself. No account of torch is ever changed from here: where this way
-fails, a graph and a pool are abandoned instead.
+So most such calls are refused before the driver sees them (watch.py). For the others, ``repair``
+replaces the invalidated capture with an empty one, which torch can end with all its bookkeeping.
+torch's internal state is never changed from here: if this fails, a graph and a pool are abandoned
+instead.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from dispatchkit.backends.cuda.driver import (
 
 _logger = logging.getLogger(__name__)
 
-# Graphs whose capture could not be begun or ended: the allocators may still ask them which
-# streams they capture, so they must never be destroyed.
+# Graphs whose capture could not be begun or ended. They must never be destroyed, since the
+# allocators may still query them for the streams they capture.
 _undestroyable: list[torch.cuda.CUDAGraph] = []
 
 
 class PoolState(enum.Enum):
-    """What a pool is worth after a capture into it failed."""
+    """The state of a pool after a failed capture."""
 
     WHOLE = "whole"
-    """As before; the graph may be reset."""
+    """Unchanged; the graph may be reset."""
     PINNED = "pinned"
-    """It can be captured into, but its memory stays with the process."""
+    """Usable for captures, but its memory is never freed."""
     LOST = "lost"
-    """It cannot be captured into again."""
+    """No longer usable for captures."""
 
 
 def end_quietly(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture whose graph may be empty, which nobody is warned of.
+    """End a capture whose graph may be empty, without a warning.
 
     Raises:
-        RuntimeError: The capture was voided; see ``repair``.
+        RuntimeError: The capture was invalidated; see ``repair``.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
@@ -68,13 +68,13 @@ def repair(
     generators: Iterable[Any],
     mode: str,
 ) -> PoolState:
-    """Close what a capture left open whose end failed.
+    """Clean up after a capture that could not be ended.
 
     Args:
         graph: The graph that could not be ended.
-        stream: The stream it was captured on; it is the current one.
+        stream: The stream it was captured on, which must be current.
         handle: The pool captured into.
-        generators: The registered generators, the default one apart.
+        generators: The registered generators, other than the default one.
         mode: The capture error mode.
     """
     try:
@@ -82,7 +82,7 @@ def repair(
         begin_stream_capture(stream.cuda_stream, mode)
         end_quietly(graph)
     except RuntimeError as error:
-        _logger.debug("A voided capture could not be ended in another's place: %s", error)
+        _logger.debug("An invalidated capture could not be replaced and ended: %s", error)
     else:
         return PoolState.WHOLE
     with suppress(DriverCallError):
@@ -90,13 +90,13 @@ def repair(
     abandon(graph, stream.device_index, handle)
     if _capture_small_graph(stream.device_index, handle, generators, mode):
         _logger.warning(
-            "A capture was voided by the driver. The memory of graph pool %s stays reserved "
-            "while the process runs.",
+            "The driver invalidated a capture. The memory of graph pool %s stays reserved until "
+            "the process exits.",
             handle,
         )
         return PoolState.PINNED
     _logger.warning(
-        "A capture was voided by the driver, and graph pool %s is abandoned: its memory stays "
+        "The driver invalidated a capture, and graph pool %s is abandoned: its memory stays "
         "reserved, and later graphs share a new pool.",
         handle,
     )
@@ -105,19 +105,19 @@ def repair(
 
 
 def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None:
-    """Keep a graph for the life of the process: its capture could not be begun or ended."""
+    """Keep a graph until the process exits: its capture could not be begun or ended."""
     _undestroyable.append(graph)
-    # Left open, no memory that two streams used would come back. It erases or raises.
+    # If left open, memory used by two streams would never be freed. This call erases or raises.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, handle)
 
 
 def restore_generators(device_index: int, generators: Iterable[Any], mode: str) -> None:
-    """Take generators out of capture mode, by a capture into a pool of its own that works."""
+    """Take generators out of capture mode, by a successful capture into a separate pool."""
     if not _capture_small_graph(device_index, torch.cuda.graph_pool_handle(), generators, mode):
         _logger.critical(
-            "After a voided capture this process can neither capture nor draw random numbers "
-            "on cuda:%d any more; start it again.",
+            "After an invalidated capture this process can no longer capture or draw random "
+            "numbers on cuda:%d. Restart it.",
             device_index,
         )
 
@@ -125,7 +125,7 @@ def restore_generators(device_index: int, generators: Iterable[Any], mode: str) 
 def _capture_small_graph(
     device_index: int, handle: Any, generators: Iterable[Any], mode: str
 ) -> bool:
-    """Capture one small kernel and throw it away; return whether that worked."""
+    """Capture one small kernel and discard it; return whether that worked."""
     spare = torch.zeros(1, device=f"cuda:{device_index}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:
@@ -135,7 +135,7 @@ def _capture_small_graph(
         spare.fill_(1.0)
         graph.capture_end()
     except RuntimeError as error:
-        _logger.debug("No capture into pool %s: %s", handle, error)
+        _logger.debug("Capture into pool %s failed: %s", handle, error)
         abandon(graph, device_index, handle)
         return False
     graph.reset()

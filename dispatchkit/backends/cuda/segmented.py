@@ -1,7 +1,7 @@
-"""Capturing in segments: a capture that ends, goes on behind, and stays one call.
+"""Capture in segments: a capture that ends and resumes within one call.
 
-The watch stays among the modes of the thread from the beginning to the end, since the callable
-may be inside modes of its own at a break; in between it lets operations pass.
+The watch stays on the thread's mode stack throughout, since the callable may be inside its own
+modes at a break; between segments it ignores operations.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class CudaSegments:
 
     Args:
         stream: The stream.
-        new_attempt: Makes the capture of one segment.
-        make_graph: Makes the graph of one that has ended well.
-        watch: Looks at each operation; None where that is switched off.
-        memory: Returns the segments of memory of the pool.
+        new_attempt: Creates the capture of one segment.
+        make_graph: Creates the graph of a successful one.
+        watch: Watches each operation; None if switched off.
+        memory: Returns the pool's segments of memory.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CudaSegments:
         self._graphs: list[CudaGraph] = []
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Call what ends and begins segments.
+        """Call the function that ends and begins segments.
 
         Args:
             run: The callable.
-            handled: What its caller was handling.
+            handled: The exception its caller was handling.
 
         Raises:
             CaptureError: It raised, or left a segment open.
@@ -72,14 +72,16 @@ class CudaSegments:
                         result = run(self)
                     self._watch.raise_swallowed_error()
                 if self._attempt is not None:
-                    raise CaptureError("A segment was left open: nothing would replay it.")
+                    raise CaptureError(
+                        "A segment was begun and not ended, so nothing would replay it."
+                    )
             except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
                 failure = error
-            make_current(self._stream)  # the callable may have left another one
+            make_current(self._stream)  # the callable may have changed it
             attempt, self._attempt = self._attempt, None
             if attempt is not None:
                 failure = attempt.end(failure)
-        except BaseException as interrupt:  # a signal's, in what begins and ends a segment
+        except BaseException as interrupt:  # from a signal handler, at a begin or end
             if self._attempt is not None:
                 self._attempt.close(interrupt)
             self._release()
@@ -94,16 +96,16 @@ class CudaSegments:
             first = None if self._watch is None else self._watch.first_error
             raise capture_error(first or failure) from failure
         finally:
-            del failure  # or frame and error would hold each other
+            del failure  # break the cycle between frame and error
 
     def end(self) -> CudaGraph:
-        """End the segment: what is called from here on runs at once."""
+        """End the segment; later calls run immediately."""
         if self._attempt is None:
-            raise CaptureError("No segment is begun.")
+            raise CaptureError("No segment has begun.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:
             raise CaptureError(
-                "A segment was to end on another stream than the one that is captured. Let the "
-                "captured stream wait for that one, and leave it, before the break."
+                "A segment was ended on a stream other than the captured one. Let the captured "
+                "stream wait for that stream, and leave it, before the break."
             )
         if self._watch is not None:
             self._watch.raise_swallowed_error()
@@ -121,8 +123,8 @@ class CudaSegments:
     def begin(self) -> None:
         """Begin the next segment."""
         if self._attempt is not None:
-            raise CaptureError("A segment is begun already.")
-        make_current(self._stream)  # what ran meanwhile may have left another one
+            raise CaptureError("A segment has already begun.")
+        make_current(self._stream)  # code in between may have changed it
         resume_capture()
         attempt = self._new_attempt()
         failure = attempt.begin()
@@ -133,7 +135,7 @@ class CudaSegments:
             self._watch.resume()
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return whether memory was handed out in this capture: of the pool, and not before it."""
+        """Return whether memory was allocated from the pool in this capture, and not before it."""
         address = tensor.untyped_storage().data_ptr()
         if self._spans is None:
             self._spans = [

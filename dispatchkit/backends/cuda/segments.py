@@ -13,20 +13,20 @@ Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
 
 
 def segments_of(handle: Iterable[int]) -> list[Segment]:
-    """Return the segments that torch reserves for one pool; none where it knows no such pool.
+    """Return the segments that torch reserves for one pool; empty if the pool is unknown.
 
-    Not of the whole process: that takes the longer, the more tensors are alive.
+    A snapshot of the whole process would take longer the more tensors are alive.
 
-    torch (2.11 to 2.13) drops references that it does not own: one to each part of what it is
-    asked with (pytorch/pytorch#196366). Soon somebody's number is destroyed while it is still
-    in use. What was dropped is put back here; where torch drops nothing, nothing is added.
+    torch (2.11 to 2.13) drops references that it does not own, one to each element of the argument
+    (pytorch/pytorch#196366), so that ints in use elsewhere would eventually be destroyed. The
+    dropped references are restored here; if torch drops none, none are added.
 
     Args:
         handle: Torch's handle of the pool.
     """
-    # Numbers of this call alone, apart from small ones, which the process shares.
+    # New int objects for this call, except for small ints, which are shared.
     asked = (*(int(str(part)) for part in handle), False)
-    spare = [*asked]  # so that none is gone before what was dropped is put back
+    spare = [*asked]  # so that none is freed before the references are restored
     before = _references(asked)
     found: list[Segment] = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])
     _put_back(asked, before)
@@ -35,11 +35,11 @@ def segments_of(handle: Iterable[int]) -> list[Segment]:
 
 
 def blocks_in_use(segments: Iterable[Segment]) -> set[int]:
-    """Return the addresses of all blocks that are handed out."""
+    """Return the addresses of all allocated blocks."""
     found = set()
     for segment in segments:
         address = segment["address"]
-        for block in segment["blocks"]:  # one behind the other
+        for block in segment["blocks"]:  # blocks are contiguous
             if block["state"] != "inactive":
                 found.add(address)
             address += block["size"]
@@ -53,6 +53,6 @@ def _references(parts: tuple[int, ...]) -> list[int]:
 def _put_back(parts: tuple[int, ...], before: list[int]) -> None:
     counts = zip(parts, before, _references(parts), strict=True)
     for part, dropped in {id(part): (part, had - has) for part, had, has in counts}.values():
-        if 0 < dropped <= len(parts):  # more is the doing of other threads
+        if 0 < dropped <= len(parts):  # larger counts come from other threads
             for _ in range(dropped):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))

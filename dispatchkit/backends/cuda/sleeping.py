@@ -1,9 +1,9 @@
-"""Pools whose physical memory can be given back to the device while their addresses stay.
+"""Pools whose physical memory can be returned to the device while their addresses stay.
 
-Graphs have addresses built in. The driver maps physical memory to addresses that were reserved
-before (``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``), and unmaps it again; what lay there
-is lost. torch's own segments cannot be unmapped from outside, so those of a sleeping pool come
-from an allocator of a few lines of C, ``sleep.c``, that is compiled when it is first needed.
+Graphs have addresses built in. The driver can map physical memory to addresses reserved before
+(``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``), and unmap it again, which loses its
+contents. torch's own segments cannot be unmapped from outside, so those of a sleeping pool come
+from a small allocator in C, ``sleep.c``, which is compiled on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 from dispatchkit.errors import ReplayError
 
-#: Names a library that was built elsewhere, for machines without a compiler.
+#: Path of a library built elsewhere, for machines without a compiler.
 LIBRARY_VARIABLE = "DISPATCHKIT_SLEEP_LIBRARY"
 
 _SOURCE = Path(__file__).with_name("sleep.c")
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class UnavailableError(Exception):
-    """Memory cannot sleep here; the message says why."""
+    """Memory cannot sleep on this machine; the message says why."""
 
 
 def build(target: Path) -> None:
@@ -71,12 +71,12 @@ def build(target: Path) -> None:
             raise UnavailableError(f"there is no C compiler {compiler[0]!r}") from None
         except subprocess.CalledProcessError as error:
             raise UnavailableError(f"{compiler[0]!r} fails: {error.stderr[:200]}") from None
-        made.replace(target)  # at once: another process may build the same
+        made.replace(target)  # atomic: another process may build it, too
 
 
 @functools.cache
 def load_allocator() -> Allocator:
-    """Return the allocator of this process, compiled when first asked for.
+    """Return the allocator of this process, compiling it on first use.
 
     Raises:
         UnavailableError: It cannot be used here.
@@ -102,25 +102,25 @@ class SleepingPool(CudaPool):
     """A private memory pool that can sleep, of graphs or of other tensors.
 
     Args:
-        allocator: Takes its segments from the driver.
+        allocator: Gets its segments from the driver.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        # torch's pools by handle, for as long as graphs use them; and how many do.
+        # torch's pools by handle while graphs use them, with the number of these graphs.
         self._pools: dict[Any, torch.cuda.MemPool] = {}
         self._uses_of: Counter[Any] = Counter()
         self._asleep: list[int] = []
         super().__init__()
 
     def take(self) -> Any:
-        """Return torch's handle for one more capture; it counts until it is given back."""
+        """Return torch's handle for one more capture, counted until it is returned."""
         handle = super().take()
         self._uses_of[handle] += 1
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Take one graph off the count; the last one ends torch's pool."""
+        """Decrement the count of graphs; the last one ends torch's pool."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:
@@ -128,7 +128,7 @@ class SleepingPool(CudaPool):
             self._pools.pop(handle, None)
 
     def segments(self, device_index: int) -> list[Segment]:
-        """Return the segments of the device that torch reserves for this pool; none asleep."""
+        """Return the segments of device memory reserved for this pool; empty while asleep."""
         if self._asleep:
             return []
         found: list[Segment] = []
@@ -141,22 +141,22 @@ class SleepingPool(CudaPool):
         return [segment for segment in found if segment["device"] == device_index]
 
     def allocate(self, make: Callable[[], _T], device_index: int) -> _T:
-        """Call what makes tensors on the device; their memory is of the pool."""
+        """Call a function that creates tensors on the device in this pool's memory."""
         with torch.cuda.use_mem_pool(self._pools[self._handle], device_index):
             return make()
 
     def sleep(self, device_index: int) -> int:
-        """Give the memory back; no work that uses it is in flight. Returns the bytes."""
+        """Release the memory, which no work in flight may use; return the bytes."""
         segments = self.segments(device_index)
         self._allocator.unmap([segment["address"] for segment in segments])
         self._asleep = [segment["address"] for segment in segments]
         return sum(int(segment["total_size"]) for segment in segments)
 
     def wake(self) -> None:
-        """Have memory for its addresses again.
+        """Map memory to its addresses again.
 
         Raises:
-            ReplayError: There is not enough; it sleeps on.
+            ReplayError: There is not enough memory; it stays asleep.
         """
         self._allocator.map(self._asleep)
         self._asleep = []
@@ -168,7 +168,7 @@ class SleepingPool(CudaPool):
 
 
 class Allocator:
-    """Takes segments from the driver, and maps and unmaps them.
+    """Gets segments from the driver, and maps and unmaps them.
 
     Args:
         path: The compiled library.
@@ -195,17 +195,17 @@ class Allocator:
         return torch.cuda.MemPool(self._allocator.allocator())
 
     def unmap(self, addresses: Sequence[int]) -> None:
-        """Give the physical memory of segments back; nothing may use them until they are mapped.
+        """Release the physical memory of segments, which must not be used until mapped again.
 
-        The caller sees that no work on the device is in flight.
+        The caller ensures that no work is in flight on the device.
         """
         self._change(addresses, wanted=False)
 
     def map(self, addresses: Sequence[int]) -> None:
-        """Back segments by physical memory again, whose contents are not defined.
+        """Map physical memory to segments again, with undefined contents.
 
         Raises:
-            ReplayError: The device has not enough memory; they stay unmapped, all of them.
+            ReplayError: The device does not have enough memory; all of them stay unmapped.
         """
         self._change(addresses, wanted=True)
 
@@ -214,7 +214,7 @@ class Allocator:
         for address in addresses:
             code = self._set_mapped(address, int(wanted))
             if code == _NOT_FOUND:
-                continue  # torch has given it back meanwhile
+                continue  # torch has freed it meanwhile
             if code:
                 for other in done:
                     self._set_mapped(other, int(not wanted))
@@ -224,5 +224,8 @@ class Allocator:
 
 def _problem(code: int, *, wanted: bool) -> str:
     if wanted and code == _OUT_OF_MEMORY:
-        return "The device has not enough free memory to wake: free some, and call wake() again."
+        return (
+            "The device does not have enough free memory to wake. Free some, then call wake() "
+            "again."
+        )
     return f"The driver refused to {'map' if wanted else 'unmap'} memory: CUDA error {code}."

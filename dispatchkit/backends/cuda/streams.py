@@ -1,4 +1,4 @@
-"""CUDA streams and events with the names of the Protocols; torch's own underneath."""
+"""CUDA streams and events that wrap torch's own and implement the Protocols."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import torch
 from dispatchkit.backends.capture_guard import refuse_in_capture
 from dispatchkit.errors import ConfigError, ReplayError
 
-# torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
+# torch takes streams of one priority from a ring of 32; the 33rd is the first again.
 MAX_STREAMS = 32
 
-# Streams that nobody uses any more, by device and priority, then by handle. They are reused first:
-# torch keeps memory of libraries for each stream that ever used them (for cuBLAS 32 MiB on
-# Hopper).
+# Unused streams, by device and priority, then by handle. They are reused first, since torch keeps
+# memory of libraries for each stream that ever used them (32 MiB for cuBLAS on Hopper).
 _idle: defaultdict[tuple[int, int], dict[int, torch.cuda.Stream]] = defaultdict(dict)
 
 
 def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stream]:
-    """Yield streams that nobody uses any more, then those of torch's ring, twice around.
+    """Yield unused streams, then those of torch's ring, twice around.
 
     Args:
         device_index: The device.
-        priority: 0 is usual, more goes before less.
+        priority: 0 is normal, larger goes first.
     """
     idle = _idle[device_index, priority]
     for _ in range(len(idle)):
@@ -34,19 +33,19 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
             yield idle.popitem()[1]
         except KeyError:  # another thread took the last one
             break
-    for _ in range(2 * MAX_STREAMS):  # others take from the ring, too
-        # CUDA counts the other way.
+    for _ in range(2 * MAX_STREAMS):  # other code takes from the ring, too
+        # In CUDA, smaller is more urgent.
         yield torch.cuda.Stream(device=device_index, priority=-priority)
 
 
 def return_when_unused(stream: CudaStream, priority: int) -> None:
-    """Let a stream be reused once nobody holds it any more."""
+    """Make a stream reusable once nothing references it."""
     idle = _idle[stream.raw.device_index, priority]
     weakref.finalize(stream, idle.__setitem__, stream.handle, stream.raw).atexit = False
 
 
 class CudaStream:
-    """A stream of one device; equal to another one that stands for the same queue.
+    """A stream of one device, equal to other objects for the same queue.
 
     Attributes:
         raw: torch's stream.
@@ -68,11 +67,11 @@ class CudaStream:
         event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work of this stream wait for all work now queued on another."""
+        """Make later work of this stream wait for all work currently queued on another."""
         self.raw.wait_stream(stream.raw)
 
     def query(self) -> bool:
-        """Return whether all queued work is done; never blocks."""
+        """Return whether all queued work is done, without blocking."""
         refuse_in_capture("Stream.query()")
         return bool(self.raw.query())
 
@@ -94,7 +93,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """An event of one device; a timing event measures device time."""
+    """An event of one device; timing events measure device time."""
 
     def __init__(self, device_index: int, *, timing: bool) -> None:
         self._device_index = device_index
@@ -113,7 +112,7 @@ class CudaEvent:
             self._raw.wait(self._raw_stream(stream))
 
     def query(self) -> bool:
-        """Return whether the work before the event is done; never blocks."""
+        """Return whether the work before the event is done, without blocking."""
         refuse_in_capture("Event.query()")
         return bool(self._raw.query())
 
@@ -130,11 +129,11 @@ class CudaEvent:
             ReplayError: One of the two is not recorded or not done yet.
         """
         if not (self._timing and end._timing):
-            raise ConfigError("timing", False, "True for events that are asked for a time")
+            raise ConfigError("timing", False, "True for events whose time is read")
         if not (self._recorded and end._recorded and self.query() and end.query()):
             raise ReplayError(
-                "The time between two events was asked for before both were recorded and "
-                "done. Ask query() first, or synchronize()."
+                "The time between two events was read before both were recorded and done. Check "
+                "query() first, or call synchronize()."
             )
         return float(self._raw.elapsed_time(end._raw)) * 1000.0
 
@@ -145,8 +144,8 @@ class CudaEvent:
 class UseStream:
     """Makes a stream current in a ``with`` block.
 
-    Set by torch's inner calls, 1.3 us for both ways; ``torch.cuda.stream`` takes 9 to 17 us
-    (H100, torch 2.11), since it also builds stream objects for what was current.
+    Uses torch's internal calls, 1.3 us for both ways; ``torch.cuda.stream`` takes 9 to 17 us (H100,
+    torch 2.11), since it also creates objects for the previously current streams.
     """
 
     __slots__ = ("_before", "_device", "_stream")
@@ -156,7 +155,7 @@ class UseStream:
         self._before: Any = None
 
     def __enter__(self) -> None:
-        # Setting a stream makes its device current, too: both are put back.
+        # Setting a stream also sets the current device, so both are restored.
         self._device: int = torch._C._cuda_getDevice()
         self._before = torch._C._cuda_getCurrentStream(self._stream.device_index)
         make_current(self._stream)
@@ -165,7 +164,7 @@ class UseStream:
         self.put_back()
 
     def put_back(self) -> None:
-        """Make current what was before; a second call changes nothing."""
+        """Restore what was current before; a second call has no effect."""
         if self._before is None:
             return
         stream_id, device_index, device_type = self._before
@@ -177,7 +176,7 @@ class UseStream:
 
 
 def make_current(stream: torch.cuda.Stream) -> None:
-    """Make a stream the current one of this thread."""
+    """Make a stream current in this thread."""
     torch._C._cuda_setStream(
         stream_id=stream.stream_id,
         device_index=stream.device_index,

@@ -1,4 +1,4 @@
-"""What is watched while a callable is captured on a CUDA device, or warmed up for that."""
+"""Watch operations while a callable is captured on a CUDA device or warmed up for it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 
 
 class _Given(WeakStorages):
-    """Storages on the device that operations were given.
+    """Device storages among the arguments of operations.
 
-    Most of them are intermediates, whose memory later operations use again.
+    Most of them are intermediates, whose memory later operations reuse.
     """
 
     def note(self, values: Iterable[Any]) -> bool:
-        """Note the tensors among an operation's arguments; return whether one is on a device."""
+        """Note the tensors among an operation's arguments; return whether any is on a device."""
         found = False
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -49,7 +49,7 @@ class _Given(WeakStorages):
         return found
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return what is alive and not in the graph's own pool."""
+        """Return the storages that are alive and not in the graph's own pool."""
         spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
         found = []
         for storage in self.alive():
@@ -60,11 +60,11 @@ class _Given(WeakStorages):
 
 
 class WarmupNotes:
-    """What a warmup shows about a capture of the same operations, which then needs no watch.
+    """What a warmup reveals about a capture of the same operations, which then needs no watch.
 
     Attributes:
-        is_plain: Nothing was seen that a capture refuses, or that only its own watch can see:
-            reads of the device's data, host memory, operations made of others.
+        is_plain: No operation was seen that a capture refuses or that only a capture's own watch
+            can handle: reads of device data, host memory, composite operations.
     """
 
     def __init__(self) -> None:
@@ -83,24 +83,24 @@ class WarmupNotes:
             self.is_plain = False
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return what a graph of these operations has to hold, as far as it is still alive.
+        """Return the storages, still alive, that a graph of these operations must keep alive.
 
         Args:
-            segments: Those of the graph's pool: what lies there is owned by its graphs.
+            segments: Those of the graph's pool, whose contents its graphs own.
         """
         return self._given.outside(segments)
 
 
 class CaptureWatch(OperationMode):
-    """Refuses what would void a capture, and notes what the graph must hold.
+    """Refuses calls that would invalidate a capture, and notes what the graph must keep alive.
 
     Args:
         compiled: The callable calls functions of torch.compile. Their kernels are not seen, and
-            calls that wait for the device are refused by their operations alone: a function
-            mode would have them compiled anew, in the capture.
+            calls that wait for the device are recognized only by their operations, since a function
+            mode would make the functions compile again inside the capture.
 
     Attributes:
-        first_error: The first refused call, also where the callable swallowed it.
+        first_error: The first refused call, even if the callable swallowed the error.
         draws: An operation was seen that may draw.
         host_tensors: Host memory that captured copies read or write.
     """
@@ -117,11 +117,11 @@ class CaptureWatch(OperationMode):
         self._given = _Given()
 
     def pause(self) -> None:
-        """Look at nothing for now: a segment has ended."""
+        """Ignore operations: a segment has ended."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Look at what comes, which is another segment."""
+        """Watch operations again: another segment begins."""
         self.is_paused = False
         self._begin()
 
@@ -131,20 +131,20 @@ class CaptureWatch(OperationMode):
         return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return what the graph reads or writes on the device and does not own itself.
+        """Return device storages that the graph reads or writes but does not own.
 
         Args:
-            segments: Those of the graph's pool: what lies there is owned by its graphs.
+            segments: Those of the graph's pool, whose contents its graphs own.
         """
         return self._given.outside(segments)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: this mode only looks."""
+        """Let compiled functions run compiled: this mode only observes."""
         return True
 
     def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call: the capture is lost even if the callable goes on."""
+        """Remember a refused call: the capture fails even if the callable continues."""
         self.first_error = self.first_error or error
 
     def raise_swallowed_error(self) -> None:
@@ -153,7 +153,7 @@ class CaptureWatch(OperationMode):
             raise self.first_error
 
     def watching(self) -> ExitStack:
-        """Return a context in which everything this thread calls is watched."""
+        """Return a context in which all calls of this thread are watched."""
         stack = ExitStack()
         if self._calls is None:
             stack.enter_context(HostSyncGuard(self, "cuda"))
@@ -161,7 +161,7 @@ class CaptureWatch(OperationMode):
         return stack
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, unless it would void the capture; note what it is given."""
+        """Run an operation, unless it would invalidate the capture; note its arguments."""
         if self._calls is not None:
             self._calls.note(sys._getframe(2))
         if not isinstance(func, torch._ops.OpOverload):
@@ -180,7 +180,7 @@ class CaptureWatch(OperationMode):
         return func(*args, **kwargs)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
-        """Return the error for a copy that waits; hold the host memory of one that does not."""
+        """Return the error for a copy that waits; keep host memory of other copies alive."""
         if not {"cpu", "cuda"} <= _kinds_of(func, args, kwargs):
             return None
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
@@ -188,8 +188,8 @@ class CaptureWatch(OperationMode):
             return HostSyncError(
                 "a copy between host and device",
                 "it waits",
-                "Make a constant on the device, with device=, or once as a buffer, and pass what "
-                "changes as an input.",
+                "Create constants on the device with device=, or once as a buffer, and pass "
+                "changing values as inputs.",
             )
         tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
         self.host_tensors += [tensor for tensor in tensors if tensor.device.type == "cpu"]
@@ -197,7 +197,7 @@ class CaptureWatch(OperationMode):
 
 
 def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
-    """Return the types of device that a copy is between."""
+    """Return the device types of a copy's source and destination."""
     kinds = {x.device.type for x in args[:2] if isinstance(x, torch.Tensor)}
     if func._schema.name == "aten::_to_copy" and kwargs.get("device") is not None:
         kinds.add(torch.device(kwargs["device"]).type)
@@ -206,7 +206,7 @@ def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> se
 
 @PerOperation
 def _looks_of(func: Any) -> tuple[bool, bool, bool]:
-    """Return whether an operation may wait, is a copy, and hides what it is made of."""
+    """Return whether an operation may wait, is a copy, or is composite."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False, True
     name = func._schema.name

@@ -1,15 +1,14 @@
-"""Memory that cuBLAS works in, kept in a pool that no tensor is allocated from.
+"""cuBLAS workspaces, allocated from a pool that serves no tensors.
 
-torch gives each pair of a cuBLAS handle (one for each thread) and a stream two workspaces from its
-allocator, one of cuBLAS and one of cuBLASLt, which runs products with a bias
-(aten/src/ATen/cuda/CublasHandlePool.cpp). A graph goes on writing to those that were there at
-capture. All of them may be given back at any time: ``torch.compile`` in mode ``reduce-overhead``
-does so around each of its own captures (torch/_inductor/cudagraph_trees.py,
-``clear_cublas_manager``). From then on a replay would overwrite whatever tensors lie there by
-then; and once the memory is the device's again, launching a graph that sets some of it to zero
-ends the process. So the workspaces of streams that are captured come from a pool for each stream
-that serves nothing else and stays for good: one given back is free in there, and the next of that
-stream takes its place.
+torch allocates two workspaces for each pair of a cuBLAS handle (one per thread) and a stream, one
+for cuBLAS and one for cuBLASLt, which runs products with a bias
+(aten/src/ATen/cuda/CublasHandlePool.cpp). A graph keeps writing to the workspaces it was captured
+with. They may be freed at any time: ``torch.compile`` in mode ``reduce-overhead`` frees all of them
+around each of its own captures (torch/_inductor/cudagraph_trees.py, ``clear_cublas_manager``). Then
+a replay would overwrite any tensors allocated there since, and once the memory is returned to the
+device, launching a graph that zeroes some of it ends the process. So the workspaces of captured
+streams come from one pool per stream that serves nothing else and is never freed: a freed workspace
+stays in the pool, and the stream's next one takes its place.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 def hold_workspace(stream: torch.cuda.Stream) -> None:
     """Allocate this thread's workspaces for a stream from the stream's own pool.
 
-    To be called before anything else uses cuBLAS on the stream, a capture included: torch may
-    have given the last ones back meanwhile. It queues a tiny product there, and takes some tens of
-    microseconds, but for the first call of a process, which loads cuBLAS. Within a
-    ``torch.cuda.use_mem_pool`` of the caller, the memory comes from there. Allocators other than
-    torch's native one know no such pools: there nothing is done.
+    Call it before anything else uses cuBLAS on the stream, including a capture: torch may have
+    freed the last workspaces meanwhile. It queues a tiny product and takes some tens of
+    microseconds, except for the first call of a process, which loads cuBLAS. Inside the caller's
+    ``torch.cuda.use_mem_pool``, the memory comes from that pool. It does nothing with allocators
+    other than torch's native one, which lack such pools.
 
     Args:
-        stream: The stream, which is the current one.
+        stream: The stream, which must be the current one.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return
@@ -45,16 +44,16 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
         if pool is None:
             pool = _pools[place] = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool, stream.device_index):
-        torch.cuda.current_blas_handle()  # asking for it makes the workspace of cuBLAS
+        torch.cuda.current_blas_handle()  # requesting it allocates the cuBLAS workspace
         if _may_multiply():
-            # Nothing else asks for the one of cuBLASLt: it is made by the first product that goes
-            # there, as those with a bias of one dimension do.
+            # Nothing else allocates the cuBLASLt workspace: the first product that uses cuBLASLt
+            # does, such as one with a one-dimensional bias.
             square = torch.zeros(16, 16, device=torch.device("cuda", stream.device_index))
             torch.addmm(square[0], square, square)
 
 
 def workspace_bytes(stream: torch.cuda.Stream) -> int:
-    """Return the bytes that are reserved for the workspaces of a stream."""
+    """Return the bytes reserved for the workspaces of a stream."""
     with _guard:
         pool = _pools.get((stream.device_index, stream.cuda_stream))
     if pool is None:
@@ -63,7 +62,7 @@ def workspace_bytes(stream: torch.cuda.Stream) -> int:
 
 
 def _may_multiply() -> bool:
-    """Return whether torch refuses no product; where it does, none is captured either."""
+    """Return whether torch allows products; if it refuses them, none is captured either."""
     if not torch.are_deterministic_algorithms_enabled():
         return True
     # at::Context::alertCuBLASConfigNotDeterministic

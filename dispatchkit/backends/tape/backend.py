@@ -1,14 +1,14 @@
-"""The tape: CUDA-graph semantics on a CPU, to prove on any machine what a device must do.
+"""The tape: CUDA-graph semantics on a CPU, for tests on any machine.
 
-What it shares with graphs of a device: fixed addresses, Python runs once, at capture; calls
-that wait for the device are refused by name; random numbers come as in eager; a capture
-changes nothing outside itself, not even one that fails; what the callable stashed stays
-alive; outputs hold poison until the first replay; intermediates share a pool's memory.
+Like graphs of a device: addresses are fixed; Python runs once, at capture; calls that wait for the
+device are refused by name; random numbers are those of eager; a capture changes nothing outside
+itself, even if it fails; tensors that the callable stores stay alive; outputs hold poison until the
+first replay; intermediates share a pool's memory.
 
-What differs: capturing runs the operations (and puts back what they changed); a graph keeps
-alive the outside tensors it reads, which a device's graph does not; ``tensor.to("cpu")`` is
-not refused, since the tape cannot tell it from moving to the device; Python lists and numbers
-turned into tensors inside the callable are baked in.
+Differences: capturing runs the operations (and restores what they changed); a graph keeps alive the
+outside tensors it reads, which a device's graph does not; ``tensor.to("cpu")`` is not refused,
+since the tape cannot distinguish it from moving to the device; Python lists and numbers turned into
+tensors inside the callable become constants.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from dispatchkit.keys.checks import check_count
 
 _T = TypeVar("_T")
 
-# torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
+# torch's pool of CUDA streams has 32 per priority, so the tape has no more.
 DEFAULT_MAX_STREAMS = 32
-# Parts that a graph of a deferred tape runs in: enough for others to come in between.
+# Number of parts in which a deferred tape runs a graph, so that others can interleave.
 MAX_PARTS = 8
-# What a device would keep beside the pools: the driver for each step of a graph, and libraries
-# for each stream that graphs were captured on.
+# Memory that a device would keep besides the pools: the driver's per step of a graph, and
+# libraries' per stream that graphs were captured on.
 DRIVER_BYTES = 64
 WORKSPACE_BYTES = 4096
 
 
 class _CurrentStream(threading.local):
-    """The stream each thread has made current; None stands for the default stream."""
+    """The current stream of each thread; None means the default stream."""
 
     stream: TapeStream | None = None
 
@@ -70,9 +70,9 @@ class TapeBackend:
     """Captures and replays on a CPU, with the semantics of CUDA graphs.
 
     Args:
-        scheduler: Seed of the deferred scheduler, which makes missing waits visible; None
-            runs all work at once (see streams.py).
-        max_streams: Number of streams that may exist at a time, the default one apart.
+        scheduler: Seed of the deferred scheduler, which makes missing waits visible; None runs all
+            work immediately (see streams.py).
+        max_streams: Number of streams that may exist at a time, not counting the default stream.
 
     Raises:
         ConfigError: ``max_streams`` is not a whole number of at least 1.
@@ -93,17 +93,17 @@ class TapeBackend:
 
     @property
     def name(self) -> str:
-        """The name it is chosen by."""
+        """Its name."""
         return "tape"
 
     @property
     def torch_device(self) -> str:
-        """The device string tensors are made on."""
+        """The device string for tensors."""
         return "cpu"
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this backend can do."""
+        """The backend's capabilities."""
         return BackendCapabilities(
             graphs=True,
             max_streams=self._max_streams,
@@ -111,12 +111,12 @@ class TapeBackend:
             concurrent_streams=False,
             poisons_outputs=True,
             stream_priorities=True,
-            # Deferred, a capture holds what all streams need.
+            # On a deferred tape, a capture holds the lock that all streams need.
             steps_beside_captures=self._scheduler is None,
         )
 
     def device_info(self) -> dict[str, str]:
-        """Return device name and library versions for reports."""
+        """Return the device name and library versions, for reports."""
         return {
             "device": f"tape on {platform.processor() or platform.machine()}",
             "torch": torch.__version__,
@@ -126,7 +126,7 @@ class TapeBackend:
     # -- streams and events -------------------------------------------------------------
 
     def current_stream(self) -> TapeStream:
-        """Return the stream that new work of this thread goes to."""
+        """Return the current stream of this thread."""
         stream = self._thread.stream
         return self._default_stream if stream is None else stream
 
@@ -136,10 +136,10 @@ class TapeBackend:
         return 0 if stream is None else stream.handle
 
     def new_stream(self, *, priority: int = 0) -> TapeStream:
-        """Return a new stream; its priority changes nothing on the tape.
+        """Return a new stream; priority has no effect on the tape.
 
         Raises:
-            ConfigError: ``max_streams`` streams are alive already.
+            ConfigError: ``max_streams`` streams are already in use.
         """
         with self._streams_guard:
             if len(self._streams) >= self._max_streams:
@@ -147,7 +147,7 @@ class TapeBackend:
                     "number of streams",
                     len(self._streams) + 1,
                     f"at most {self._max_streams} at a time on this device",
-                    "Use fewer lanes, or drop streams that are not needed.",
+                    "Use fewer lanes, or release streams that are not needed.",
                 )
             stream = TapeStream(self._next_handle, self._scheduler)
             self._next_handle += 1
@@ -158,7 +158,7 @@ class TapeBackend:
     def use_stream(self, stream: Any) -> Iterator[None]:
         """Make a stream current for the duration of a ``with`` block.
 
-        Deferred, tensor operations inside the block are queued on the stream.
+        On a deferred tape, tensor operations inside the block are queued on the stream.
         """
         before = self._thread.stream
         self._thread.stream = stream
@@ -174,7 +174,7 @@ class TapeBackend:
             self._thread.stream = before
 
     def new_event(self, *, timing: bool = False) -> TapeEvent:
-        """Return a new event; only a timing event measures, and it measures host time."""
+        """Return a new event; only timing events measure time, which is host time."""
         return TapeEvent(self.current_stream, timing=timing)
 
     def synchronize(self) -> None:
@@ -193,12 +193,12 @@ class TapeBackend:
         return pool
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes the pool reserves now; 0 once it is unused."""
+        """Return the bytes that the pool currently reserves; 0 once it is unused."""
         num_bytes: int = pool.num_bytes
         return num_bytes
 
     def sleep_problem(self) -> str:
-        """Return why no memory can sleep here: it can."""
+        """Return ``""``: memory can sleep here."""
         return ""
 
     def new_sleeping_pool(self) -> TapePool:
@@ -206,24 +206,24 @@ class TapeBackend:
         return self.new_pool()
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call what makes tensors; their memory sleeps with the pool."""
+        """Call a function that creates tensors, whose memory sleeps with the pool."""
         with NewTensors() as made:
             result = make()
         pool.adopt(made.tensors)
         return result
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Let the memory of pools sleep: no graph of them may replay."""
+        """Put the memory of pools to sleep: their graphs must not be replayed."""
         self.synchronize()
         return sum(pool.sleep() for pool in pools)
 
     def wake(self, pools: Sequence[Any]) -> None:
-        """Wake the memory of pools up; what lay there is lost."""
+        """Wake the memory of pools; earlier contents are lost."""
         for pool in pools:
             pool.wake()
 
     def device_memory(self) -> DeviceMemory:
-        """Return what a device would have handed out for the graphs of this tape."""
+        """Return the memory that a device would use for the graphs of this tape."""
         with self._streams_guard:
             pools, streams = tuple(self._pools), tuple(self._streams)
         workspaces = sum(map(self.workspace_bytes, streams))
@@ -234,7 +234,7 @@ class TapeBackend:
         return DeviceMemory(reserved - asleep + driver, reserved, held)
 
     def workspace_bytes(self, stream: TapeStream) -> int:
-        """Return what libraries of a device would keep for a stream that was captured."""
+        """Return the bytes that a device's libraries would keep for a captured stream."""
         return WORKSPACE_BYTES if stream.was_captured else 0
 
     # -- graphs -------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class TapeBackend:
         """Run the callable eagerly on a stream, ordered after the caller's stream.
 
         Returns:
-            What the last run returned. The caller's stream waits for the warm-up.
+            The result of the last run. The caller's stream waits for the warmup.
         """
         return run_warmup(self, run, stream, iterations)
 
@@ -255,10 +255,10 @@ class TapeBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> TapeGraph:
-        """Record the callable; its effects outside the graph are put back.
+        """Record the callable; its effects outside the graph are undone.
 
-        It runs in the caller's grad and inference mode. Other threads must not write the
-        same outside tensors meanwhile: their writes would be put back as well.
+        It runs in the caller's grad and inference mode. Other threads must not write the same
+        outside tensors meanwhile, since their writes would be undone, too.
 
         Raises:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
@@ -284,12 +284,12 @@ class TapeBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Record a callable that ends and begins segments, the first one begun.
+        """Record a callable that ends and begins segments; the first is already begun.
 
-        Functions of torch.compile run plainly, whatever ``compiled`` says.
+        Functions of torch.compile run eager, regardless of ``compiled``.
 
         Raises:
-            CaptureError: As for ``capture``; all graphs of it are released.
+            CaptureError: As for ``capture``; all its graphs are released.
         """
         handled = sys.exception()
 
@@ -301,17 +301,17 @@ class TapeBackend:
                 return segments.run(run, handled)
             from dispatchkit.backends.tape.deferred import deferred_operations
 
-            with deferred_operations(stream):  # what runs between segments
+            with deferred_operations(stream):  # calls between segments
                 return segments.run(run, handled)
 
         return self._alone(stream, capture)
 
     def _make_graph(self, recorder: Recorder, outputs: Any, pool: TapePool) -> TapeGraph:
-        """Return the graph of what was recorded."""
+        """Return the graph of a recording."""
         kept = recorder.kept()
         tensors = pool.allocate(recorder, kept)
         steps = recorder.steps
-        # Deferred, other streams may come in between any two parts, as between kernels.
+        # On a deferred tape, other streams may interleave between parts, as between kernels.
         size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
         parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
         launches = tuple(compile_replay(part, tensors) for part in parts)
@@ -335,23 +335,23 @@ class TapeBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return by how many bytes a capture would make the pool grow: exact here.
+        """Return the bytes by which a capture would make the pool grow; exact here.
 
         Raises:
-            CaptureError: It could not be captured either.
+            CaptureError: The callable cannot be captured.
         """
         handled = sys.exception()
 
         def grow() -> int:
             recorder, outputs = self._record(run, generators, handled)
             num_bytes: int = pool.growth(recorder, recorder.kept())
-            del outputs  # kept until here: it shows what outlives the callable
+            del outputs  # kept until here to show what outlives the callable
             return num_bytes
 
         return self._alone(stream, grow)
 
     def _alone(self, stream: Any, run: Callable[[], _T]) -> _T:
-        """Call what captures on a stream, while no other thread captures or runs deferred work."""
+        """Run a capture on a stream while no other thread captures or runs deferred work."""
         held = nullcontext() if self._scheduler is None else self._scheduler.lock
 
         def on_stream() -> _T:
@@ -370,7 +370,7 @@ class TapeBackend:
         generators: Iterable[Any],
         handled: BaseException | None,
     ) -> tuple[Recorder, Any]:
-        """Run the callable once, noting what it does; what it changed is put back."""
+        """Run the callable once, recording its operations, and undo its effects."""
         recorder = Recorder()
         try:
             recorder.add_generators([torch.default_generator, *generators])

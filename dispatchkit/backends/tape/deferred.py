@@ -1,18 +1,18 @@
 """Tensor operations that wait in a stream's queue, for the deferred tape.
 
-Inside ``use_stream`` of a deferred tape every operation on tensors is queued on that stream,
-as on a device: shapes are known at once, data comes when the scheduler lets the stream go on.
-New tensors hold poison until then. So whoever reads a result on another stream without a
-wait sees poison or old data, and whoever overwrites an input too early spoils it.
+Inside ``use_stream`` of a deferred tape, every tensor operation is queued on that stream, as on a
+device: shapes are known immediately, data when the scheduler advances the stream. New tensors hold
+poison until then. So code that reads a result on another stream without waiting sees poison or old
+data, and code that overwrites an input too early corrupts it.
 
-What is not deferred, and why:
+Not deferred are:
 
-- views, and new memory without data: nothing is read;
-- operations without tensor arguments (zeros, arange): no other stream can know their result yet;
-- operations that draw: generators move in the order of the host, so the stream is run up to
+- views and uninitialized memory: nothing is read;
+- operations without tensor arguments (zeros, arange): no other stream can have their result yet;
+- operations that draw random numbers: generators advance in host order, so the stream is run up to
   here first;
-- operations whose shape depends on data, or that torch's meta kernels cannot run: the host
-  needs the data, so it waits for the stream, as it would on a device.
+- operations whose shape depends on data, or without a meta kernel: the host needs the data, so it
+  waits for the stream, as on a device.
 
 A read by the host (``item``, ``tolist``, ``numpy``, printing) waits for the current stream
 only, as on a device.
@@ -39,9 +39,9 @@ from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_depe
 
 
 class _Blocks(threading.local):
-    """The ``use_stream`` blocks that this thread is in, the inmost last.
+    """The ``use_stream`` blocks that this thread is in, innermost last.
 
-    Modes stay in force in blocks further in, where they must do nothing.
+    Modes remain active in nested blocks, where they must do nothing.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ _blocks = _Blocks()
 
 
 class _HostReads(TorchFunctionMode):
-    """Lets the host wait for the stream where it reads data past the dispatcher."""
+    """Makes the host wait for the stream when it reads data, bypassing the dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
@@ -76,7 +76,7 @@ class _DeferredOperations(DispatchMode):
         if capturing_device():
             return func(*args, **kwargs)  # the recorder above this mode has seen it
         if _blocks.inmost() is not self:
-            return func(*args, **kwargs)  # of a block further in, which asks for it now
+            return func(*args, **kwargs)  # requested by a nested block
         if is_higher_order(func):
             return self._run_now(func, args, kwargs)
         result = run_parts(self, func, args, kwargs)
@@ -118,7 +118,7 @@ class _DeferredOperations(DispatchMode):
 
 
 class _Deferred:
-    """One queued operation: run it, and put its results where the host expects them."""
+    """One queued operation: runs it and stores its results where the host expects them."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         self._func, self._results = func, results
@@ -133,7 +133,7 @@ class _Deferred:
 
 
 def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation may run out of turn: it reads and writes no known data."""
+    """Return whether an operation may run out of order: it reads and writes no known data."""
     schema = func._schema
     if schema.is_mutable:
         return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"
@@ -144,15 +144,15 @@ def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return next(tensors_in((*args, *kwargs.values())), None) is None
 
 
-# Results without data, by the call that has them. Many of torch's meta kernels are Python and take
-# longer than all else that is done to defer a call.
+# Results without data, by call. Many of torch's meta kernels are Python and take longer than
+# everything else involved in deferring a call.
 _known_shapes: dict[Any, tuple[Any]] = {}
 _MAX_KNOWN_SHAPES = 10_000
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the operation's results as tensors without data, or None if that fails."""
-    # A quotient of integers is of the default type.
+    # A quotient of integers has the default dtype.
     call = func, _without_values(args), _without_values(kwargs), torch.get_default_dtype()
     known = _known_shapes.get(call)
     if known is None:
@@ -163,14 +163,14 @@ def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without_values(value: Any) -> Any:
-    """Return all that an operation's arguments say of the shapes of its results."""
+    """Return everything in an operation's arguments that determines the shapes of its results."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):
         return tuple((key, _without_values(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
         return tuple(map(_without_values, value))
-    return type(value), value  # True, 1 and 1.0 are equal, and make results of other types
+    return type(value), value  # True, 1 and 1.0 are equal but give results of different dtypes
 
 
 def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
@@ -183,8 +183,8 @@ def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
-        # No meta kernel, or a shape that depends on data: the caller runs it with data,
-        # and an argument that is really wrong raises there.
+        # No meta kernel, or a shape that depends on data: the caller runs it with data, where
+        # invalid arguments raise.
         return None
 
 
@@ -207,4 +207,4 @@ def deferred_operations(stream: TapeStream) -> Iterator[None]:
         _blocks.modes.pop()
         stream.interception.depth -= 1
         if stream.handle == 0 and not stream.interception.depth:
-            stream.synchronize()  # out here nothing orders the host after its queue
+            stream.synchronize()  # outside, nothing orders the host after its queue

@@ -16,7 +16,7 @@ from dispatchkit.errors import ReplayError
 
 def _refuse_replay() -> None:
     raise ReplayError(
-        "A released graph was asked to replay. Capture it again, or keep it until its last use."
+        "A released graph was replayed. Capture it again, or keep it until its last use."
     )
 
 
@@ -53,7 +53,7 @@ class TapeGraph:
 
     @property
     def outputs(self) -> Any:
-        """What the callable returned at capture; overwritten by every replay.
+        """The callable's result at capture; overwritten by every replay.
 
         Raises:
             ReplayError: The graph was released.
@@ -68,17 +68,17 @@ class TapeGraph:
         return self._draws
 
     def replay(self) -> None:
-        """Run the steps in the order of the current stream, no Python of the callable.
+        """Run the steps in current-stream order, without the callable's Python code.
 
-        Deferred, a graph that draws runs at once, after what its stream still holds:
-        generators move in the order of submission, as the host's offsets on a device do.
+        On a deferred tape, a graph that draws runs immediately, after the queued work of its
+        stream: generators advance in submission order, as the host's offsets on a device do.
 
         Raises:
             ReplayError: The graph was released, its memory sleeps, or this thread is inside a
                 capture.
         """
         if self._pool.is_asleep:
-            raise ReplayError("A graph was asked to replay while the memory of its pool sleeps.")
+            raise ReplayError("A graph was replayed while the memory of its pool is asleep.")
         if capturing_device():
             raise ReplayError(
                 "A replay inside a capture is not recorded by the tape. Call the captured "
@@ -106,7 +106,7 @@ class TapeGraph:
 
 
 def poison_kept(recorder: Recorder, kept: set[int]) -> None:
-    """Fill what outlives the callable, so that a read before the first replay shows."""
+    """Fill outputs with poison, so that a read before the first replay is visible."""
     for step in recorder.steps:
         for ref in step.refs():
             if ref.storage in kept:

@@ -1,4 +1,4 @@
-"""Facts about operations: what they write, what they are made of, how to call them again."""
+"""Properties of operations: what they write, their parts, and how to call them again."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def is_written_in_python(func: Any) -> bool:
 
 
 def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that is made of others, so that the mode sees those instead.
+    """Run a composite operation so that the mode sees its parts instead.
 
-    Besides composite ones these are custom operators written in Python, whose Python would
-    run again at each replay.
+    This includes custom operators written in Python, whose code would otherwise run again at each
+    replay.
 
     Returns:
-        The result, or NotImplemented for an operation that is not made of others.
+        The result, or NotImplemented if the operation is not composite.
     """
     if is_written_in_python(func):
         with mode:
@@ -70,13 +70,13 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run an operation, an in-place one by its public binding if that takes the arguments.
+    """Run an operation; an in-place one through its public binding if that takes the arguments.
 
-    The binding costs about a third of the operator object's call. Arguments it does not take
-    are refused before anything has run.
+    The binding takes about a third of the time of calling the operator object. It rejects arguments
+    it does not take before anything runs.
 
     Returns:
-        What was called, and its result.
+        The function called, and its result.
     """
     name = func._schema.name.split("::")[1]
     if func.namespace == "aten" and name.endswith("_") and not kwargs and args:
@@ -87,25 +87,25 @@ def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                     result = public(*args)
                 return public, result if func._schema.returns else None
             except TypeError:
-                pass  # for instance None among the indices of index_put_
+                pass  # for example None among the indices of index_put_
     return func, func(*args, **kwargs)
 
 
 def writing_call(
     func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]
 ) -> tuple[Any, list[str], tuple[str, ...]]:
-    """Find the way to run an operation that writes its results where they are.
+    """Find a way to run an operation so that it writes its results in place.
 
-    Each candidate is tried on the results themselves, which it computes once more.
+    Each candidate is tried on the results themselves, recomputing them.
 
     Returns:
-        What to call, which keyword arguments stay, and the names of the out arguments (none:
-        the result must be copied).
+        The function to call, the keyword arguments to keep, and the names of the out arguments
+        (empty: the result must be copied).
     """
     overload, names = _out_overload(func)
     if overload is None or len(fresh) != len(names):
         return func, list(kwargs), ()
-    # What describes a new tensor (dtype, device, ...) comes from the one that is given.
+    # Properties of a new tensor (dtype, device, ...) come from the out argument.
     taken = {argument.name for argument in overload._schema.arguments}
     kept = [key for key in kwargs if key in taken]
     keyword_arguments = {key: kwargs[key] for key in kept}
@@ -119,7 +119,7 @@ def writing_call(
             with _Guard(LAUNCH_KEYS):
                 candidate(*args, **keyword_arguments)
         except (RuntimeError, TypeError, NotImplementedError):
-            continue  # this form does not take these arguments; the next one may
+            continue  # this overload does not take these arguments; try the next
         return candidate, kept, names
     return func, list(kwargs), ()
 
@@ -128,7 +128,7 @@ _out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the overload with out arguments whose other arguments are the same."""
+    """Return the overload with out arguments and otherwise equal arguments."""
     found = _out_overloads.get(func)
     if found is None:
         found = _out_overloads[func] = _find_out_overload(func)

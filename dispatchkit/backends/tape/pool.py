@@ -1,4 +1,4 @@
-"""The memory pools that graphs of the tape share."""
+"""Memory pools shared by graphs of the tape."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 
 
 class TapePool:
-    """Memory that the graphs of one lane share.
+    """Memory shared by the graphs of one lane.
 
-    Intermediates of all its graphs lie in the same segments, so that a replay overwrites
-    the intermediates of every other graph of the pool. Outputs, and whatever else outlives
-    the callable, are overwritten by the replay of each graph that was captured before: on a
-    device they may lie where that one has its intermediates, which were free by then. Graphs
-    that were captured later leave them alone.
+    Intermediates of all its graphs are in the same segments, so that a replay overwrites the
+    intermediates of every other graph of the pool. Outputs, and everything else that outlives the
+    callable, are overwritten by replays of graphs captured earlier: on a device they may share
+    memory with those graphs' intermediates, which were free by then. Graphs captured later do not
+    overwrite them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments: list[Any] = []
-        # With the number of the capture that each outlives.
+        # Each with the number of the capture that it outlives.
         self._kept: list[tuple[StorageWeakRef, int, int]] = []
         self._num_captures = 0
         self._adopted: list[StorageWeakRef] = []
@@ -39,13 +39,13 @@ class TapePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved now: the segments, and outputs that are still alive."""
+        """Bytes currently reserved: the segments, and outputs that are still alive."""
         with self._lock:
             return 0 if self.is_asleep else self._graph_bytes()
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that an allocator has for it, asleep too, tensors of ``allocate`` included."""
+        """Bytes allocated for it, even while asleep, including tensors of ``allocate``."""
         with self._lock:
             return self._graph_bytes() + sum(one.nbytes() for one in _alive(self._adopted))
 
@@ -72,7 +72,7 @@ class TapePool:
             return sum(graph.num_steps for graph in self._graphs)
 
     def allocate(self, recorder: Recorder, kept: set[int]) -> Materialiser:
-        """Place the intermediates of a recording in the segments; kept storages stay put."""
+        """Place the intermediates of a recording in the segments; kept storages do not move."""
         with self._lock:
             sizes, placement = self._place(recorder, kept)
             if placement.new_bytes:
@@ -91,19 +91,19 @@ class TapePool:
         return Materialiser(places)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count memory of tensors that others made as this pool's: it sleeps with it."""
+        """Count tensors created outside as this pool's memory, which sleeps with it."""
         with self._lock:
             self._adopted = [one for one in self._adopted if not one.expired()]
             self._adopted += [StorageWeakRef(one.untyped_storage()) for one in tensors]
 
     def sleep(self) -> int:
-        """Let no graph replay from now on; returns the bytes that this gives back."""
+        """Refuse replays from now on; return the bytes released."""
         num_bytes = 0 if self.is_asleep else self.reserved_bytes
         self.is_asleep = True
         return num_bytes
 
     def wake(self) -> None:
-        """Let graphs replay again; what lay in its memory is lost, as if others had had it."""
+        """Allow replays again; earlier contents are lost, as if others had used the memory."""
         with self._lock:
             if not self.is_asleep:
                 return
@@ -113,9 +113,10 @@ class TapePool:
             self.is_asleep = False
 
     def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
-        """Return what a replay of the last recording overwrites; None if it has no intermediates.
+        """Return a function for what the last recording's replay overwrites; None without
+        intermediates.
 
-        It fills outputs of later captures that are still alive with NaN.
+        It fills live outputs of later captures with NaN.
         """
         if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
             return None
@@ -130,7 +131,7 @@ class TapePool:
         return overwrite
 
     def growth(self, recorder: Recorder, kept: set[int]) -> int:
-        """Return by how many bytes a recording would make the pool grow."""
+        """Return the bytes by which a recording would make the pool grow."""
         with self._lock:
             num_bytes = self._place(recorder, kept)[1].new_bytes
         for identity in kept:
@@ -138,7 +139,7 @@ class TapePool:
         return num_bytes
 
     def _place(self, recorder: Recorder, kept: set[int]) -> tuple[dict[int, int], Placement]:
-        """Plan where intermediates go, and return their sizes and places; under the lock."""
+        """Return the sizes and places of intermediates; called under the lock."""
         sizes = {identity: recorder.storages[identity].nbytes() for identity in recorder.own - kept}
         if not self._graphs:
             self._segments.clear()
@@ -150,7 +151,7 @@ class TapePool:
             self._graphs.add(graph)
 
     def discard(self, graph: object) -> None:
-        """Count a graph no longer."""
+        """Stop counting a graph."""
         with self._lock:
             self._graphs.discard(graph)
 
@@ -159,7 +160,7 @@ class NewTensors(DispatchMode):
     """Collects the tensors that operations return.
 
     Attributes:
-        tensors: Those.
+        tensors: The tensors.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class NewTensors(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled functions of other threads as they are."""
+        """Do not affect compiled functions of other threads."""
         return True
 
     def __torch_dispatch__(
@@ -180,7 +181,7 @@ class NewTensors(DispatchMode):
 
 
 def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
-    # torch annotates the call without the None that it returns for a storage that is gone.
+    # torch's annotation omits the None that it returns for a freed storage.
     found: list[torch.UntypedStorage | None] = [
         torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in references
     ]
@@ -188,6 +189,6 @@ def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
 
 
 def _overwrite(storage: torch.UntypedStorage) -> None:
-    # It runs in its turn already: a deferring mode of this thread would queue it once more.
+    # It already runs in order; a deferring mode of this thread would queue it again.
     with torch._C._ExcludeDispatchKeyGuard(LAUNCH_KEYS):
         torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)

@@ -1,14 +1,14 @@
-"""Recording: run a callable once on a CPU and note what a replay has to do.
+"""Record a callable by running it once on a CPU and noting what a replay must do.
 
-A real capture runs nothing. On a CPU the callable must run, to know what it does, so all
-that this changes is put back, also when the callable fails half-way:
+A capture on a device runs nothing. On a CPU the callable must run to be recorded, so its effects
+are undone, even if it fails half-way:
 
-- A storage from outside is saved before the first operation that writes it.
-- Operations that draw take a copy of their generator, so that the generator itself never
-  moves, not even for the eyes of another thread.
+- Each outside storage is saved before the first operation that writes it.
+- Operations that draw use a copy of their generator, so that the generator itself never advances,
+  not even visibly to another thread.
 
-Operations are seen below autograd and autocast (TorchDispatchMode), so that a training step
-is recorded as the plain operations it is made of.
+Operations are seen below autograd and autocast (TorchDispatchMode), so that a training step is
+recorded as plain operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dispatchkit.backends.watching.collectives import (
 from dispatchkit.backends.watching.dispatch_mode import OperationMode, tensors_in
 from dispatchkit.backends.watching.host_sync import sync_of
 
-# These make or rename memory and write none, so a replay on fixed memory skips them.
+# These allocate or alias memory without writing it, so a replay on fixed memory skips them.
 _WRITES_NOTHING = frozenset(
     "aten::" + name
     for name in (
@@ -47,7 +47,7 @@ _WRITES_NOTHING = frozenset(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; unique while that lives."""
+    """Return the identity of a tensor's storage, unique during its lifetime."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -56,11 +56,11 @@ class Recorder(OperationMode):
     """Notes every operation of one capture as a Step.
 
     Attributes:
-        steps: What a replay does, in order.
-        storages: Every storage seen, by identity; held so that identities stay unique.
-        own: Identities of the storages made inside the capture.
-        first_error: The first refused call, also where the callable swallowed it.
-        is_paused: Operations run, and are not noted.
+        steps: The steps of a replay, in order.
+        storages: Every storage seen, by identity; kept alive so that identities stay unique.
+        own: Identities of the storages created inside the capture.
+        first_error: The first refused call, even if the callable swallowed the error.
+        is_paused: Operations run without being recorded.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Recorder(OperationMode):
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was noted: a new recording begins."""
+        """Clear the recording, to begin a new one."""
         self.steps: list[Step] = []
         self.storages: dict[int, Any] = {}
         self.own: set[int] = set()
@@ -80,21 +80,21 @@ class Recorder(OperationMode):
     # -- what the capture asks for ------------------------------------------------------
 
     def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call: the capture is lost even if the callable goes on."""
+        """Remember a refused call: the capture fails even if the callable continues."""
         self.first_error = self.first_error or error
 
     def raise_swallowed_error(self) -> None:
-        """Raise a refused call that the callable caught: on a device the capture is lost."""
+        """Raise a refused call that the callable caught: the capture is invalid."""
         if self.first_error is not None:
             raise self.first_error
 
     def add_generators(self, generators: Any) -> None:
-        """Fork generators that the callable may use in ways that are not seen here."""
+        """Fork generators that the callable may use in ways not visible here."""
         for generator in generators:
             self._fork(generator)
 
     def restore(self) -> None:
-        """Put back every outside storage as it was before the capture."""
+        """Restore every outside storage to its contents before the capture."""
         for identity, saved in self._saved.items():
             storage = self.storages[identity]
             if storage.nbytes() != saved.nbytes():
@@ -110,10 +110,11 @@ class Recorder(OperationMode):
         )
 
     def kept(self) -> set[int]:
-        """Return the own storages that somebody else still refers to: outputs, stashes.
+        """Return storages of the capture that are still referenced elsewhere: outputs and stored
+        tensors.
 
-        Only asked after the callable has returned; the recorder itself holds one reference
-        to each storage and no tensor.
+        Called only after the callable has returned; the recorder itself holds one reference to each
+        storage and no tensor.
         """
         return {
             identity
@@ -147,7 +148,7 @@ class Recorder(OperationMode):
         with self._generators_forked(func, args, kwargs) as draw_again:
             call, result = run_step(func, args, kwargs)
             fresh = self._fresh(result)
-            # Written arguments may have been resized, which a replay does not do again.
+            # Written arguments may have been resized, which a replay does not repeat.
             refs |= {id(tensor): self._ref(tensor) for tensor in written}
             self._check_sizes(func, written)
             if not self._writes_data(func, written, fresh):
@@ -169,7 +170,7 @@ class Recorder(OperationMode):
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a collective: a replay runs it again, with the other ranks, and waits for it."""
+        """Record a collective, which a replay runs again with the other ranks and waits for."""
         for tensor in tensors_in(args[:1]) if writes_first_argument(func) else ():
             self._save(tensor)
         inputs = list(tensors_in((*args, *kwargs.values())))
@@ -184,24 +185,24 @@ class Recorder(OperationMode):
 
     @staticmethod
     def _writes_data(func: Any, written: list[Any], fresh: list[Any]) -> bool:
-        """Return whether a replay has anything to do for an operation: not for views."""
+        """Return whether a replay must do anything for an operation (not for views)."""
         if func._schema.name in _WRITES_NOTHING or torch.Tag.inplace_view in func.tags:
             return False
         return bool(written or fresh)
 
     def _check_sizes(self, func: Any, written: list[torch.Tensor]) -> None:
-        """Refuse to resize what was made outside: its address would not stay."""
+        """Refuse to resize outside tensors, whose addresses would change."""
         for tensor in written:
             saved = self._saved.get(storage_id(tensor))
             if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
                 raise RuntimeError(
-                    f"{func._schema.name} resizes a tensor made outside the capture from "
-                    f"{saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes; give it "
-                    "its full size beforehand"
+                    f"{func._schema.name} resizes a tensor created outside the capture from "
+                    f"{saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes; create it "
+                    "with its full size"
                 )
 
     def _see(self, tensor: torch.Tensor) -> None:
-        """Note a tensor's storage, refusing what a tape cannot hold at a fixed address."""
+        """Note a tensor's storage; refuse tensors that the tape cannot keep at a fixed address."""
         if tensor.is_nested:
             raise HostSyncError("an operation on a nested tensor", "its sizes are on the host")
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
@@ -214,7 +215,7 @@ class Recorder(OperationMode):
         self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
 
     def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
-        """Return the results that live in storages not seen before, with their places."""
+        """Return the results in storages not seen before, with their positions."""
         fresh: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(flat_tensors(result)):
             identity = storage_id(tensor)
@@ -247,7 +248,7 @@ class Recorder(OperationMode):
     # -- generators ---------------------------------------------------------------------
 
     def _fork(self, generator: Any) -> Any:
-        """Return the copy that stands for a generator during the capture."""
+        """Return the copy that replaces a generator during the capture."""
         known = self._forks.get(id(generator))
         if known is None:
             state = generator.get_state()
@@ -258,10 +259,10 @@ class Recorder(OperationMode):
 
     @contextmanager
     def _generators_forked(self, func: Any, args: Any, kwargs: Any) -> Iterator[Callable[[], None]]:
-        """Let one operation draw from the copies, and the generators stay as they are.
+        """Make one operation draw from the copies, leaving the generators unchanged.
 
         Yields:
-            A function that makes the next draw the same one again.
+            A function that makes the next draw repeat the same numbers.
         """
         custom = func.namespace not in ("aten", "prims")
         if not (custom or torch.Tag.nondeterministic_seeded in func.tags):

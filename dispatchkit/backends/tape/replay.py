@@ -1,6 +1,6 @@
-"""From recorded steps to a replay: one generated function, a line for each step.
+"""Generate a replay function from recorded steps, with one line per step.
 
-Measured on a 4-layer MLP: a list of closures takes 44 us, the straight line 34 us.
+Measured on a 4-layer MLP: a list of closures takes 44 us, the generated function 34 us.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dispatchkit.backends.tape.steps import (
 
 
 class Materialiser:
-    """Makes own tensors for refs, one for each, on given storages.
+    """Creates one tensor per ref, on given storages.
 
     Args:
-        storages: Storage identity to (storage, offset in bytes of its place in there).
+        storages: Storage identity to (storage, byte offset of its place).
     """
 
     def __init__(self, storages: dict[int, tuple[Any, int]]) -> None:
@@ -62,7 +62,7 @@ class _Source:
         known = self._names_by_identity.get(id(value))
         if known is None:
             known = f"v{len(self.namespace)}"
-            self.namespace[known] = value  # also keeps the identity from being used again
+            self.namespace[known] = value  # also prevents reuse of the identity
             self._names_by_identity[id(value)] = known
         return known
 
@@ -70,7 +70,7 @@ class _Source:
         """Write the line of one step."""
         arguments = [self.name(value) for value in step.args]
         for key, value in step.kwargs.items():
-            # Some arguments of torch's are named by a keyword (``random_(from=...)``).
+            # Some argument names of torch are Python keywords (``random_(from=...)``).
             form = "**{{{0!r}: {1}}}" if keyword.iskeyword(key) else "{0}={1}"
             arguments.append(form.format(key, self.name(value)))
         arguments += [f"{key}={self.name(ref)}" for key, ref in step.out]
@@ -98,7 +98,7 @@ def _copy_results(result: Any, indices: tuple[int, ...], targets: tuple[Any, ...
 
 
 def compile_replay(steps: list[Step], tensors: Materialiser) -> Callable[[], None]:
-    """Return one function that does all steps in order, with nothing looked up again."""
+    """Return one function that runs all steps in order without look-ups."""
     source = _Source(tensors)
     for step in steps:
         source.add(step)
@@ -108,7 +108,7 @@ def compile_replay(steps: list[Step], tensors: Materialiser) -> Callable[[], Non
     body = "".join(f"        {line}\n" for line in source.lines) or "        pass\n"
     text = f"def replay():\n    with _guard(_keys):\n{body}"
     exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - text made of own names only
-    # Taken out, or function and globals would hold each other, and the memory with them,
-    # until some later garbage collection.
+    # Removed, since otherwise function and globals would form a cycle that keeps the memory until a
+    # later garbage collection.
     replay: Callable[[], None] = namespace.pop("replay")
     return replay

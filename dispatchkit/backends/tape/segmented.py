@@ -1,7 +1,7 @@
-"""Recording in segments: a recording that breaks and goes on, within one call.
+"""Record in segments: a recording that breaks and resumes within one call.
 
-The recorder stays among the modes of the thread from the beginning to the end, since the callable
-may be inside modes of its own at a break; in between it lets operations pass.
+The recorder stays on the thread's mode stack throughout, since the callable may be inside its own
+modes at a break; between segments it ignores operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TapeSegments:
     """The segments of one recording.
 
     Args:
-        make_graph: Makes the graph of what a recorder has noted.
+        make_graph: Creates the graph of a recording.
         generators: Random generators that the callable may use.
     """
 
@@ -40,11 +40,11 @@ class TapeSegments:
         self._is_open = False
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Call what ends and begins segments.
+        """Call the function that ends and begins segments.
 
         Args:
             run: The callable.
-            handled: What its caller was handling.
+            handled: The exception its caller was handling.
 
         Raises:
             CaptureError: It raised, or left a segment open.
@@ -56,7 +56,7 @@ class TapeSegments:
                 result = run(self)
             recorder.raise_swallowed_error()
             if self._is_open:
-                raise CaptureError("A segment was left open: nothing would replay it.")
+                raise CaptureError("A segment was begun and not ended, so nothing would replay it.")
         except BaseException as error:
             for graph in self._graphs:
                 graph.release()
@@ -69,9 +69,9 @@ class TapeSegments:
         return result
 
     def end(self) -> TapeGraph:
-        """End the segment: what is called from here on runs at once."""
+        """End the segment; later calls run immediately."""
         if not self._is_open:
-            raise CaptureError("No segment is begun.")
+            raise CaptureError("No segment has begun.")
         recorder = self._recorder
         recorder.raise_swallowed_error()
         self._set_open(False)
@@ -85,13 +85,13 @@ class TapeSegments:
     def begin(self) -> None:
         """Begin the next segment."""
         if self._is_open:
-            raise CaptureError("A segment is begun already.")
+            raise CaptureError("A segment has already begun.")
         resume_capture()
         self._recorder.add_generators(self._generators)
         self._set_open(True)
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return False: memory of a tensor is the tensor's own."""
+        """Return False: a tensor's memory is its own."""
         return False
 
     def _set_open(self, is_open: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a recording is made of: steps, and the tensors they read and write."""
+"""The steps of a recording, and references to the tensors they read and write."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _K = torch._C.DispatchKey
 
 
 def _below_python_and_autograd() -> Any:
-    """Return the dispatch keys a replay skips: it is a launch, not a call of torch's API.
+    """Return the dispatch keys a replay skips, since it is a launch and not a call of torch's API.
 
-    What was recorded is below autograd and autocast, so that a replay inside somebody's
-    autocast must not cast again, and no mode of the caller's may see single steps.
+    Recorded operations are below autograd and autocast, so a replay inside autocast must not cast
+    again, and the caller's modes must not see single steps.
     """
     keys = torch._C.DispatchKeySet(_K.AutogradCPU)
     for key in (_K.AutogradOther, _K.ADInplaceOrView, _K.AutocastCPU, _K.Python):
@@ -30,7 +30,7 @@ LAUNCH_KEYS = _below_python_and_autograd()
 
 @attrs.frozen
 class TensorRef:
-    """A tensor as the recorder notes it: a view of a storage, holding nothing alive.
+    """A tensor as recorded: a view of a storage, without keeping anything alive.
 
     Attributes:
         storage: Identity of the storage.
@@ -53,10 +53,10 @@ class TensorRef:
 
 @attrs.define(eq=False)
 class Step:
-    """One thing a replay does.
+    """One operation of a replay.
 
     Attributes:
-        call: What is called. With ``out`` set it writes into those keyword arguments.
+        call: The function to call. If ``out`` is set, it writes into those keyword arguments.
         args: Positional arguments, tensors as TensorRef.
         kwargs: Keyword arguments, likewise.
         out: (keyword name, ref) pairs of results that ``call`` writes itself.
@@ -88,7 +88,7 @@ def _refs_in(value: Any) -> Iterable[TensorRef]:
 
 
 def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch.Tensor:
-    """Return a tensor of our own on a storage; it holds no autograd graph and no other object."""
+    """Return a new tensor on a storage, without autograd graph or other references."""
     offset = ref.offset + start_bytes // ref.dtype.itemsize
     with inference_mode(False):
         made = torch.empty(0, dtype=ref.dtype)
@@ -99,7 +99,7 @@ def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch
 
 
 def replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
-    """Return an operation's arguments or results with other values in place of tensors."""
+    """Return an operation's arguments or results with tensors replaced."""
     if isinstance(value, torch.Tensor):
         return replace(value)
     if isinstance(value, (tuple, list)):

@@ -1,16 +1,16 @@
-"""Streams and events of the tape: first in, first out, at once or deferred.
+"""Streams and events of the tape: FIFO queues, run immediately or deferred.
 
-At once (the default), whatever is given to a stream runs before the call returns, so that
-every order is right and every event done. This is the mode for running and for debugging.
+By default, work submitted to a stream runs before the call returns, so that every order is correct
+and every event is done. This is the mode for running and debugging.
 
-Deferred (a seed given), a stream keeps its work until something makes it run: a wait of
-the host, a wait of the default stream, or the seeded choice to let some other stream go on
-a step. Work of two streams then interleaves as the waits allow, and a wait that is missing
-shows as data that is old or poisoned. The same seed gives the same interleaving.
+If deferred (with a seed), a stream keeps its work until something makes it run: the host or the
+default stream waits, or the seeded scheduler advances some other stream. Work of two streams then
+interleaves as far as waits allow, and a missing wait shows up as old or poisoned data. The same
+seed gives the same interleaving.
 
-The default stream never defers by itself: what is given to it runs before the call returns,
-and its waits are waits of the host. Tensor operations are only seen, and so only deferred,
-inside ``use_stream`` (see deferred.py).
+The default stream never defers: its work runs before the call returns, and its waits are waits of
+the host. Tensor operations are visible, and therefore deferred, only inside ``use_stream`` (see
+deferred.py).
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class Mark:
 
 @attrs.define(eq=False)
 class _Wait:
-    """An item of a queue that holds back what follows until a mark is done."""
+    """A queue item that blocks later items until a mark is done."""
 
     mark: Mark
 
 
 @attrs.define(eq=False)
 class _Work:
-    """An item of a queue that does something."""
+    """A queue item that runs a function."""
 
     run: Callable[[], Any]
 
 
 class Scheduler:
-    """The queues of a deferred tape and the seeded choice of what runs next.
+    """The queues of a deferred tape, with the seeded choice of what runs next.
 
     Thread safety: one re-entrant lock around everything, since work that runs may submit.
     """
@@ -63,7 +63,7 @@ class Scheduler:
         self._queues: dict[TapeStream, deque[_Work | _Wait | Mark]] = {}
 
     def submit(self, stream: TapeStream, item: _Work | _Wait | Mark) -> None:
-        """Queue an item, then let any streams take a few steps."""
+        """Queue an item, then advance some streams by a few steps."""
         with self.lock:
             self._queues.setdefault(stream, deque()).append(item)
             while self._random.random() < 0.3:
@@ -78,7 +78,7 @@ class Scheduler:
             return not self._queues.get(stream)
 
     def drain(self, stream: TapeStream) -> None:
-        """Run all that is queued on a stream, and what that waits for."""
+        """Run all work queued on a stream, and the work it waits for."""
         with self.lock:
             while self._queues.get(stream):
                 self._advance(stream)
@@ -103,7 +103,7 @@ class Scheduler:
         return not isinstance(head, _Wait) or head.mark.done
 
     def _advance(self, stream: TapeStream) -> None:
-        """Run the head of a queue, first running what it waits for."""
+        """Run the head of a queue, after the work it waits for."""
         head = self._queues[stream][0]
         if isinstance(head, _Wait):
             self.drain_to(head.mark)
@@ -111,7 +111,7 @@ class Scheduler:
 
     def _step(self, stream: TapeStream) -> None:
         queue = self._queues[stream]
-        # Taken off first: an item that raises has run, and must not run again.
+        # Removed first: an item that raises has run and must not run again.
         item = queue.popleft()
         if not queue:
             del self._queues[stream]
@@ -122,7 +122,7 @@ class Scheduler:
 
 
 class _Interception(threading.local):
-    """How many ``use_stream`` blocks of this thread defer the operations on a stream."""
+    """Number of this thread's ``use_stream`` blocks that defer operations on a stream."""
 
     depth = 0
 
@@ -130,11 +130,11 @@ class _Interception(threading.local):
 class TapeStream:
     """An in-order queue of work. Handle 0 is the default stream.
 
-    ``lock`` makes replays of one stream, called from several threads, run one at a time.
+    ``lock`` serializes replays of one stream that are called from several threads.
 
     Attributes:
         was_captured: Graphs were captured on it.
-        capturing_thread: Which thread captures on it now; None for none.
+        capturing_thread: The thread that captures on it now, or None.
     """
 
     def __init__(self, handle: int, scheduler: Scheduler | None) -> None:
@@ -147,16 +147,16 @@ class TapeStream:
 
     @property
     def handle(self) -> int:
-        """The raw handle, cheap to compare."""
+        """The raw handle, which is cheap to compare."""
         return self._handle
 
     @property
     def is_deferred(self) -> bool:
-        """Whether work given now is queued rather than run before the call returns."""
+        """Whether work submitted now is queued rather than run before the call returns."""
         return self.scheduler is not None and (self._handle != 0 or self.interception.depth > 0)
 
     def give(self, run: Callable[[], Any]) -> None:
-        """Queue work, or run it now where this stream does not defer."""
+        """Queue work, or run it now if this stream does not defer."""
         if self.scheduler is not None and self.is_deferred:
             self.scheduler.submit(self, _Work(run))
             return
@@ -169,8 +169,8 @@ class TapeStream:
         """Put a mark at the end of the queue.
 
         Raises:
-            ReplayError: Another thread captures on it. On a device the mark would be part of the
-                capture, and so would be what waits for it.
+            ReplayError: Another thread captures on it. On a device the mark, and everything that
+                waits for it, would become part of the capture.
         """
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(f"{self!r} was waited for while another thread captured on it.")
@@ -178,14 +178,14 @@ class TapeStream:
         if self.scheduler is not None and self.is_deferred and not capturing_device():
             self.scheduler.submit(self, mark)
         else:
-            # In a capture the order is part of the graph, and nothing is queued.
+            # In a capture, the order is part of the graph and nothing is queued.
             if self.scheduler is not None and not capturing_device():
                 self.scheduler.drain(self)
             mark.done, mark.at_ns = True, time.perf_counter_ns()
         return mark
 
     def wait_mark(self, mark: Mark) -> None:
-        """Let later work wait for a mark."""
+        """Make later work wait for a mark."""
         if self.scheduler is None or mark.done or mark.stream is self or capturing_device():
             return
         if self.is_deferred:
@@ -198,11 +198,11 @@ class TapeStream:
         event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work of this stream wait for all work now queued on another."""
+        """Make later work of this stream wait for all work currently queued on another."""
         self.wait_mark(stream.mark())
 
     def query(self) -> bool:
-        """Return whether all queued work is done; never blocks."""
+        """Return whether all queued work is done, without blocking."""
         refuse_in_capture("Stream.query()")
         return self.scheduler is None or self.scheduler.is_idle(self)
 
@@ -221,7 +221,7 @@ class TapeEvent:
 
     Args:
         current: Returns the current stream of the calling thread.
-        timing: Whether the event may be asked for a time.
+        timing: Whether the event's time can be read.
     """
 
     def __init__(self, current: Callable[[], TapeStream], *, timing: bool) -> None:
@@ -239,7 +239,7 @@ class TapeEvent:
             (stream or self._current()).wait_mark(self._mark)
 
     def query(self) -> bool:
-        """Return whether the work before the event is done; never blocks."""
+        """Return whether the work before the event is done, without blocking."""
         refuse_in_capture("Event.query()")
         return self._mark is None or self._mark.done
 
@@ -258,12 +258,12 @@ class TapeEvent:
             ReplayError: One of the two is not recorded or not done yet.
         """
         if not (self._timing and end._timing):
-            raise ConfigError("timing", False, "True for events that are asked for a time")
+            raise ConfigError("timing", False, "True for events whose time is read")
         first, last = self._mark, end._mark
         if first is None or last is None or not (first.done and last.done):
             raise ReplayError(
-                "The time between two events was asked for before both were recorded and "
-                "done. Ask query() first, or synchronize()."
+                "The time between two events was read before both were recorded and done. Check "
+                "query() first, or call synchronize()."
             )
         elapsed_ns: int = last.at_ns - first.at_ns
         return elapsed_ns / 1000.0

@@ -1,1 +1,1 @@
-"""What is watched while a step is warmed up or captured, on any device."""
+"""Watch operations while a step is warmed up or captured, on any device."""

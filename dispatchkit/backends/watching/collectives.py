@@ -1,4 +1,4 @@
-"""What operations of torch.distributed write, which their schemas do not say, and when."""
+"""Collectives of torch.distributed: what they write, which schemas omit, and waiting for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier_"})
 
 
 def is_collective(func: Any) -> bool:
-    """Return whether an operation is one that torch.distributed's functions are made of."""
+    """Return whether an operation implements a function of torch.distributed."""
     return bool(func.namespace == "c10d")
 
 
 def refusal(func: Any) -> str:
-    """Return why an operation cannot be part of a recording; nothing if it may be."""
+    """Return why an operation cannot be recorded; empty if it can."""
     name = func._schema.name
     if func.namespace in _FUNCTIONAL:
         return (
@@ -30,15 +30,15 @@ def refusal(func: Any) -> str:
 def writes_first_argument(func: Any) -> bool:
     """Return whether a collective writes its first argument: one tensor, or lists of them.
 
-    Source: torch's Ops.cpp of c10d, whose operations all have what they write in front.
+    Source: torch's Ops.cpp of c10d, whose operations all take what they write first.
     """
     return func._schema.name.split("::")[1] not in {"send", *_BARRIERS}
 
 
 def waited(func: Any) -> Callable[..., Any]:
-    """Return a call of a collective that is done when it returns, as on a stream it would be.
+    """Return a call of a collective that has finished when it returns, as if in stream order.
 
-    The operation itself gives back what is to be waited for.
+    The operation itself returns an object to wait for.
     """
     from torch.distributed import Work
 

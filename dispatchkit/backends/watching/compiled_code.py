@@ -1,12 +1,13 @@
-"""Functions of ``torch.compile`` inside a step that is watched, warmed up or captured.
+"""Handle functions of ``torch.compile`` inside watched, warmed-up or captured steps.
 
-Under a dispatch mode that must see every operation, Dynamo compiles nothing, and marks the code
-it then skips for good: once called so, a compiled model runs uncompiled for the rest of the
-process. So under such a mode torch's own switch (``torch.compiler.set_stance``) makes compiled
-functions run eager, which touches neither their code nor what is compiled already.
+Under a dispatch mode that must see every operation, Dynamo compiles nothing and permanently marks
+the code it skips: after one such call, a compiled model runs uncompiled for the rest of the
+process. So under such a mode ``torch.compiler.set_stance`` makes compiled functions run eager,
+which affects neither their code nor what is already compiled.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
-torch/_dynamo/types.py of torch 2.11 to 2.13, which say when a frame is skipped and for how long.
+torch/_dynamo/types.py of torch 2.11 to 2.13, which determine when and for how long a frame is
+skipped.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import torch
 
 
 def dynamo_is_loaded() -> bool:
-    """Return whether anything can have been compiled: to load Dynamo takes seconds."""
+    """Return whether anything can have been compiled; loading Dynamo takes seconds."""
     return "torch._dynamo" in sys.modules
 
 
 class ThreadCounts:
-    """A count for each thread; true while any of them is above 0."""
+    """A count per thread; true while any of them is above 0."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -50,14 +51,14 @@ class ThreadCounts:
 
 
 class _ForceEager:
-    """Makes compiled functions run eager while anybody needs it.
+    """Makes compiled functions run eager while any thread needs it.
 
-    The switch is the process's: a compiled function that another thread calls in that moment
-    runs eager, too. A capture during which that may have happened warns.
+    The switch is process-wide: a compiled function that another thread calls meanwhile runs eager,
+    too. A capture during which that may have happened warns.
 
     Attributes:
         num_begun: How often it was switched on.
-        on: How often each thread needs it.
+        on: How often each thread currently needs it.
     """
 
     num_begun: int
@@ -71,14 +72,14 @@ class _ForceEager:
     def begin(self) -> bool:
         """Switch on; return whether ``end`` must follow.
 
-        Inside code that Dynamo runs it cannot be switched.
+        It cannot be switched inside code that Dynamo runs.
         """
         if not dynamo_is_loaded():
             return False
         from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
         if get_eval_frame_callback() not in (None, False):
-            return False  # inside compiled code, where torch allows no switching
+            return False  # inside compiled code, where torch does not allow switching
         with self._lock:
             if self._stance is None:
                 self._stance = torch.compiler.set_stance("force_eager")
@@ -92,10 +93,10 @@ class _ForceEager:
         return bool(self.on)
 
     def end(self, depth: int | None = None) -> None:
-        """Switch off, unless somebody else needs it.
+        """Switch off, unless it is still needed.
 
         Args:
-            depth: How often this thread needs it still; None: once less.
+            depth: How often this thread still needs it; None: one less than before.
         """
         with self._lock:
             self.on.set(self.on.here - 1 if depth is None else depth)
@@ -109,7 +110,7 @@ FORCE_EAGER = _ForceEager()
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """Make compiled functions run eager: a run that only shows shapes compiles nothing."""
+    """Make compiled functions run eager, so that a run for shapes compiles nothing."""
     begun = FORCE_EAGER.begin()
     try:
         yield
@@ -121,15 +122,15 @@ def force_eager() -> Iterator[None]:
 class Calls:
     """Counts operations that functions of torch.compile run without being compiled.
 
-    What the compiler made is called by way of a function of Dynamo's own, so that operations of
-    it have one more frame of Dynamo's on the stack.
+    Compiled code is called through a function of Dynamo, so its operations have one more Dynamo
+    frame on the stack.
 
     Args:
-        outermost: Identity of the frame to look no further than: by what it was called does not
-            count, and the frame is not kept.
+        outermost: Identity of the frame at which to stop looking; its callers do not count, and the
+            frame is not kept alive.
 
     Attributes:
-        num_plain: Those so far.
+        num_plain: Number of such operations so far.
     """
 
     def __init__(self, outermost: int = 0) -> None:
@@ -137,7 +138,7 @@ class Calls:
         self._outermost = outermost
 
     def note(self, frame: FrameType | None) -> bool:
-        """Note an operation by the frame that called it; return whether it is such a one."""
+        """Note an operation by the frame that called it; return whether it is such an operation."""
         while frame is not None and _is_of_dynamo(frame):
             frame = frame.f_back  # around the mode's own handler
         while frame is not None and id(frame) != self._outermost:
@@ -159,7 +160,7 @@ def _is_of_dynamo(frame: FrameType) -> bool:
 
 @cache
 def _files_of_dynamo() -> frozenset[str | None]:
-    """Return the files whose functions are around compiled ones and around disabled ones."""
+    """Return the files whose functions wrap compiled and disabled functions."""
     import torch._compile
     from torch._dynamo import eval_frame
 
@@ -168,11 +169,11 @@ def _files_of_dynamo() -> frozenset[str | None]:
 
 @contextmanager
 def every_size_compiled() -> Iterator[None]:
-    """Let Dynamo compile for as many sizes as are warmed up.
+    """Let Dynamo compile for every size that is warmed up.
 
-    By its own limit (8) a function without dynamic shapes would run eager from the ninth size
-    on, with nothing but a line in the log. Every size that is warmed up is one the user asked
-    for; the larger limit of all that a function may be compiled for still holds.
+    With its own limit (8), a function without dynamic shapes would run eager from the ninth size
+    on, with only a log message. Every size that is warmed up was requested by the user. The larger
+    limit on all compilations of a function still holds.
     """
     if not dynamo_is_loaded():
         yield
@@ -180,7 +181,7 @@ def every_size_compiled() -> Iterator[None]:
     from torch._dynamo import config
 
     before = config.recompile_limit
-    # Not by config.patch(): it makes a class at each call, which only the collector frees.
+    # Not config.patch(): it creates a class on each call, which only the garbage collector frees.
     config.recompile_limit = max(before, config.accumulated_recompile_limit)
     try:
         yield

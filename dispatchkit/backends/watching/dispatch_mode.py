@@ -1,12 +1,12 @@
-"""A dispatch mode that gets on with Dynamo, and does not load it for nothing.
+"""Base classes of dispatch modes that work with Dynamo without loading it needlessly.
 
-torch wraps ``__torch_dispatch__`` of every mode so that Dynamo leaves it alone, and that
-wrapper imports the whole of Dynamo on its first call: seconds, in a process that may never
-compile anything. Here that is done once a mode is entered with Dynamo loaded.
+torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile it. The wrapper
+imports all of Dynamo on its first call, which takes seconds, in a process that may never compile
+anything. Here the wrapping happens once a mode is entered with Dynamo loaded.
 
-Whether any mode is on that Dynamo has to leave alone, torch keeps for the whole process, and each
-mode puts it back at its end as it was at its beginning (``TorchDispatchMode.__enter__``). Two
-threads whose modes overlap would leave it on for good, and from then on nothing is compiled.
+torch keeps one process-wide flag for whether a mode is active that Dynamo must not compile, and
+each mode restores its earlier value on exit (``TorchDispatchMode.__enter__``). Two threads with
+overlapping modes would leave it on permanently, and then nothing is compiled.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _Facts = TypeVar("_Facts")
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operation's arguments or results, those in lists too.
+    """Yield the tensors among an operation's arguments or results, including those in lists.
 
-    A fifth of the time of a general tree walk, and modes look at every operation.
+    It takes a fifth of the time of a general tree walk, and modes run it for every operation.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -44,21 +44,22 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def has_subclass(types: Iterable[Any]) -> bool:
-    """Return whether there is a subclass among types that handles operations itself.
+    """Return whether the types include a subclass that handles operations itself.
 
-    A mode leaves those to it: what it does then comes to the mode.
+    A mode leaves operations to it, and then sees the operations it runs.
     """
     plain = torch.Tensor.__torch_dispatch__
     return any(one.__torch_dispatch__ != plain for one in types)
 
 
 class PerOperation(Generic[_Facts]):
-    """What is found out about each operation once.
+    """A property of operations, determined once for each.
 
-    By identity: operations hash in Python, several times in each of many thousand calls.
+    Stored by identity: operations are hashed in Python, which would add up over many thousand
+    calls.
 
     Args:
-        find: Finds it out.
+        find: Determines the property of an operation.
     """
 
     def __init__(self, find: Callable[[Any], _Facts]) -> None:
@@ -66,34 +67,34 @@ class PerOperation(Generic[_Facts]):
         self._known: dict[int, tuple[Any, _Facts]] = {}
 
     def __call__(self, func: Any) -> _Facts:
-        """Return what is known of an operation."""
+        """Return the property of an operation."""
         known = self._known.get(id(func))
         if known is None:
-            # Kept with the operation, so that no other one gets its identity.
+            # Stored with the operation, so that its identity is not reused.
             known = self._known[id(func)] = (func, self._find(func))
         return known[1]
 
 
 class WeakStorages:
-    """Storages, without keeping them.
+    """A set of storages that does not keep them alive.
 
-    Weak references are kept as torch counts them: an object for each would double the price.
+    Weak references are those of torch; a Python object for each would double the cost.
     """
 
-    # Kept here, since the module may be gone before the last of these.
+    # Stored here, since the module may be torn down before the last of these sets.
     _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
     def __init__(self) -> None:
-        self._refs: set[Any] = set()  # numbers; torch annotates them otherwise
+        self._refs: set[Any] = set()  # ints; torch annotates them differently
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Remember a storage."""
-        # While there is a reference to it, no other storage has its identity.
+        # While there is a weak reference to it, its identity is not reused.
         if storage._cdata not in self._refs:
             self._refs.add(storage._weak_ref())
 
     def alive(self) -> Iterator[torch.UntypedStorage]:
-        """Yield those that somebody keeps."""
+        """Yield the storages that are still alive."""
         for ref in self._refs:
             storage = torch.UntypedStorage._new_with_weak_ptr(ref)
             if storage is not None:
@@ -105,7 +106,7 @@ class WeakStorages:
 
 
 class _Overlaps:
-    """Puts torch's flags back once the last mode of ours ends, whichever thread it was in."""
+    """Restores torch's flags when the last of our modes ends, in any thread."""
 
     _NAMES = (
         "_is_in_torch_dispatch_mode",
@@ -141,11 +142,11 @@ _OVERLAPS = _Overlaps()
 class DispatchMode(TorchDispatchMode):
     """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual.
 
-    It sees the operations of compiled functions as well, since they run eager under it. One
-    whose ``ignore_compile_internals`` is True lets them run compiled, and sees what is left.
+    It also sees the operations of compiled functions, since they run eager under it. A mode whose
+    ``ignore_compile_internals`` is True lets them run compiled, and sees the other operations.
     """
 
-    #: Operators that are given functions come to ``__torch_dispatch__``, too.
+    #: Higher-order operators are also passed to ``__torch_dispatch__``.
     supports_higher_order_operators = True
     _is_hidden_from_dynamo = False
 
@@ -157,7 +158,8 @@ class DispatchMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         if dynamo_is_loaded():
             self._hide_from_dynamo()
-        # Entered again from inside, as for the parts of an operation, it must end as often.
+        # If entered again from inside, as for the parts of an operation, it must be exited as
+        # often.
         self.__dict__.setdefault("_had_dynamo", []).append(dynamo_is_loaded())
         begun = self.__dict__.setdefault("_has_begun", [])
         begun.append(not self.ignore_compile_internals() and FORCE_EAGER.begin())
@@ -172,12 +174,13 @@ class DispatchMode(TorchDispatchMode):
         if self.__dict__["_has_begun"].pop():
             FORCE_EAGER.end()
         if not self.__dict__["_had_dynamo"].pop() and dynamo_is_loaded():
-            # What was compiled first in here, as by torch.cond, is marked to be skipped for good.
+            # Code first compiled in here, as by torch.cond, would be permanently marked to be
+            # skipped.
             torch._dynamo.reset_code_caches()
 
     @classmethod
     def _hide_from_dynamo(cls) -> None:
-        """Have Dynamo leave what handles an operation alone, instead of compiling it."""
+        """Exclude the handlers of operations from compilation by Dynamo."""
         if not cls.__dict__.get("_is_hidden_from_dynamo"):
             raw = cls.__torch_dispatch__
             quiet = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
@@ -186,13 +189,13 @@ class DispatchMode(TorchDispatchMode):
 
 
 class OperationMode(DispatchMode):
-    """A mode that is shown operations alone; a subclass defines ``run_operation``.
+    """A mode that sees plain operations only; subclasses define ``run_operation``.
 
-    What a tensor subclass handles by itself, and what is given functions (``torch.cond``), comes
-    as the operations that it runs.
+    Calls that a tensor subclass handles, and higher-order operators (``torch.cond``), appear as the
+    operations that they run.
 
     Attributes:
-        is_paused: Operations run as they are, and are not shown.
+        is_paused: Operations run without being shown to the mode.
     """
 
     is_paused: bool = False
@@ -204,31 +207,31 @@ class OperationMode(DispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         if types and has_subclass(types):
-            return NotImplemented  # what the subclass does by itself comes here
+            return NotImplemented  # operations run by the subclass arrive here
         if is_higher_order(func):
             return run_higher_order(self, func, args, kwargs)
         return self.run_operation(func, args, kwargs)
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and return its result; what called it is two frames up."""
+        """Run an operation and return its result; the caller is two frames up."""
         raise NotImplementedError
 
 
 def inference_mode(is_on: bool) -> AbstractContextManager[None]:
     """Return a context with inference mode on or off, for one ``with`` statement.
 
-    torch's own class begins and ends it in Python. An exception of a signal may come before that
-    end: the mode then ends where the object is freed, whenever that is, and gradients are from
-    there on as they were at its beginning. This one's end is a call of C, which always comes.
+    torch's own class begins and ends it in Python. A signal handler may raise before that end. The
+    mode then ends only when the object is freed, and resets the gradient mode to its value at the
+    beginning. This context ends by a C call, which always happens.
     """
     return torch._C._InferenceMode(is_on)
 
 
 class ThreadModes:
-    """The modes that this thread has on, and whether it records gradients.
+    """The active modes of this thread, and whether it records gradients.
 
-    A signal's exception may come where a ``with`` statement calls its context's end, which then
-    never runs. ``put_back`` ends what was begun since, so that later calls of the thread are not
+    A signal handler may raise just as a ``with`` statement calls its context's exit, which then
+    never runs. ``put_back`` ends the modes begun since, so that later calls of the thread are not
     refused, recorded or without gradients.
     """
 
@@ -239,7 +242,7 @@ class ThreadModes:
         self._num_on, self._num_eager = _OVERLAPS.on.here, FORCE_EAGER.on.here
 
     def put_back(self) -> None:
-        """Make it as it was; a second call changes nothing."""
+        """Restore them; a second call has no effect."""
         torch._C._set_grad_enabled(self._grad)
         while torch._C._len_torch_dispatch_stack() > self._num_dispatch:
             torch._C._pop_torch_dispatch_stack(None)

@@ -1,4 +1,4 @@
-"""Operators that are given functions, such as ``torch.cond``, under a dispatch mode."""
+"""Run higher-order operators, such as ``torch.cond``, under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatchkit.backends.capture_guard import HostSyncError
 
-# The host reads a tensor to know which function to run, or whether to run it again. torch can
-# make nodes of a graph of them from 2.13 on, by private means of torch.compile alone.
+# The host reads a tensor to determine which function to run, or whether to run it again. From 2.13
+# on, torch can capture these as graph nodes, but only through private parts of torch.compile.
 _READ_BY_HOST = {
-    "cond": "the host reads which function is to run; torch.where of both results is captured",
-    "while_loop": "the host reads whether to go on; a loop of a fixed length is captured",
+    "cond": "the host reads which function to run; torch.where on both results can be captured",
+    "while_loop": "the host reads whether to continue; a loop of fixed length can be captured",
 }
 _READ_BY_HOST["while_loop_stack_output"] = _READ_BY_HOST["while_loop"]
 _PLAIN = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 def is_higher_order(func: Any) -> bool:
-    """Return whether an operation is such an operator."""
+    """Return whether an operation is a higher-order operator."""
     return isinstance(func, HigherOrderOperator)
 
 
 def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run such an operator so that the mode sees the operations of its functions.
+    """Run a higher-order operator so that the mode sees the operations of its functions.
 
     Raises:
-        HostSyncError: The host chooses by data what it runs.
+        HostSyncError: The host would have to read data to choose what to run.
     """
     if func._name in _READ_BY_HOST:
         raise HostSyncError(f"torch.{func._name}", _READ_BY_HOST[func._name])

@@ -1,8 +1,8 @@
-"""Which calls wait for the device, so that a capture can refuse them by name.
+"""Detect calls that wait for the device, so that a capture can refuse them by name.
 
-Two ways are needed. Operations are known by their tags, in a TorchDispatchMode. Calls that
-copy to the host are seen by a TorchFunctionMode: on a CPU tensor they never reach the
-dispatcher, and on a device it is too late there, since the driver then ends the capture.
+Two modes are needed. A TorchDispatchMode recognizes operations by their tags. A TorchFunctionMode
+sees calls that copy to the host: on a CPU tensor they never reach the dispatcher, and on a device
+it is too late there, since the driver then invalidates the capture.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SYNC_FUNCTIONS: dict[Any, str] = {
 }
 SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
 
-# What the user called, for operations that go by another name below.
+# What the user called, for operations with another name in the dispatcher.
 _PUBLIC_NAMES = {
     "aten::_local_scalar_dense": "Tensor.item",
     "aten::index": "indexing by a mask",
@@ -45,7 +45,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _READS_BY_INDEX = ("aten::index", "aten::_unsafe_index")
 _WRITES_BY_INDEX = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-# Untagged, though the host reads the mask: whether it is aligned, and where each row ends.
+# Untagged, although the host reads the mask: whether it is aligned, and where each row ends.
 _READS_MASK = frozenset(
     {"aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask"}
 )
@@ -53,14 +53,14 @@ _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that is only made of others, so that the mode sees those instead.
+    """Run a composite operation so that the mode sees its parts instead.
 
-    Composite operations (``reshape``, ``linear``, ``allclose``) arrive whole in inference mode;
-    whether they copy, or wait, only their parts show. The kernel is the one eager runs, not
-    one of torch's decompositions in Python, which may draw differently.
+    In inference mode, composite operations (``reshape``, ``linear``, ``allclose``) arrive
+    undecomposed, and only their parts show whether they copy or wait. The kernel is the one that
+    eager runs, not one of torch's Python decompositions, which may draw differently.
 
     Returns:
-        The result, or NotImplemented for an operation with a kernel of its own.
+        The result, or NotImplemented for an operation with its own kernel.
     """
     if not is_composite(func):
         return NotImplemented
@@ -70,7 +70,7 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
 
 @functools.lru_cache(maxsize=4096)
 def is_composite(func: Any) -> bool:
-    """Return whether an operation is only made of others."""
+    """Return whether an operation is composite."""
     name, has_kernel = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
     return (
         has_kernel(name, _COMPOSITE)
@@ -85,13 +85,13 @@ def may_be_data_dependent(func: Any) -> bool:
 
 
 def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the host has to read data to run an operation on a device."""
+    """Return whether the host must read data to run an operation on a device."""
     name = func._schema.name
     if name in _READS_BY_INDEX:
-        # Tagged as a whole, but only a mask's result depends on data.
+        # The tag covers all overloads, but only a mask's result depends on data.
         return _has_mask(args[1])
     if name in _WRITES_BY_INDEX:
-        # Untagged, but a mask is turned into indices, except for one value to fill in.
+        # Untagged, but a mask is converted to indices, except if a single value is filled in.
         return _has_mask(args[1]) and args[2].numel() != 1
     return _is_tagged(func)
 
@@ -107,20 +107,18 @@ def _has_mask(indices: Any) -> bool:
 
 
 def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
-    """Return the error for an operation that the host has to wait for, or None."""
+    """Return the error for an operation that the host must wait for, or None."""
     if not is_data_dependent(func, args):
         return None
     name = func._schema.name
     why = "its result's value or shape depends on data"
     if name in _READS_MASK:
-        why = (
-            "torch.nn.TransformerEncoder does without it when made with enable_nested_tensor=False"
-        )
+        why = "create torch.nn.TransformerEncoder with enable_nested_tensor=False to avoid it"
     return HostSyncError(_PUBLIC_NAMES.get(name, name), why)
 
 
 class Watch(Protocol):
-    """What watches a capture.
+    """A watch of a capture.
 
     Attributes:
         is_paused: The capture is paused, and the host may read.
@@ -129,7 +127,7 @@ class Watch(Protocol):
     is_paused: bool
 
     def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call, which the callable may swallow."""
+        """Remember a refused call, whose error the callable may swallow."""
         ...
 
 
@@ -137,9 +135,9 @@ class HostSyncGuard(TorchFunctionMode):
     """Refuses calls that copy a device's data to the host.
 
     Args:
-        watch: What is told of each refused call. It must not keep the guard: only the collector
-            would free the two.
-        device_type: Whose tensors may not be read; others are the host's own.
+        watch: Notified of each refused call. It must not reference the guard, since only the
+            garbage collector would free the cycle.
+        device_type: Device type whose tensors must not be read; others are on the host.
     """
 
     def __init__(self, watch: Watch, device_type: str) -> None:

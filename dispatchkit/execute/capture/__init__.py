@@ -1,1 +1,1 @@
-"""From a key to its graphs, and how long they live."""
+"""Capture of keys, and the life cycle of their graphs."""

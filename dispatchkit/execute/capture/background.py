@@ -1,4 +1,4 @@
-"""Captures in the background: a thread that captures keys, in turns with the steps of others."""
+"""Background captures: a thread captures keys in turns with other threads' steps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Captures one key; returns what went wrong ("" for nothing), the time that was too long, and
-#: whether there was a budget that left it out. None: there is nothing to capture it any more.
+#: Captures one key; returns the problem ("" if there is none) and the pauses that were too long.
+#: None: the runner no longer exists.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
 class BackgroundCapture:
-    """Keys that a thread captures while others run steps; made by ``capture_in_background``.
+    """Keys captured by a thread while others run steps; returned by ``capture_in_background``.
 
-    It ends by itself: when all keys were tried, when the runner is gone, or with the interpreter.
+    It ends when all keys were tried, when the runner is freed, or when the interpreter exits.
 
     Args:
-        keys: Which, in this order.
-        capture: Captures one.
-        num_bytes: Returns the bytes that the graphs of the runner take.
+        keys: The keys, in order.
+        capture: Captures one key.
+        num_bytes: Returns the bytes taken by the runner's graphs.
 
     Attributes:
-        keys: Which.
-        pauses: Times that steps were held up for longer than asked for, and by what.
+        keys: The keys.
+        pauses: Pauses of steps that were longer than requested, and their causes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BackgroundCapture:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> CaptureReport:
-        """Wait until it is done; returns what it did so far.
+        """Wait until it is done; return the report so far.
 
         Args:
             timeout: Seconds to wait at most.
@@ -63,12 +63,12 @@ class BackgroundCapture:
         return self.report()
 
     def stop(self) -> CaptureReport:
-        """Begin no further key, wait for the one under way; returns what was done."""
+        """Stop after the key in progress; return the report."""
         self._is_stopped.set()
         return self.wait()
 
     def report(self) -> CaptureReport:
-        """Return what it did so far."""
+        """Return the report so far."""
         elapsed = time.perf_counter() - self._start
         seconds = elapsed if self._seconds is None else self._seconds
         return CaptureReport(
@@ -85,7 +85,7 @@ class BackgroundCapture:
                 if done is None:
                     return
                 self._note(key, *done)
-                time.sleep(GAP_S)  # steps that wait have the lock first
+                time.sleep(GAP_S)  # waiting steps get the lock first
         finally:
             self._seconds = time.perf_counter() - self._start
 

@@ -1,12 +1,12 @@
-"""Budgets: how many graphs and bytes there may be, and which graph goes first.
+"""Budgets for the number and memory of graphs, and the order of eviction.
 
-A budget of bytes holds at every moment: before a graph takes memory it is told how much, by
-a rehearsal on the device, and what does not fit is not begun. Graphs of one pool share their
-memory, so that it is the pool that goes to make room, as a group, and whatever is still
-wanted of it is captured anew.
+A budget in bytes holds at all times: a rehearsal on the device measures how much memory a graph
+will take, and a capture that does not fit is not begun. Graphs of one pool share their memory. So
+to free memory the whole pool is released, as a group, and graphs that are still needed are captured
+again.
 
-There may be two budgets of bytes: the runner's own, of the lane's pool and outputs, and that of a
-``GraphMemory``, of all that runners share.
+There may be two budgets in bytes: the runner's own, for the lane's pool and outputs, and that of a
+``GraphMemory``, for all memory that runners share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 from dispatchkit.options import MemoryOptions
 
-# Evictions for each graph there is room for, after which churn is warned of.
+# Evictions per graph within the limit after which churn is warned about.
 _CHURN = 4
 
 
@@ -40,7 +40,7 @@ def _least_recent(step: CapturedKey) -> float:
 
 
 def _least_useful(step: CapturedKey) -> float:
-    """Tokens served since the capture, per token that the graph has to hold memory for."""
+    """Tokens served since the capture, per token of the graph's size."""
     return step.hits / step.key.num_tokens
 
 
@@ -52,13 +52,13 @@ _SCORES: dict[str, Callable[[CapturedKey], float]] = {
 
 @attrs.frozen
 class _Passed:
-    """A budget that would be passed.
+    """A budget that would be exceeded.
 
     Attributes:
-        need: Bytes that it would have to allow.
-        limit: Bytes that it allows.
-        elsewhere: Of those needed, the bytes that evicting the pool would not free.
-        is_shared: It is that of several runners.
+        need: Bytes that would be needed.
+        limit: Bytes that are allowed.
+        elsewhere: Needed bytes that evicting the pool would not free.
+        is_shared: The budget is shared by several runners.
     """
 
     need: int
@@ -68,12 +68,12 @@ class _Passed:
 
 
 def _passed_by(lane: Lane, limit: int | None, num_bytes: int) -> _Passed | None:
-    """Return which budget would be passed if a lane took some bytes more; None if none.
+    """Return the budget that more bytes for a lane would exceed, or None.
 
     Args:
         lane: The lane.
-        limit: Its runner's own.
-        num_bytes: What it would take; 0 for what it has.
+        limit: Its runner's own limit.
+        num_bytes: Additional bytes; 0 to check the current state.
     """
     if limit is not None and (need := lane.num_bytes() + num_bytes) > limit:
         return _Passed(need, limit, 0, is_shared=False)
@@ -87,17 +87,17 @@ def _passed_by(lane: Lane, limit: int | None, num_bytes: int) -> _Passed | None:
 
 
 class OverBudgetError(CaptureError):
-    """A capture would take more memory than it may; nothing was taken.
+    """A capture would exceed a memory budget; no memory was taken.
 
     Attributes:
-        fits_alone: As far as can be told it would fit if its pool had no other graphs.
+        fits_alone: As far as known, it would fit if its pool had no other graphs.
     """
 
     def __init__(self, key: GraphKey, passed: _Passed, *, fits_alone: bool) -> None:
         whose = " of the shared GraphMemory" if passed.is_shared else ""
         super().__init__(
-            f"{key} would bring the graphs to {passed.need} bytes, and max_bytes{whose} is "
-            f"{passed.limit}.",
+            f"{key} would increase the graphs' memory to {passed.need} bytes, above "
+            f"max_bytes{whose} ({passed.limit}).",
             key=str(key),
             reason="over_budget",
         )
@@ -105,16 +105,16 @@ class OverBudgetError(CaptureError):
 
 
 class Admission:
-    """Lets the capture of one key take memory, each time before it is taken.
+    """Admits memory for the capture of one key, before it is taken.
 
     Args:
-        key: What is captured.
-        limit: Most bytes of the lane's graphs, by its runner's own budget.
-        lane: Whose memory.
-        forecast: Bytes the key's graph is expected to need, None if not known; for backends
-            that cannot rehearse.
-        give_way: Evicts what frees memory for a budget, and leaves the pool; False if nothing
-            does.
+        key: The key being captured.
+        limit: Most bytes of the lane's graphs in its runner's own budget.
+        lane: The lane.
+        forecast: Bytes the key's graph is expected to need, or None; for backends that cannot
+            rehearse.
+        give_way: Evicts graphs outside the pool to free memory for a budget; returns False if it
+            cannot.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class Admission:
         self._forecast, self._give_way = forecast, give_way
 
     def ask(self, num_bytes: int) -> None:
-        """Return if so many bytes more may be taken.
+        """Return if this many more bytes may be taken.
 
         Raises:
-            OverBudgetError: They may not.
+            OverBudgetError: They exceed a budget.
         """
         while num_bytes and (passed := _passed_by(self._lane, self._limit, num_bytes)):
             if not (passed.is_shared and self._give_way(passed)):
@@ -142,16 +142,16 @@ class Admission:
     def ask_for_graph(
         self, trial: Callable[[], Any], generators: Iterable[Any], more: int = 0
     ) -> None:
-        """Return if a graph may take memory of the pool, and so many bytes more elsewhere.
+        """Return if a graph may take memory in the pool and this many bytes elsewhere.
 
         Args:
-            trial: Does what the graph is to do.
+            trial: Runs the operations of the graph.
             generators: Random generators it draws from.
             more: Bytes outside the pool.
 
         Raises:
-            OverBudgetError: It may not.
-            CaptureError: It could not be captured either.
+            OverBudgetError: It exceeds a budget.
+            CaptureError: It cannot be captured.
         """
         lane, memory = self._lane, self._lane.group.memory
         if memory is not None:
@@ -167,14 +167,14 @@ class Admission:
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
 
     def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
-        """Return by how many bytes a pool grows at most."""
+        """Return an upper bound of the pool's growth, in bytes."""
         backend = self._lane.backend
         rehearsals = features_of(backend).rehearsals
         if rehearsals is not None:
             return rehearsals.rehearse(
                 trial, stream=self._lane.stream, pool=pool, generators=generators
             )
-        # No more than a guess; a graph that turns out larger is evicted after the capture.
+        # Only an estimate; a graph that turns out larger is evicted after the capture.
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 
@@ -182,16 +182,16 @@ class MemoryBudget:
     """Keep the graphs of a lane within their limits.
 
     Args:
-        limits: What holds at every moment.
-        lane: Whose memory.
+        limits: The limits.
+        lane: The lane.
         graphs: The graphs of the lane.
-        counters: What evictions and captures are counted in.
-        forecast: Returns the bytes a key's graph is expected to need, None if not known.
+        counters: Counters of evictions and captures.
+        forecast: Returns the bytes a key's graph is expected to need, or None.
 
     Attributes:
-        limits: Those in force.
-        score: The graph of the lowest score is evicted first; None: the order that the limits
-            name.
+        limits: The limits in force.
+        score: The graph with the lowest score is evicted first; None: the order named by the
+            limits.
     """
 
     def __init__(
@@ -210,10 +210,10 @@ class MemoryBudget:
         self.score: Callable[[CapturedKey], float] | None = None
 
     def update(self, limits: MemoryOptions) -> Mapping[PoolMember, list[GraphKey]]:
-        """Put other limits in force, and evict graphs until they hold.
+        """Change the limits, and evict graphs until they hold.
 
         Returns:
-            The keys that lost their graph with the whole pool, and may find room in a new one.
+            The keys that lost their graph with the whole pool and may fit into a new one.
         """
         self.limits = limits
         self._note_limit()
@@ -228,19 +228,19 @@ class MemoryBudget:
 
     @property
     def refusal(self) -> str:
-        """Why a key is skipped that there is no slot for."""
+        """Why a key is skipped if no more graphs are allowed."""
         return f"over_budget: max_graphs is {self.limits.max_graphs}"
 
     def has_slot(self) -> bool:
-        """Return whether one more graph may live."""
+        """Return whether one more graph is allowed."""
         limit = self.limits.max_graphs
         return limit is None or self._graphs.count() < limit
 
     def evict_until_fits(self) -> None:
-        """Evict until one more graph may live.
+        """Evict graphs until one more is allowed.
 
         Raises:
-            CaptureError: None may.
+            CaptureError: No graph is allowed.
         """
         limit = self.limits.max_graphs
         if limit == 0:
@@ -249,7 +249,7 @@ class MemoryBudget:
             self._evict_one(self._graphs.by_key().values())
 
     def admission(self, key: GraphKey, *, evict: bool) -> Admission | None:
-        """Return what the capture of a key asks for memory; None where there is no limit."""
+        """Return the memory admission for the capture of a key; None if there is no limit."""
         limit, memory = self.limits.max_bytes, self._lane.group.memory
         if limit is None and (memory is None or memory.max_bytes is None):
             return None
@@ -257,22 +257,22 @@ class MemoryBudget:
         return Admission(key, limit, self._lane, self._forecast, give_way)
 
     def drop_pool(self) -> None:
-        """Start new memory once the lane's graphs are gone: a pool, if no other lane has some."""
+        """Start a new pool once all of its lanes' graphs are gone."""
         self._lane.drop_outputs()
         group = self._lane.group
         if not group.num_graphs():
             group.start_pool()
 
     def check(self, key: GraphKey, step: CapturedKey, *, evict: bool) -> None:
-        """Release a graph that took more than was forecast, and more than it may.
+        """Release a graph that took more memory than forecast and exceeds a budget.
 
         Args:
-            key: What was captured.
+            key: The captured key.
             step: The graph.
-            evict: Idle pools of other runners may go first.
+            evict: Idle pools of other runners may be evicted first.
 
         Raises:
-            OverBudgetError: It did.
+            OverBudgetError: It exceeds a budget.
         """
         limit = self.limits.max_bytes
         passed = _passed_by(self._lane, limit, 0)
@@ -292,9 +292,9 @@ class MemoryBudget:
         is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
         if is_churn and self._once.first():
             warn_at_call(
-                f"{evictions} of {self._counters.captures} captured graphs were evicted again: "
-                "the batches need more graphs than the budget holds. Raise max_graphs or "
-                "max_bytes, use fewer sizes, or raise capture_after.",
+                f"{evictions} of {self._counters.captures} captured graphs were evicted again, "
+                "because the batches need more graphs than the budget allows. Raise max_graphs "
+                "or max_bytes, use fewer sizes, or raise capture_after.",
                 ChurnWarning,
             )
 
@@ -304,7 +304,7 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _give_way(self, passed: _Passed) -> bool:
-        """Evict what goes first: an idle pool of others, or a graph that alone holds memory."""
+        """Evict an idle pool of others, or a graph whose memory is not shared."""
         if passed.is_shared and self._evict_idle():
             return True
         holding = [

@@ -1,7 +1,7 @@
 """Capture of one key: its warmup and its graphs.
 
-Everything a warmup changes is put back; a capture itself changes nothing (the backend's
-promise). Whatever happens, the step has not been run for the caller when this returns.
+Everything a warmup changes is restored; a capture itself changes nothing, as backends guarantee. In
+any case, the step has not run for the caller when this returns.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from dispatchkit.keys.modes import RuntimeMode
 
 _T = TypeVar("_T")
 
-#: What operators say of themselves that no graph may hold.
+#: Tags of operators that must not be captured.
 _UNSAFE = frozenset({torch.Tag.cudagraph_unsafe})
 
 
@@ -69,15 +69,15 @@ class Capturer:
     """Capture keys on one lane.
 
     Args:
-        warmups: Warms keys up, and knows the step and what it changes.
-        lane: Where.
-        guard: Reads what graphs are made under.
-        share_outputs: Whether graphs write their outputs to one memory of the lane.
-        prove_rows: Prove that padding changes no row of a batch.
-        rows_independent: Rows are declared to depend on nothing but themselves; that is proven too.
-        keeps_outputs: Callers may still read what a graph computed last.
-        notes_facts: Keep with each graph what it has built in, as check mode needs it.
-        break_on_unsafe: In segments, operators that are tagged not to be captured run eager.
+        warmups: Warms keys up; has the step and the state it changes.
+        lane: The lane.
+        guard: Reads the modes that graphs are captured under.
+        share_outputs: Whether graphs write their outputs to shared memory of the lane.
+        prove_rows: Prove that padding does not change the rows of a batch.
+        rows_independent: Rows are declared independent of each other; that is proven, too.
+        keeps_outputs: Callers may still read the last results of a graph.
+        notes_facts: Store with each graph the values it has built in, for check mode.
+        break_on_unsafe: In segments, operators tagged as not capturable run eager.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class Capturer:
     def allows_turns(self, key: GraphKey) -> bool:
         """Return whether steps may run between the parts of a key's capture.
 
-        That is where nothing that these run is seen by a step: they change no state, draw no
-        random numbers, and replay nothing else. What they read may change under them: their
-        results are thrown away.
+        They may if the capture's runs are invisible to steps: they change no state, draw no random
+        numbers and replay no other graph. Steps may change the data they read, since their results
+        are discarded.
         """
         return (
             key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
         )
 
     def is_known(self, key: GraphKey) -> bool:
-        """Return whether a warmup has shown what keys like this one do."""
+        """Return whether a warmup has shown the behaviour of keys like this one."""
         return self._warmups.is_known(key)
 
     def forget(self) -> None:
-        """Look anew at what the step reads: it may be something else from now on."""
+        """Look up again what the step reads, since it may have been replaced."""
         self._maker.forget()
         self._warmups.forget()
         self._dims.clear()
@@ -130,7 +130,7 @@ class Capturer:
             self._prover.forget()
 
     def note_gradients(self) -> None:
-        """Let eager steps run in the caller's own mode: the step differentiates."""
+        """Make eager steps run in the caller's grad mode, since the step differentiates."""
         self._warmups.needs_gradients = True
 
     def capture(
@@ -140,25 +140,25 @@ class Capturer:
         admission: Admission | None = None,
         sample: Sequence[Any] | None = None,
     ) -> CapturedKey:
-        """Capture a key; the step's state, the generators and other keys are as before.
+        """Capture a key; the step's state, generators and other keys do not change.
 
         Args:
-            key: What to capture.
+            key: The key to capture.
             other_sizes: Returns further sizes the step can be run at, to measure its outputs.
-            admission: Asked before memory is taken; None where there is no limit.
-            sample: The inputs of the call that it is for, if there is one.
+            admission: Admits memory before it is taken; None if there is no limit.
+            sample: The inputs of the call that needs it, if any.
 
         Raises:
             CaptureError: It cannot be captured, for a reason to count.
-            OverBudgetError: It would take more memory than it may.
+            OverBudgetError: It would exceed a memory budget.
         """
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
     def is_current(self, captured: CapturedKey) -> bool:
-        """Return whether eager computes now what a graph was captured from.
+        """Return whether eager still computes what a graph was captured from.
 
-        Where it does not, nothing can be learnt of the graph by comparing them; its next replay
-        finds what was replaced.
+        If not, comparing the two reveals nothing about the graph; its next replay detects the
+        replacement.
         """
         if difference(captured.guard, self._guard.now()):
             return False
@@ -172,21 +172,21 @@ class Capturer:
         captured: CapturedKey,
         sample: Sequence[Any],
     ) -> RowProof:
-        """Return what padding does to a graph, by the inputs of a padded call.
+        """Return the effect of padding on a graph, for the inputs of a padded call.
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
-            Exception: What a replay raised.
+            Exception: Anything a replay raises.
         """
         nothing_shown = attrs.evolve(captured.rows, open_calls=0)
         return self._proven(captured, RowProver.prove_by, nothing_shown, sample)
 
     def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
-        """Return whether rows of a graph depend on each other, by the inputs of a part.
+        """Return whether rows of a graph depend on each other, for the inputs of a part.
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
-            Exception: What a replay raised.
+            Exception: Anything a replay raises.
         """
         nothing_shown = attrs.evolve(captured.rows, open_parts=0)
         return self._proven(captured, RowProver.prove_independent, nothing_shown, sample)
@@ -198,7 +198,7 @@ class Capturer:
         nothing_shown: RowProof,
         sample: Sequence[Any],
     ) -> RowProof:
-        """Return what a proof shows by a call's inputs; what it changes is put back."""
+        """Run a proof with a call's inputs and return its result; its changes are undone."""
         prover = self._prover
         if prover is None or not self._warmups.may_restore():
             return nothing_shown
@@ -210,18 +210,18 @@ class Capturer:
         return self._contained(captured.key, run)
 
     def warm(self, key: GraphKey) -> None:
-        """Warm a key up without capturing it; what it changes is put back.
+        """Warm a key up without capturing it; its changes are undone.
 
         Raises:
-            CaptureError: It is larger than the static inputs.
+            CaptureError: The key is larger than the static inputs.
         """
         self._contained(key, partial(self._warm_up, key))
 
     def expect_bytes(self, key: GraphKey) -> int:
-        """Return what a graph of a key in a pool of its own takes, outputs included.
+        """Return the memory of a key's graph in a separate pool, including outputs.
 
         Raises:
-            CaptureError: It cannot be warmed up, or captured.
+            CaptureError: It cannot be warmed up or captured.
         """
         return self._contained(key, partial(self._expect, key))
 
@@ -246,7 +246,7 @@ class Capturer:
             del seen
         slots = self._slots(outputs, layout) if layout is not None else []
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
-        del outputs  # what is alive of the warmup from here on is kept by the step
+        del outputs  # allocations of the warmup still alive here are kept by the step
         if key.mode is RuntimeMode.FULL:
             captured = self._capture_full(key, slots, layout, admission, notes)
         elif self._step.in_segments:
@@ -311,10 +311,10 @@ class Capturer:
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
-        """Run what runs the step for nothing; whatever that changes is put back.
+        """Run the step on dummy rows and undo everything that changes.
 
-        The modes of this thread too. A step that makes a cache in Python meanwhile keeps it, and
-        is run again with it.
+        This includes the modes of this thread. If the step creates a cache in Python meanwhile, it
+        keeps the cache and is run again with it.
 
         Raises:
             CaptureError: The step has Python state, or this was its first call.
@@ -340,18 +340,18 @@ class Capturer:
                     except Exception:
                         if is_again or had_dynamo or not dynamo_is_loaded():
                             raise
-                        # The step has loaded Dynamo, under a mode that was not hidden from it.
+                        # The step has loaded Dynamo under a mode that was not hidden from it.
                         changed = None
                     if changed is not None:
                         self._look_into(changed, key)
                     is_again = True
             finally:
                 modes.put_back()
-        finally:  # again: a signal's exception may have come in the first
+        finally:  # again: a signal handler may have raised in the first
             modes.put_back()
 
     def _look_into(self, changed: PythonChangedError, key: GraphKey) -> None:
-        """Find out what Python state means that a run has changed; return if there is a graph.
+        """Classify Python state that a run has changed; return if it can be captured.
 
         Raises:
             CaptureError: The step has Python state, or this was its first call.
@@ -362,7 +362,7 @@ class Capturer:
 
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
-                buffers.clean_from = buffers.clean_to = 0  # of no row is it known to hold fill
+                buffers.clean_from = buffers.clean_to = 0  # no row is known to hold fill
                 with self._warmups.contents_watched(key, snapshot):
                     self._warmups.run_plainly(key)
                 buffers.reset()
@@ -380,7 +380,7 @@ class Capturer:
 
     @contextmanager
     def _undone(self, key: GraphKey) -> Iterator[Snapshot]:
-        """Prepare the lane for a key, and put back at the end what is changed; Python state too.
+        """Prepare the lane for a key, and restore state at the end, including Python state.
 
         Raises:
             PythonChangedError: Python state was changed.
@@ -392,12 +392,12 @@ class Capturer:
 
     @contextmanager
     def _set_up(self, key: GraphKey) -> Iterator[Snapshot]:
-        """Prepare the lane for a key, and put back at the end what is changed in between."""
+        """Prepare the lane for a key, and restore state at the end."""
         lane = self._lane
         if key.num_tokens > lane.buffers.num_rows:
             raise CaptureError(
                 f"{key} is larger than the static inputs ({lane.buffers.num_rows} rows). Declare "
-                "it before the runner is made.",
+                "it before creating the runner.",
                 key=str(key),
                 reason="too_large",
             )
@@ -412,13 +412,13 @@ class Capturer:
             yield snapshot
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
-        """Count what was found to be replaced since it was captured."""
+        """Count values that were found replaced since the capture."""
         self._warmups.effects.note_replaced(entries)
 
     # -- graphs -------------------------------------------------------------------------
 
     def _slots(self, outputs: Any, layout: OutputLayout | None) -> list[OutputSlot | None]:
-        """Return what memory the graph is to write each output to; None where it stays."""
+        """Return the memory that the graph writes each output to; None if it stays in place."""
         leaves = leaves_of(outputs)
         if not self._share_outputs():
             return [None] * len(leaves)
@@ -447,12 +447,12 @@ class Capturer:
             return self._step(views)
 
         if path.staging is not None:
-            notes = None  # the warmup was without that copy
+            notes = None  # the warmup did not have that copy
         compiled = self._warmups.compiled_code(key)
         name = (family_of(key), 0)
         draws = self._warmups.may_draw(key)
-        # The last to be waited for may be the warmup's stream: a step that waited for it while it
-        # captures would become part of the capture.
+        # The last work to wait for may be on the warmup's stream: a step that waited for that
+        # stream during the capture would become part of the capture.
         self._lane.order()
         made = self._maker.capture(step, slots, admission, name, notes, compiled, draws=draws)
         path.attach(made.graph)
@@ -469,18 +469,18 @@ class Capturer:
         *,
         draws: bool,
     ) -> CapturedKey:
-        """Return what the registry is to hold for a key.
+        """Return the captured key for the registry.
 
         Raises:
-            CaptureError: Its outputs are others than in the warmup.
+            CaptureError: Its outputs differ from those of the warmup.
         """
         lane, warmups = self._lane, self._warmups
         if layout is None:
             layout = warmups.declared(outputs, key.num_tokens)
         elif not layout.fits(outputs, key.num_tokens):
             raise CaptureError(
-                "The step's outputs were of another structure, shape or type in the capture "
-                "than in the warmup; it must not depend on being captured.",
+                "The step's outputs had a different structure, shape or dtype in the capture "
+                "than in the warmup. A step must not depend on being captured.",
                 key=str(key),
                 reason="output_layout",
             )
@@ -547,7 +547,7 @@ class Capturer:
                     link, static = self._link(index, value, stable, admission)
                     args = (static,)
                     if isinstance(parts[-1], GraphPart):
-                        link = None  # straight from graph to graph: nothing moves
+                        link = None  # directly from graph to graph: nothing is copied
                 call, name = _calling(piece.fn, args, inputs), (family_of(key), index)
                 own = slots if index == last else []
                 made = self._maker.capture(
@@ -569,8 +569,8 @@ class Capturer:
             for graph in graphs:
                 graph.release()
             raise
-        # What lies between pieces is used within one launch only, and launches of a lane do
-        # not overlap: held by none, its memory serves the graphs of all sizes.
+        # Values between pieces are used only within one launch, and launches of a lane do not
+        # overlap. They are not kept alive, so that graphs of all sizes can reuse their memory.
         for part in parts:
             if isinstance(part, GraphPart):
                 leaves, spec = tree_flatten(part.outputs)
@@ -590,8 +590,8 @@ class Capturer:
         """Capture a step that is one function, in segments around what runs eager in it.
 
         Raises:
-            CaptureError: A call in it may return something else at a replay, and what the step
-                has changed by then could not be put back.
+            CaptureError: A call in it may return something different at a replay, and the step's
+                changes up to then could not be undone.
         """
         warmups = self._warmups
         views = warmups.views(key, key.num_tokens)
@@ -619,7 +619,7 @@ class Capturer:
             path = copied_path(self._lane.buffers_of(key), key.num_tokens, "made of segments")
             graphs = tuple(recorder.graphs)
             captured = self._captured(key, path, layout, outputs, graphs, pieces, draws=draws)
-            if compiled is not None:  # whose kernels nobody sees
+            if compiled is not None:  # whose kernels are not visible
                 captured.holds = (*captured.holds, *compiled.reads)
             return captured
         except BaseException:
@@ -630,10 +630,10 @@ class Capturer:
     def _keep(
         self, parts: Sequence[GraphPart | EagerCall], *, draws: bool
     ) -> Callable[[], Snapshot] | None:
-        """Return what saves the state of a step of which a call may differ at a replay.
+        """Return a function that saves the step's state, since a call may differ at a replay.
 
         Raises:
-            CaptureError: It is too much, or in Python.
+            CaptureError: The state is too large, or is in Python objects.
         """
         warmups = self._warmups
         calls = [one for one in parts if isinstance(one, EagerCall) and one.may_differ]
@@ -644,9 +644,9 @@ class Capturer:
         if changed or (has_state and not warmups.may_restore()):
             what = named(changed) if changed else "more state than state_limit_bytes"
             raise CaptureError(
-                f"What runs eager at {calls[0].line} returns something, which may be another at a "
-                f"replay, and the step changes {what}, which could not be put back then. Write "
-                "the result into a tensor that the step has made (out=...), and return nothing.",
+                f"The eager call at {calls[0].line} returns a value that may differ at a replay, "
+                f"and the step changes {what}, which could not be restored then. Write the result "
+                "into a tensor created by the step (out=...), and return nothing.",
                 reason=Reason.CALL_DIFFERS,
             )
         if not has_state:
@@ -661,16 +661,16 @@ class Capturer:
         return keep
 
     def _call_dims(self, key: GraphKey) -> list[CallShapes]:
-        """Return the batch dimensions of what a step's eager calls take and return.
+        """Return the batch dimensions of arguments and results of a step's eager calls.
 
-        Measured once for each family, at two numbers of rows.
+        Measured once per family, at two numbers of rows.
         """
         family = family_of(key)
         if family not in self._dims:
             unit = key.descriptor.query_len or 1
             size, count = key.num_tokens, key.num_tokens // unit
             more = (count + 1) * unit
-            # Of one row dimensions of 1 come about by broadcasting, too.
+            # With one row, dimensions of size 1 may also come from broadcasting.
             fewer = (count // 2) * unit if count > 3 else 0
             other = fewer or (more if more <= self._lane.buffers.num_rows else unit)
             found: list[CallShapes] = []
@@ -696,7 +696,7 @@ class Capturer:
     def _link(
         self, index: int, value: Any, stable: StorageSet, admission: Admission | None
     ) -> tuple[Link, Any]:
-        """Return how a value reaches the graph of a piece, and the static form of it."""
+        """Return how a value is passed to the graph of a piece, and its static form."""
         leaves, structure = flatten(value)
         link = Link([], [], [])
         static: list[Any] = []

@@ -27,18 +27,18 @@ from dispatchkit.observe.counters import SegmentStats
 
 @attrs.frozen
 class RowProof:
-    """What is known of the padded replays of a graph.
+    """What is known about padded replays of a graph.
 
     Attributes:
         reason: Why batches smaller than the graph run eager; empty if they replay.
-        finding: What was seen, in words.
-        min_rows: Fewest rows of a batch that may replay.
-        open_calls: How many padded calls may still be looked at, since integer inputs held
-            nothing but fill so far.
-        draws_alike: It draws as many random numbers for fewer rows.
-        coupling: In words how rows depend on each other, or what else keeps the graph from serving
-            a part of a batch; empty where nothing was seen.
-        open_parts: How many parts of split batches may still be looked at, likewise.
+        finding: What was observed, in words.
+        min_rows: Fewest rows with which a batch may replay.
+        open_calls: How many more padded calls may be examined, since integer inputs have held only
+            fill so far.
+        draws_alike: It draws the same number of random numbers for fewer rows.
+        coupling: How rows depend on each other, or why else the graph cannot serve part of a batch,
+            in words; empty if nothing was observed.
+        open_parts: Likewise, how many more parts of split batches may be examined.
     """
 
     reason: str = ""
@@ -51,10 +51,10 @@ class RowProof:
 
 
 class LaunchError(Exception):
-    """A launch failed inside; carries what the caller needs to decide what to do.
+    """A launch failed, with information for the caller on how to proceed.
 
     Attributes:
-        has_effect: Something of the step may have taken effect already.
+        has_effect: Part of the step may already have taken effect.
     """
 
     cause: Exception
@@ -67,12 +67,12 @@ class LaunchError(Exception):
 
 @attrs.define(eq=False)
 class Link:
-    """How what an eager piece returned reaches the graph behind it.
+    """How the results of an eager piece are passed to the next graph.
 
     Attributes:
-        copies: (leaf, static tensor) pairs: fresh memory, copied into what the graph reads.
-        fixed: (leaf, address, shape) of tensors that stay where they are.
-        constants: (leaf, value) of Python values that are part of the graph.
+        copies: (leaf, static tensor) pairs: fresh memory, copied into tensors that the graph reads.
+        fixed: (leaf, address, shape) of tensors that do not move.
+        constants: (leaf, value) of Python values built into the graph.
     """
 
     copies: list[tuple[int, torch.Tensor]]
@@ -80,14 +80,17 @@ class Link:
     constants: list[tuple[int, Any]]
 
     def carry(self, value: Any) -> None:
-        """Bring a value to where the graph reads it.
+        """Pass a value to the graph.
 
         Raises:
-            ReplayError: It is not as it was at capture: a shape, an address or a constant.
+            ReplayError: A shape, an address or a constant differs from the capture.
         """
         leaves = leaves_of(value)
         if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
-            raise ReplayError(f"An eager piece returned {len(leaves)} values, at capture others.")
+            raise ReplayError(
+                f"An eager piece returned {len(leaves)} values, with a different structure than at "
+                "capture."
+            )
         for index, address, shape in self.fixed:
             leaf = leaves[index]
             if (
@@ -96,14 +99,15 @@ class Link:
                 or leaf.shape != shape
             ):
                 raise ReplayError(
-                    f"Value {index} of an eager piece moved since the capture. Write into the "
-                    "same memory, or return fresh memory every time."
+                    f"Value {index} of an eager piece is at another address than at capture. "
+                    "Write into the same memory, or return fresh memory every time."
                 )
         for index, constant in self.constants:
             if not is_same_value(leaves[index], constant):
                 raise ReplayError(
                     f"Value {index} of an eager piece was {constant!r:.40} at capture and is "
-                    f"{leaves[index]!r:.40} now; a graph has it built in. Hand it on as a tensor."
+                    f"{leaves[index]!r:.40} now, but the graph has it built in. Pass it as a "
+                    "tensor."
                 )
         for index, static in self.copies:
             leaf = leaves[index]
@@ -113,7 +117,7 @@ class Link:
             ):
                 raise ReplayError(
                     f"Value {index} of an eager piece was {static.dtype} of "
-                    f"{tuple(static.shape)} at capture and is something else now."
+                    f"{tuple(static.shape)} at capture and has changed."
                 )
         if self.copies:
             torch._foreach_copy_(
@@ -123,14 +127,14 @@ class Link:
 
 @attrs.define(eq=False)
 class GraphPart:
-    """A graph piece, captured.
+    """A captured graph piece.
 
     Attributes:
         graph: Its graph.
-        link: How the value before it is brought in; None where nothing has to be done.
-        outputs: What it returned at capture, overwritten by each replay; None for a segment.
-        num_operations: Of a segment: kernels, copies and fills that a replay queues.
-        elapsed_us: Of a segment: microseconds of its replay in the capture.
+        link: How the preceding value is passed in; None if nothing has to be done.
+        outputs: Its results at capture, overwritten by each replay; None for a segment.
+        num_operations: For a segment: number of kernels, copies and fills that a replay queues.
+        elapsed_us: For a segment: microseconds of its replay during the capture.
     """
 
     graph: CapturedGraph
@@ -142,7 +146,7 @@ class GraphPart:
 
 @attrs.define(eq=False)
 class EagerPart:
-    """An eager piece with the static inputs it takes."""
+    """An eager piece with its static inputs."""
 
     piece: Piece
     inputs: dict[str, torch.Tensor]
@@ -151,13 +155,13 @@ class EagerPart:
 
 @attrs.frozen(eq=False)
 class CapturedPieces:
-    """Graph pieces, or segments, of a step that are graphs, and what runs eager between them.
+    """The graph pieces or segments of a step, and the eager calls between them.
 
     Attributes:
-        parts: The pieces, in their order.
-        ends_eager: The last of them is eager: it makes the outputs.
-        keep: Saves what a replay changes before a call may return something else than in the
-            capture; None where nothing need be put back.
+        parts: The pieces, in order.
+        ends_eager: The last piece is eager and produces the outputs.
+        keep: Saves the state that a replay changes before a call that may differ from the capture;
+            None if nothing has to be restored.
     """
 
     parts: tuple[GraphPart | EagerPart | EagerCall, ...]
@@ -166,7 +170,7 @@ class CapturedPieces:
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
-        """What is known of each segment; empty where the pieces were made by hand."""
+        """Properties of each segment; empty for pieces split by the user."""
         return tuple(
             SegmentStats(part.num_operations, part.elapsed_us)
             for part in self.parts
@@ -179,9 +183,9 @@ class CapturedPieces:
         return f"{len(segments)} segments around {calls} eager calls; operations: {each}"
 
     def launch(self, num_rows: int, *, has_effect: bool) -> Any:
-        """Run the pieces in order; return what the last one gave.
+        """Run the pieces in order; return the last one's result.
 
-        What an eager piece itself raises is the user's error and comes out as it is.
+        Exceptions raised by an eager piece are the user's errors and are not wrapped.
 
         Args:
             num_rows: Rows of the batch.
@@ -238,29 +242,29 @@ class CapturedPieces:
 
 @attrs.define(eq=False, kw_only=True)
 class CapturedKey:
-    """What the registry holds for a captured key.
+    """The registry's record of a captured key.
 
     Attributes:
         key: Its name.
-        lane: Where it was captured.
-        input_path: How inputs come into its graphs.
+        lane: The lane it was captured on.
+        input_path: How inputs are copied into its graphs.
         layout: The structure of its outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
-        clones: Per leaf, whether callers of owned results get a copy: a tensor that is not
-            the caller's own state.
+        clones: Per leaf, whether callers of owned results get a copy, which they do for tensors
+            other than their own state.
         graphs: Its graphs, to be released.
-        holds: Whatever else the graphs read, kept alive.
-        guard: What it was made under.
-        facts: Addresses and numbers it has built in; None outside check mode.
-        has_effect: A replay changes more than its outputs: state, or random generators.
-        draws: It draws random numbers, as far as its warmup or its capture showed.
+        holds: Other objects that the graphs read, kept alive.
+        guard: The modes it was captured under.
+        facts: Addresses and numbers built into it; None outside check mode.
+        has_effect: A replay changes more than its outputs: state or random generators.
+        draws: It draws random numbers, according to its warmup or capture.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``io.axes``).
-        values: What its graphs have built in of Python, compared while it replays.
+        values: Python values built into its graphs, compared while it replays.
         rows: Whether batches smaller than the graph may replay.
-        pieces: Its graph pieces and the eager pieces between them; None where one graph is all.
+        pieces: Its graph pieces and the eager pieces between them; None if there is a single graph.
         row_values: Python values among its outputs at numbers of rows below its size, by leaf.
-        own_bytes: Memory of the pool that no other graph can use while this one lives.
-        released: It may not be launched any more.
+        own_bytes: Pool memory that no other graph can use during this one's lifetime.
+        released: It must no longer be launched.
         last_used: The lane's tick at its last launch.
         hits: Launches since the capture.
     """
@@ -289,22 +293,23 @@ class CapturedKey:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether its graph was captured elsewhere, and so has no memory of the lane."""
+        """Whether its graph was captured elsewhere and therefore uses no memory of the lane."""
         return self.input_path.is_foreign
 
     def check_values(self, values: dict[int, Any]) -> None:
-        """Refuse Python values among the outputs that were others in the warmup.
+        """Refuse Python values among the outputs that differ from the warmup's.
 
         Raises:
-            CaptureError: There is one.
+            CaptureError: A value differs.
         """
         for index, leaf in enumerate(self.leaves):
             if index in values and not is_same_value(values[index], leaf):
                 raise CaptureError(
                     f"Output {index} is {values[index]!r:.60} ({type(leaf).__name__}) in one run "
-                    f"of the step and {leaf!r:.60} in the next, on the same rows. A replay runs no "
-                    "Python and would return the one of the capture for good: return a tensor, a "
-                    "value that compares equal, or an object with tensors in its attributes.",
+                    f"of the step and {leaf!r:.60} in the next, on the same rows. A replay runs "
+                    "no Python and would always return the value from the capture. Return a "
+                    "tensor, a value that compares equal, or an object with tensors in its "
+                    "attributes.",
                     key=str(self.key),
                     reason="output_layout",
                 )
@@ -328,17 +333,17 @@ class CapturedKey:
         return self.refusal(num_tokens) or ("" if is_joined else Reason.OUTPUTS_NOT_JOINED)
 
     def pads_draws(self, num_tokens: int) -> bool:
-        """Return whether random numbers are drawn for rows of padding behind a batch."""
+        """Return whether random numbers are drawn for padding rows."""
         return self.draws and num_tokens < self.key.num_tokens and not self.rows.draws_alike
 
     def launch(self, num_rows: int) -> Sequence[Any]:
-        """Queue it on the current stream; return the padded outputs.
+        """Queue the graphs on the current stream; return the padded outputs.
 
         Args:
             num_rows: Rows of the batch.
 
         Raises:
-            LaunchError: It could not be queued, or not all of it.
+            LaunchError: It could not be queued completely.
         """
         if self.pieces is not None:
             return self._launch_pieces(self.pieces, num_rows)
@@ -349,7 +354,7 @@ class CapturedKey:
         return self.leaves
 
     def release(self) -> None:
-        """Release the graphs, once nothing of them is in flight."""
+        """Release the graphs once they are no longer in flight."""
         self.released = True
         for graph in self.graphs:
             graph.release()
@@ -362,6 +367,6 @@ class CapturedKey:
         if not pieces.ends_eager:
             return self.leaves
         if not self.layout.fits(value, self.key.num_tokens):
-            problem = ReplayError("The last eager piece returned other shapes than at capture.")
+            problem = ReplayError("The last eager piece returned different shapes than at capture.")
             raise LaunchError(problem, has_effect=True)
         return leaves_of(value)

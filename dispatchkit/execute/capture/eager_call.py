@@ -1,4 +1,4 @@
-"""EagerCall: a call between two segments of a step, made again at each replay."""
+"""EagerCall: a call between two segments of a step, repeated at each replay."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from dispatchkit.execute.io.structure import Structure, flatten, is_same_value
 
-#: Numbers of rows whose views are kept.
+#: Number of row counts whose views are cached.
 _MAX_VIEWS: Final = 64
 
 
 class DifferentResultError(Exception):
-    """A call between two segments returned something else than in the capture.
+    """A call between two segments returned something different than in the capture.
 
     Args:
-        line: Where it is called: file and line.
-        problem: What is different.
+        line: File and line of the call.
+        problem: The difference.
     """
 
     def __init__(self, line: str, problem: str) -> None:
@@ -33,11 +33,11 @@ class Result:
     """One value that a call returned in the capture.
 
     Attributes:
-        value: What the segments behind read: a tensor, or a Python value they have built in.
-        is_copied: It is in memory of the lane, which each result is copied to. Otherwise each
-            call leaves it where it was: in an argument, a static input or the state.
-        stride: Strides of what was returned, which is not laid out as the copy.
-        batch_dim: The dimension of the copy that is the batch, as far as two sizes show it.
+        value: What later segments read: a tensor, or a Python value built into them.
+        is_copied: It is in the lane's memory, and each result is copied to it. Otherwise each call
+            returns the same memory: an argument, a static input or state.
+        stride: Strides of the returned tensor, which may differ from the copy's.
+        batch_dim: The batch dimension of the copy, as measured at two sizes.
     """
 
     value: Any
@@ -46,7 +46,7 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Return in words how a value is another than in the capture; empty if it is not."""
+        """Describe how a value differs from the capture; empty if it does not."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return "" if is_same_value(was, now) else f"{was!r:.40} in the capture, {now!r:.40} now"
@@ -57,25 +57,26 @@ class Result:
         if now.dtype is not was.dtype or now.device != was.device:
             return f"{was.dtype} on {was.device} in the capture, {now.dtype} on {now.device} now"
         if now.stride() != self.stride:
-            return f"of strides {self.stride} in the capture, {now.stride()} now"
+            return f"with strides {self.stride} in the capture, {now.stride()} now"
         if not self.is_copied and now.data_ptr() != was.data_ptr():
-            return "in memory that was there before the call in the capture, in other memory now"
+            return "in existing memory in the capture, in other memory now"
         return ""
 
 
 @attrs.define(eq=False)
 class EagerCall:
-    """A call that runs eager between two segments, at each replay as in the capture.
+    """A call that runs eager between two segments, in the capture and at each replay.
 
     Attributes:
-        fn: What is called.
-        args: Its arguments: tensors stay where they are, since this holds them.
-        kwargs: Its keywords.
-        line: Where it is called: file and line.
-        around: Makes what the step had on around the call, such as autocast; None: nothing.
-        results: What it returned, flat.
-        structure: The structure of that.
-        written: Arguments that it writes, with the dimension of each that is the batch.
+        fn: The function.
+        args: Its arguments, whose tensors are kept alive here.
+        kwargs: Its keyword arguments.
+        line: File and line of the call.
+        around: Enters the contexts that the step had active at the call, such as autocast; None if
+            there were none.
+        results: Its results, flattened.
+        structure: Their structure.
+        written: Arguments that it writes, with the batch dimension of each.
         num_rows: Rows of the graph.
     """
 
@@ -92,19 +93,19 @@ class EagerCall:
 
     @property
     def may_differ(self) -> bool:
-        """Whether it returns anything but what was there before, so that that may change."""
+        """Whether it returns anything new, which may differ at a replay."""
         return any(one.is_copied or one.value is not None for one in self.results)
 
     def run(self, num_rows: int) -> None:
-        """Call it, and bring what it returns to where the next segment reads it.
+        """Call it and pass its results to the next segment.
 
-        Rows behind those of the batch are cleared: nobody says what a call leaves there.
+        Rows beyond the batch are cleared, since a call may leave anything there.
 
         Args:
             num_rows: Rows of the batch.
 
         Raises:
-            DifferentResultError: It returned something else than in the capture.
+            DifferentResultError: Its results differ from those of the capture.
         """
         if self.around is None:
             value = self.fn(*self.args, **self.kwargs)
@@ -129,7 +130,7 @@ class EagerCall:
         """Return the results to copy.
 
         Raises:
-            DifferentResultError: One is another than in the capture.
+            DifferentResultError: A result differs from the capture.
         """
         results = self.results
         if len(results) == 1 and self.structure.is_leaf:
@@ -138,7 +139,7 @@ class EagerCall:
             leaves, structure = flatten(value)
             if structure != self.structure:
                 problem = f"{len(results)} values in the capture, {len(leaves)} now"
-                raise DifferentResultError(self.line, problem + ", or in another structure")
+                raise DifferentResultError(self.line, problem + ", or in a different structure")
         copies = []
         for number, (result, leaf) in enumerate(zip(results, leaves, strict=True)):
             if problem := result.difference(leaf):
@@ -148,7 +149,7 @@ class EagerCall:
         return copies
 
     def _views_at(self, num_rows: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the rows of a batch of each copied result, and all rows behind a batch."""
+        """Return each copied result's rows of a batch, and the rows after the batch."""
         found = self._views.get(num_rows)
         if found is not None:
             return found

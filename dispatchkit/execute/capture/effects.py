@@ -1,13 +1,13 @@
-"""What Python state a step changes, and what that means for its graphs.
+"""Detect Python state that a step changes, and handle it for its graphs.
 
-Warmups, captures and measurements run a step for nothing, and a replay runs no Python at all. Both
-are right only for a step that leaves Python state as it is. So whatever changes in such a run is
-put back, and the step is then told apart by three runs on dummy rows:
+Warmups, captures and measurements run a step on dummy rows, and a replay runs no Python at all.
+Both are correct only if the step does not change Python state. So any change in such a run is
+undone, and three runs on dummy rows then classify the step:
 
-- *a cache*: a second run changes nothing, computes the same, and a rebuild from other rows is
-  bit for bit the same. It is kept, since the graph reads it.
-- *a first call*: a second run changes nothing, but computed something else or from other state.
-  The next call of the caller runs eager, and the key is captured after it.
+- *a cache*: a second run changes nothing and computes the same, and rebuilding it from other rows
+  gives a bitwise equal cache. It is kept, since the graph reads it.
+- *a first call*: a second run changes nothing, but the first computed something different or from
+  other state. The caller's next call runs eager, and the key is captured after it.
 - *Python state*: every run changes it. Such a step always runs eager.
 """
 
@@ -36,7 +36,7 @@ from dispatchkit.execute.step.python_state import (
 from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.execute.step.values import ValueWatch
 
-#: How often a value may be replaced before its step is not captured any more.
+#: How often a value may be replaced before its step is no longer captured.
 MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
 _CACHE: Final = "cache"
@@ -45,59 +45,59 @@ _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class PythonChangedError(CaptureError):
-    """A run changed Python state, which has been put back.
+    """A run changed Python state, which has been restored.
 
     Args:
-        entries: What it changed, before that is put back.
+        entries: The changed entries.
     """
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
         self._then = [entry.now() for entry in entries]
         super().__init__(
-            f"The step changed {named(entries)} while it was captured, which a replay would not.",
+            f"The step changed {named(entries)} during the capture, which a replay would not do.",
             reason=Reason.PYTHON_STATE,
         )
 
     def redo(self) -> None:
-        """Set the entries to what they were changed to."""
+        """Apply the changes again."""
         for entry, value in zip(self.entries, self._then, strict=True):
             entry.set(value)
 
 
 class PythonEffects:
-    """Contains the Python effects of the runs of one step.
+    """Undoes the Python effects of one step's runs.
 
     Args:
-        pieces: Those of the step: their functions are where its Python state is reached from.
-        calls_eager: In PIECEWISE, functions under ``eager_region`` are no part of its graphs.
+        pieces: The step's pieces, from whose functions its Python state is reached.
+        calls_eager: In PIECEWISE, functions under ``eager_region`` are not part of its graphs.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, calls_eager: bool = False) -> None:
         self._pieces, self._calls_eager = tuple(pieces), calls_eager
-        # What is reached by the whole step, and by graph pieces alone; what watches the values.
+        # State reached by the whole step and by graph pieces alone, and the watches of its values.
         self._states: dict[bool, PythonState] = {}
         self._watches: dict[bool, ValueWatch] = {}
-        # Within ``contained``: whether graphs alone count.
+        # Inside ``contained``: whether only graphs count.
         self._graphs_alone: bool | None = None
         self._replaced: Counter[str] = Counter()
-        # Entries that the step was seen to change, by container and key.
+        # Entries that the step has changed, by container and key.
         self._changed: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
-        """Look anew at what the step reaches: it may be something else from now on."""
+        """Look up again what the step reaches, since it may have been replaced."""
         self._states.clear()
         self._watches.clear()
 
     def _reach(self, *, graphs_alone: bool = False) -> PythonState:
-        """Return what the step, or its graph pieces, reach now."""
+        """Return the state that the step or its graph pieces currently reach."""
         pieces = [one for one in self._pieces if one.is_graph or not graphs_alone]
         leaves_out = graphs_alone and self._calls_eager
         roots = {piece.name: piece.fn for piece in pieces}
         return PythonState(roots, is_left_out=is_eager_region if leaves_out else None)
 
     def state(self, *, graphs_alone: bool = False) -> PythonState:
-        """Return what the step reaches, as it was when a capture last looked (``refresh``).
+        """Return the state that the step reaches, as of the last ``refresh``.
 
         Args:
             graphs_alone: Only what its graph pieces reach.
@@ -107,10 +107,10 @@ class PythonEffects:
         return self._states[graphs_alone]
 
     def watch(self, *, graphs_alone: bool = False) -> ValueWatch:
-        """Return what watches the values that a graph made now has built in.
+        """Return a watch of the values that a graph captured now has built in.
 
         Args:
-            graphs_alone: Eager pieces read their values anew at each replay.
+            graphs_alone: Eager pieces read their values again at each replay.
         """
         if graphs_alone not in self._watches:
             read = self.state(graphs_alone=graphs_alone)
@@ -123,9 +123,9 @@ class PythonEffects:
         self.forget()
 
     def refresh(self) -> bool:
-        """Return whether what the step reaches is another than at the last capture.
+        """Return whether the state that the step reaches differs from the last capture.
 
-        Everything is compared, which takes milliseconds for a large model: once for each capture.
+        Everything is compared, which takes milliseconds for a large model, once per capture.
         """
         known = self._states.get(False)
         if known is not None and known.is_current():
@@ -134,7 +134,7 @@ class PythonEffects:
         return True
 
     def _changed_before(self) -> tuple[Entry, ...]:
-        """Return the entries that the step changed and now leaves alone, as they are now."""
+        """Return the current values of entries that the step changed once and no longer changes."""
         wanted = self._changed
         if not wanted:
             return ()
@@ -156,9 +156,9 @@ class PythonEffects:
         """
         if often := [path for path, count in self._replaced.items() if count > MAX_REPLACED]:
             raise CaptureError(
-                f"{often[0]} was replaced more than {MAX_REPLACED} times since it was captured "
-                "first: no graph lasts. Write it in place (tensor.copy_(...)), or give it as an "
-                "input.",
+                f"{often[0]} was replaced more than {MAX_REPLACED} times since it was first "
+                "captured, which invalidates each graph. Write it in place (tensor.copy_(...)), "
+                "or pass it as an input.",
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
@@ -180,7 +180,7 @@ class PythonEffects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Put back what is changed in between, whatever that means: no graph is made of it."""
+        """Restore all state at the end, without classifying changes; no graph is captured."""
         before = self.state()
         try:
             yield
@@ -189,13 +189,13 @@ class PythonEffects:
                 restore(changed)
 
     def check_run(self) -> tuple[Entry, ...]:
-        """Look at what one run has changed, before another one changes it back.
+        """Check the changes of one run before another one reverts them.
 
         Returns:
-            What eager pieces have changed.
+            Changes made by eager pieces.
 
         Raises:
-            PythonChangedError: There was something that no replay would change.
+            PythonChangedError: There was a change that a replay would not make.
         """
         if self._graphs_alone is None:
             return ()
@@ -213,16 +213,16 @@ class PythonEffects:
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> None:
-        """Find out what a step's Python effects mean; return if the step can be captured.
+        """Classify a step's Python effects; return if the step can be captured.
 
-        That is where they made a cache, which is kept now, and where another thread made the
-        change, which is then made again.
+        It can if they created a cache, which is then kept, or if another thread made the change,
+        which is then applied again.
 
         Args:
-            error: What a run was seen to change.
-            snapshot: Of the tensors that the step is known to write.
+            error: The changes of a run.
+            snapshot: A snapshot of the tensors that the step is known to write.
             run: Runs the step on dummy rows.
-            run_on_other_rows: Runs it on others.
+            run_on_other_rows: Runs it on other dummy rows.
 
         Raises:
             CaptureError: The step has Python state, or this was its first call.
@@ -245,14 +245,15 @@ class PythonEffects:
         self._changed |= {(id(one.record.target), one.key): one for one in changed}
         if found == Reason.FIRST_CALL:
             raise CaptureError(
-                f"The first call of the step changes {named(changed)}, and computes something else "
-                "than later ones. The next call runs eager; the key is captured after it.",
+                f"The first call of the step changes {named(changed)}, and computes something "
+                "different from later ones. The next call runs eager; the key is captured after "
+                "it.",
                 reason=Reason.FIRST_CALL,
             )
         raise CaptureError(
-            f"Each call of the step changes {named(changed)}, which a replay would not. Keep such "
-            "state in a tensor that the step writes in place (self.h.copy_(...), a buffer), or "
-            "change it outside of the step; until then every step runs eager.",
+            f"Each call of the step changes {named(changed)}, which a replay would not do. Keep "
+            "such state in a tensor that the step writes in place (self.h.copy_(...), a buffer), "
+            "or change it outside the step; until then every step runs eager.",
             reason=Reason.PYTHON_STATE,
         )
 
@@ -263,7 +264,7 @@ class PythonEffects:
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> str:
-        """Return the reason that a step's Python effects are; or what else they are."""
+        """Return the reason to count for a step's Python effects, or their class."""
         snapshot.restore()
         first = _copies(leaves_of(run()))
         made = before.changes()
@@ -293,13 +294,13 @@ class PythonEffects:
 
 
 def named(entries: Sequence[Entry]) -> str:
-    """Return some entries in words, with class, file and line."""
+    """Describe some entries, with class, file and line."""
     more = f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
     return ", ".join(str(entry) for entry in entries[:_MAX_NAMED]) + more
 
 
 class _Unknown:
-    """What cannot be compared; equal to nothing."""
+    """A value that cannot be compared; equal to nothing."""
 
 
 def _content(value: Any) -> Any:
@@ -320,7 +321,7 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two copies are the same, tensors bit for bit."""
+    """Return whether two copies are equal, tensors bitwise."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return bits_equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -331,9 +332,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:
-    """Fill floating-point tensors with noise that draws from no generator of anybody else.
+    """Fill floating-point tensors with noise, without using existing generators.
 
-    Others keep what they hold: a random index would reach memory that it must not.
+    Other tensors keep their contents: a random index could access invalid memory.
     """
     for number, tensor in enumerate(tensors):
         if tensor.dtype in _NOISY:
@@ -342,7 +343,7 @@ def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:
 
 
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bits: nan is equal to itself, zeros have signs."""
+    """Return whether two tensors are bitwise equal, so NaN equals itself and zeros have signs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout is not torch.strided or one.is_complex():

@@ -1,4 +1,4 @@
-"""Graphs that were captured elsewhere, for instance by an engine that has its own loop."""
+"""Graphs captured elsewhere, for example by an engine with its own loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dispatchkit.keys.batch import GraphKey
 
 @attrs.frozen
 class _Replayable:
-    """Somebody else's graph, with the little that is needed of one."""
+    """A foreign graph, adapted to the required interface."""
 
     graph: Any
     outputs: Any
@@ -32,7 +32,7 @@ class _Replayable:
         self.graph.replay()
 
     def release(self) -> None:
-        """Leave it alone: it is its owner's to release."""
+        """Do nothing: its owner releases it."""
 
 
 def external_step(
@@ -47,12 +47,12 @@ def external_step(
     guard: Fingerprint,
     has_effect: bool,
 ) -> CapturedKey:
-    """Return a captured step around somebody else's graph.
+    """Return a captured key for a foreign graph.
 
     Raises:
         ConfigError: It cannot be replayed.
-        InputError: The tensors it reads do not fit the declared inputs at the key's size.
-        CaptureError: The declared batch dimensions do not fit its outputs.
+        InputError: The tensors it reads do not match the declared inputs at the key's size.
+        CaptureError: The declared batch dimensions do not match its outputs.
     """
     if not callable(getattr(graph, "replay", None)):
         raise ConfigError("graph", graph, "an object with replay()")

@@ -1,8 +1,8 @@
-"""What a graph has built in, by name: addresses it reads, and numbers of its function.
+"""Addresses and numbers that a graph has built in, by name.
 
-Taken at a capture in check mode and compared at each checked step. A graph whose static
-inputs, parameters or buffers have moved is wrong from then on, whatever it gives now; another
-number, or a tensor found elsewhere, says why a result differs.
+Recorded at a capture in check mode and compared at each checked step. A graph whose static inputs,
+parameters or buffers have moved is wrong from then on, even if its results look right. A different
+number, or a tensor at another address, explains why a result differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 
 @attrs.frozen
 class _Place:
-    """Where a tensor is; a replaced one is likely to be elsewhere."""
+    """The address of a tensor; a replaced tensor is likely to have another."""
 
     address: int
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class _Place:
 
 @attrs.frozen
 class Facts:
-    """What was found of a step.
+    """The recorded addresses and values of a step.
 
     Attributes:
         places: Static inputs, parameters and buffers, which a graph reads by address.
-        values: Numbers and other tensors that the functions refer to.
+        values: Numbers and other tensors that the functions reference.
     """
 
     places: Mapping[str, Any]
@@ -45,13 +45,13 @@ class Facts:
 def facts_of(
     pieces: Iterable[Piece], modules: Iterable[torch.nn.Module], buffers: InputBuffers
 ) -> Facts:
-    """Return the facts of a step as they are now."""
+    """Return the current fingerprint of a step."""
     inputs = zip(buffers.inputs.names, buffers.tensors, strict=True)
     places = {f"input {name!r}": _place(tensor) for name, tensor in inputs}
     values: dict[str, Any] = {}
     for number, module in enumerate(modules, 1):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in places:  # of two modules that are built alike
+            if name in places:  # for two modules of equal structure
                 name = f"{name} of module {number}"
             places[name] = _place(tensor)
         for path, one in module.named_modules():
@@ -63,12 +63,12 @@ def facts_of(
 
 
 def moved(then: Facts, now: Facts) -> str:
-    """Return in words what a graph reads that is elsewhere now; empty if nothing is."""
+    """Describe tensors that a graph reads and that have moved; empty if none have."""
     return _words(then.places, now.places)
 
 
 def changed(then: Facts, now: Facts) -> str:
-    """Return in words all that is otherwise than at the capture."""
+    """Describe all differences from the capture."""
     return "; ".join(filter(None, (moved(then, now), _words(then.values, now.values))))
 
 
@@ -78,7 +78,7 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if isinstance(now.get(name), _Place)
         else f"{name} was {value!r:.40} and is {now.get(name)!r:.40}"
         for name, value in then.items()
-        # The same object first: nan is not even equal to itself.
+        # Identity first: NaN is not equal to itself.
         if now.get(name) is not value and now.get(name) != value
     ]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
@@ -86,7 +86,7 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    # Sparse ones have no one place; that they are replaced shows by shape and type alone.
+    # Sparse tensors have no single address; replacement is detected only by shape and dtype.
     address = tensor.data_ptr() if tensor.layout is torch.strided else 0
     return _Place(address, tuple(tensor.shape), tensor.dtype)
 
@@ -100,7 +100,7 @@ def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _values_of(fn: Any) -> dict[str, Any]:
-    """Return what a function, a method or an object that can be called refers to."""
+    """Return the objects that a function, method or callable object references."""
     found: dict[str, Any] = {}
     owner = fn if not hasattr(fn, "__code__") else getattr(fn, "__self__", None)
     if owner is not None and not isinstance(owner, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""GraphMaker: one graph, its outputs in shared memory, its operations watched once."""
+"""GraphMaker: captures single graphs, with outputs in shared memory and one watch per step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dispatchkit.execute.step.breaks import acting
 from dispatchkit.execute.step.state import CompiledCode
 from dispatchkit.once import warn_at_call
 
-#: A slot of the lane's output memory: its name, and the shape and type of what lies there.
+#: A slot of the lane's output memory: its name, and the shape and dtype of its contents.
 OutputSlot = tuple[int, torch.Size, torch.dtype]
 
 
@@ -38,7 +38,7 @@ class MadeGraph:
 
     Attributes:
         graph: The graph.
-        outputs: What was returned in the capture: in memory of the lane, or of the graph.
+        outputs: The results of the capture, in memory of the lane or the graph.
         draws: It may draw random numbers.
     """
 
@@ -48,15 +48,15 @@ class MadeGraph:
 
 
 class PlainCodeWarning(RuntimeWarning):
-    """A function of torch.compile was captured, and what ran was not compiled."""
+    """A function of torch.compile was captured without being compiled."""
 
 
 @attrs.frozen
 class _Watched:
-    """What a watched capture, or a warmup before it, has shown of its operations.
+    """What a watched capture, or its warmup, revealed about the operations.
 
     Attributes:
-        holds: Storages they read or write that graphs of them must keep alive.
+        holds: Storages they read or write, which their graphs must keep alive.
         draws: They may draw random numbers.
     """
 
@@ -65,12 +65,12 @@ class _Watched:
 
 
 class GraphMaker:
-    """Capture single graphs of one lane.
+    """Captures single graphs of one lane.
 
     Args:
-        lane: Where.
-        device: Where tensors are made.
-        generators: Random generators of the step, beside the default ones.
+        lane: The lane.
+        device: The device of tensors.
+        generators: Random generators of the step other than the default ones.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class GraphMaker:
         self._watched: dict[tuple[Family, int], _Watched] = {}
 
     def forget(self) -> None:
-        """Look anew at what the step reads: it may be something else from now on."""
+        """Look up again what the step reads, since it may have been replaced."""
         self._watched.clear()
 
     def expect_bytes(
         self, run: Callable[[], Any], slots: Sequence[OutputSlot | None]
     ) -> int | None:
-        """Return what a graph in a pool of its own takes with its outputs; None: not known.
+        """Return the memory of a graph in a separate pool, with outputs; None if unknown.
 
         Raises:
-            CaptureError: It could not be captured either.
+            CaptureError: It cannot be captured.
         """
         if self._rehearsals is None:
             return None
@@ -118,39 +118,40 @@ class GraphMaker:
         *,
         draws: bool = True,
     ) -> MadeGraph:
-        """Capture what is run, its outputs in the lane's memory, if there is room for both.
+        """Capture a function with its outputs in the lane's memory, within the budget.
 
         Args:
-            run: What is captured.
-            slots: Where its outputs go.
-            admission: Asked for memory; None where there is no limit.
-            name: Of the operations: those of one name are the same, at other sizes.
-            notes: Of a warmup just now, whose operations were the same.
-            compiled: What is known of functions of torch.compile in it, which a capture on a
-                device runs compiled, and sees little of.
-            draws: It may draw random numbers, as far as its warmup showed.
+            run: The function to capture.
+            slots: The memory for its outputs.
+            admission: Admits memory; None if there is no limit.
+            name: Name of the operations; graphs of the same name run the same operations at other
+                sizes.
+            notes: Notes of the preceding warmup, with the same operations.
+            compiled: What is known about functions of torch.compile in it, which a capture on a
+                device runs compiled and can hardly observe.
+            draws: It may draw random numbers, according to its warmup.
         """
         lane = self._lane
         if admission is not None:
-            # Elsewhere: what an earlier replay left in the lane's memory may still be read.
+            # In other memory: results of an earlier replay in the lane's memory may still be read.
             others = _taken(SharedMemory(self._device), slots)
 
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
                 rehearsed()
-                return rehearsed.outputs  # held by the rehearsal alone, which counts them
+                return rehearsed.outputs  # referenced only by the rehearsal, which counts them
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
             lane.let_steps_in(REHEARSAL)
         captured = SharedOutputs(paced_step(lane, run), _taken(lane.outputs, slots))
-        if self._unwatched is None:  # each is watched in full, and by itself
+        if self._unwatched is None:  # each is fully watched
             with lane.measuring("driver"), ended_beside_steps(lane, captured) as run_and_release:
                 own = self._backend.capture(
                     run_and_release, stream=lane.stream, pool=lane.pool, generators=self._generators
                 )
             return MadeGraph(own, captured.outputs, own.has_random_state)
-        # Keys that differ in size only run the same operations: one of them is watched.
+        # Keys that differ only in size run the same operations, so only one of them is watched.
         known = self._watched.get(name)
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
@@ -168,9 +169,9 @@ class GraphMaker:
             )
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warn_at_call(
-                "Another thread was warming a step up during a capture, which has functions of "
-                "torch.compile run plainly in the whole process: the graph may hold eager "
-                "kernels. Capture one runner after the other, and this one again.",
+                "Another thread warmed a step up during a capture, which disables functions of "
+                "torch.compile in the whole process, so the graph may contain eager kernels. "
+                "Capture one runner after the other, and capture this one again.",
                 PlainCodeWarning,
             )
         if known is not None:
@@ -183,7 +184,8 @@ class GraphMaker:
         elif notes is None:
             drawn = draws and graph.has_random_state
         if not graph.host_tensors:
-            # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
+            # The lane owns and releases its memory: referenced here, it would outlive the lane's
+            # graphs.
             holds = tuple(
                 one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
             )
@@ -201,11 +203,11 @@ class GraphMaker:
         compiled: bool,
         draws: bool,
     ) -> Any:
-        """Capture what is run in segments, its outputs in the lane's memory; return these.
+        """Capture a function in segments, with outputs in the lane's memory; return the outputs.
 
         Args:
-            run: What is captured.
-            recorder: Cuts it, and has what came of it.
+            run: The function to capture.
+            recorder: Splits it and collects the segments.
             slots: As for ``capture``.
             admission: As for ``capture``.
             breaks: Operators to break at.
@@ -245,7 +247,7 @@ class GraphMaker:
                     draws=draws,
                 )
         finally:
-            caller.wait_stream(lane.stream)  # replays of the capture may still run
+            caller.wait_stream(lane.stream)  # replays during the capture may still run
         return captured.outputs
 
 
@@ -253,11 +255,11 @@ def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
     ran_plainly = graph.num_plain_operations
     if ran_plainly >= compiled.num_operations:
         warn_at_call(
-            f"The step calls functions of torch.compile, and all of their {ran_plainly} "
-            "operations ran plainly in the capture: Dynamo compiled none of them, so the "
-            "graph holds eager kernels. TORCH_LOGS=dynamo,recompiles says why; code that was "
-            "called under a dispatch mode before, or beyond "
-            "torch._dynamo.config.recompile_limit, stays so until torch._dynamo.reset().",
+            f"The step calls functions of torch.compile, but all of their {ran_plainly} "
+            "operations ran uncompiled in the capture, so the graph contains eager kernels. "
+            "TORCH_LOGS=dynamo,recompiles shows why. Code called under a dispatch mode before, "
+            "or beyond torch._dynamo.config.recompile_limit, stays uncompiled until "
+            "torch._dynamo.reset().",
             PlainCodeWarning,
         )
 
@@ -267,15 +269,15 @@ def _taken(memory: SharedMemory, slots: Sequence[OutputSlot | None]) -> list[tor
 
 
 class SharedOutputs:
-    """Run something in a capture, and copy its outputs to memory that graphs share.
+    """Runs a function in a capture, and copies its outputs to memory that graphs share.
 
     Args:
-        run: What is captured.
-        targets: Where each output goes; None where it stays in memory of the graph.
+        run: The function to capture.
+        targets: The memory for each output; None if it stays in the graph's memory.
 
     Attributes:
-        outputs: What was returned, in its final place. The call itself returns nothing, since a
-            backend would hold it.
+        outputs: The results, in their final memory. The call itself returns nothing, since a
+            backend would keep the results alive.
     """
 
     def __init__(self, run: Callable[[], Any], targets: Sequence[torch.Tensor | None]) -> None:
@@ -283,19 +285,19 @@ class SharedOutputs:
         self.outputs: Any = None
 
     def __call__(self) -> None:
-        """Run it; called by the backend."""
+        """Run the function; called by the backend."""
         leaves, structure = flatten(self._run())
         targets = self._targets or [None] * len(leaves)
         if len(targets) != len(leaves):
             raise CaptureError(
                 f"The step returned {len(leaves)} values in the capture and "
-                f"{len(targets)} in the warmup; it must not depend on being captured.",
+                f"{len(targets)} in the warmup. A step must not depend on being captured.",
                 reason="output_layout",
             )
         for target, leaf in zip(targets, leaves, strict=True):
             if target is not None:
                 target.copy_(leaf)
-        # Only what stays where it is may outlive the capture: the rest is free again.
+        # Only results that stay in place may outlive the capture; the others are freed.
         final = [
             leaf if target is None else target for target, leaf in zip(targets, leaves, strict=True)
         ]

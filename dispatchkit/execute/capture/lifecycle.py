@@ -1,7 +1,7 @@
-"""Lifecycle: when the keys of one lane are captured, and what becomes of the graphs.
+"""Lifecycle: decides when the keys of one lane are captured, and manages their graphs.
 
-All transitions go through the registry. Callers hold the runner's lock, so that no step is
-in between; what the device still has in flight is waited for before a graph is released.
+All transitions go through the registry. Callers hold the runner's lock, so that no step runs in
+between; work in flight is waited for before a graph is released.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _WEIGHTS = (torch.Tensor, torch.nn.Module)
 
 @attrs.frozen(eq=False)
 class _Attempt:
-    """What came of the capture of one key.
+    """The result of capturing one key.
 
     Attributes:
-        captured: Its graphs, or
-        problem: why there are none.
-        lost: Keys that lost their graphs for it.
+        captured: Its graphs; None if the capture failed.
+        problem: Why it failed; None if it succeeded.
+        lost: Keys whose graphs were evicted for it.
     """
 
     captured: CapturedKey | None
@@ -60,30 +60,30 @@ class _Attempt:
 
 
 def frozen() -> RegistryError:
-    """Return the error of a capture in a frozen runner."""
+    """Return the error for a capture in a frozen runner."""
     return RegistryError(
         "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
     )
 
 
 class Lifecycle:
-    """Capture the keys of one lane, in sessions or when they are asked for.
+    """Captures the keys of one lane, in sessions or on demand.
 
     Args:
-        capturer: How a key is captured.
-        graphs: The graphs there are.
+        capturer: Captures a key.
+        graphs: The lane's graphs.
         budget: Keeps them within their limits.
-        lane: Where.
-        registry: Whose keys.
+        lane: The lane.
+        registry: The registry of the keys.
         modes: Runtime modes that can be captured.
-        counters: Where captures are counted.
-        lazy: Capture keys when they are asked for.
-        capture_after: How often a key must be asked for before it is captured lazily.
+        counters: Counters of captures.
+        lazy: Capture keys on demand.
+        capture_after: How often a key must be requested before it is captured lazily.
 
     Attributes:
-        graphs: The graphs there are.
+        graphs: The lane's graphs.
         lazy: As given.
-        is_frozen: Nothing is captured.
+        is_frozen: No captures are allowed.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Lifecycle:
         self.graphs: LiveGraphs = graphs
         self._budget = budget
         self.is_frozen = False
-        #: The last capture in the background of its keys.
+        #: The last background capture of its keys.
         self.background: BackgroundCapture | None = None
         self._capturer, self._lane, self._registry = capturer, lane, registry
         self._modes, self._counters = modes, counters
@@ -118,21 +118,21 @@ class Lifecycle:
         return self.graphs.by_key()
 
     def num_graphs(self) -> int:
-        """Return how many live graphs there are; one that serves several keys counts once."""
+        """Return the number of live graphs; one that serves several keys counts once."""
         return self.graphs.count()
 
     def may_capture(self, key: GraphKey) -> bool:
-        """Return whether a key has no graph, and neither backend nor switches forbid one."""
+        """Return whether a key has no graph but could have one, given backend and switches."""
         is_live = self.graphs.entry(key).state is KeyState.CAPTURED
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
 
     def is_under_way(self, key: GraphKey) -> bool:
-        """Return whether a capture in the background is going to capture a key."""
+        """Return whether a background capture will capture a key."""
         background = self.background
         return background is not None and key in background.keys and not background.is_done()
 
     def problem_of(self, key: GraphKey) -> str:
-        """Return why a key has no graph: a word, a colon, and more; empty if nothing is known."""
+        """Return why a key has no graph, as a word, a colon and details; empty if unknown."""
         entry = self._registry.get(key)
         return "" if entry is None else entry.reason
 
@@ -145,12 +145,12 @@ class Lifecycle:
         *,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys that have no graph, largest first; failures are contained.
+        """Capture the keys without a graph, largest first; failures are recorded, not raised.
 
         Args:
-            keys: Which; all declared ones by default.
-            progress: Told (done, total, the next key) before each capture and at the end.
-            again: Also those that failed so often that they are left alone.
+            keys: The keys; by default all declared ones.
+            progress: Called with (done, total, next key) before each capture and at the end.
+            again: Also retry keys that failed too often.
 
         Raises:
             RegistryError: The runner is frozen, or a key is not declared.
@@ -193,29 +193,29 @@ class Lifecycle:
     def capture_in_turns(
         self, key: GraphKey, max_pause_us: float, *, between_operators: bool
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
-        """Capture a key in the background, steps of other threads in between.
+        """Capture a key in the background, with other threads' steps in between.
 
-        The caller holds the lock of steps, once. Where steps must not run in between, it is
-        captured in one piece.
+        The caller holds the lock of steps, once. If steps must not run in between, it is captured
+        without interruption.
 
         Args:
-            key: Which.
-            max_pause_us: How long steps may be held up at a time.
-            between_operators: Steps may run in the middle of the step itself.
+            key: The key.
+            max_pause_us: Longest time that steps may be delayed, in microseconds.
+            between_operators: Steps may run in the middle of the captured step.
 
         Returns:
-            Why it has no graph, as an error, or in words if it was left out; and the times that
-            steps were held up for longer.
+            Why it has no graph, as an error, or in words if it was skipped; and the pauses of steps
+            that were longer.
         """
         turns = self._lane.group.turns
         turns.wait()
         entry = self._registry.get(key)
         if entry is None:
-            return "it is not declared any more", ()
+            return "it is no longer declared", ()
         if self.is_frozen or self._lane.group.is_asleep:
-            return "the runner is frozen, or its memory sleeps", ()
+            return "the runner is frozen, or its memory is asleep", ()
         if entry.state is KeyState.CAPTURED:
-            return "it has a graph", ()
+            return "it already has a graph", ()
         if key.mode not in self._modes or not self._registry.is_enabled(key):
             return Reason.DISABLED, ()
         if entry.state is KeyState.FAILED and self._retries.is_over(entry):
@@ -231,17 +231,17 @@ class Lifecycle:
             between_operators=between_operators and beside,
         )
         problem = turns.run(pacer, lambda: self._try(key, evict=False))
-        self._lane.order()  # the next step, on whatever stream, waits for what was queued here
+        self._lane.order()  # the next step, on any stream, waits for the work queued here
         self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return problem, pacer.pauses
 
     def learn(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
-        """Warm up the smallest key like one that is not known yet, in one piece.
+        """Warm up the smallest key of an unknown key's family, without interruption.
 
-        Only a step that is known to change nothing lets others run in the middle of it.
+        Only a step known to have no effects lets others run in the middle of it.
 
         Returns:
-            The time that steps were held up, if it was too long.
+            The pause of steps, if it was too long.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -250,19 +250,19 @@ class Lifecycle:
         alike = [one for one in self._registry if family_of(one) == family_of(key)]
         smallest = min(alike or [key], key=lambda one: one.num_tokens)
         pacer = Pacer(turns, str(smallest), max_pause_us, allows_turns=False)
-        with suppress(Exception):  # it comes again, and is reported, with the capture
+        with suppress(Exception):  # it will happen again in the capture, and be reported
             turns.run(pacer, lambda: self._capturer.warm(smallest))
         self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return pacer.pauses
 
     def warm_all(self) -> dict[GraphKey, str]:
-        """Warm every key without a graph up, largest first, capturing none.
+        """Warm up every key without a graph, largest first, without capturing.
 
-        For libraries whose scratch memory grows with the size: all of it is there before the
-        first graph that reads its address.
+        For libraries whose workspace grows with the size, so that it is fully allocated before the
+        first graph captures its address.
 
         Returns:
-            Keys whose warmup raised, with the reason; they are not marked.
+            Keys whose warmup raised, with the reason; they are not marked as failed.
         """
         self._refuse_frozen()
         failed = {}
@@ -277,20 +277,20 @@ class Lifecycle:
         return failed
 
     def expect_bytes(self, keys: Iterable[GraphKey]) -> int:
-        """Return what graphs of some keys in a pool of their own are expected to take.
+        """Return the expected memory of some keys' graphs in a separate pool.
 
         Raises:
-            CaptureError: The largest cannot be warmed up, or captured.
+            CaptureError: The largest cannot be warmed up or captured.
         """
         ordered = sorted(keys, key=largest_first)
         ordered = [key for key in ordered if key.mode in self._modes]
         return self._capturer.expect_bytes(ordered[0]) if ordered else 0
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the key that was asked for most and has no graph; for idle moments.
+        """Capture the most requested key without a graph; for idle moments.
 
         Returns:
-            The key that was tried, None if no key was asked for in vain.
+            The key that was tried, or None if no requested key lacks a graph.
         """
         self._refuse_frozen()
         states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
@@ -305,17 +305,17 @@ class Lifecycle:
             self._try(key, evict=True)
         return waiting[0] if waiting else None
 
-    # -- on the way of a step -----------------------------------------------------------
+    # -- called by steps -----------------------------------------------------------
 
     def capture_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> str:
-        """Capture a key that a step asked for, if it was asked for often enough.
+        """Capture a key that a step requested, if it was requested often enough.
 
         Args:
-            key: Which.
+            key: The key.
             sample: The step's inputs.
 
         Returns:
-            Why the step runs eager; empty when the table must be asked again.
+            Why the step runs eager; empty if the table must be consulted again.
         """
         self._seen[key] += 1
         if self.graphs.entry(key).state is KeyState.CAPTURED:
@@ -325,15 +325,15 @@ class Lifecycle:
         if self._seen[key] < self._capture_after or not self._lane.group.may_capture():
             return Reason.CAPTURE_PENDING
         self._try(key, evict=True, sample=sample, is_awaited=True)
-        self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
+        self._budget.warn_of_churn()  # outside: a warning that raises is not a failed capture
         return ""
 
     def note_missed(self, key: GraphKey, num_steps: int = 1) -> None:
-        """Count that steps would have used a key; what is wanted most is captured when idle."""
+        """Count steps that would have used a key, so that idle captures prefer the most wanted."""
         self._seen[key] += num_steps
 
     def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
-        """Return the key whose capture eager steps of a cell may try again, None if none."""
+        """Return the key whose capture a cell's eager steps may retry, or None."""
         if self.is_frozen:
             return None
         for key in missed:
@@ -341,7 +341,7 @@ class Lifecycle:
             if entry is None or not self._registry.is_enabled(key):
                 continue
             if self._retries.waits_for_first_call(entry):
-                return key  # whoever called capture() asked for it already
+                return key  # capture() has already requested it
             if not self.lazy:
                 continue
             if reason == Reason.STALE and entry.state is KeyState.STALE:
@@ -351,7 +351,7 @@ class Lifecycle:
         return None
 
     def retry_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> bool:
-        """Try a failed or stale key again when enough steps went by; True if it was tried."""
+        """Retry a failed or stale key after enough steps; return whether it was tried."""
         entry = self._registry.get(key)
         if entry is None or self.is_frozen or not self._lane.group.may_capture():
             return False
@@ -361,19 +361,19 @@ class Lifecycle:
         return True
 
     def steps_until_retry(self, key: GraphKey) -> int:
-        """Return how many steps a failed or stale key waits for, before it is tried again."""
+        """Return the number of steps before a failed or stale key is retried."""
         entry = self._registry.get(key)
         return 0 if entry is None else self._retries.steps_left(entry)
 
     def note_retry(self, key: GraphKey, num_steps: int) -> None:
-        """Count steps that would have used a failed key, and did not ask whether it is due."""
+        """Count steps that would have used a failed key but did not check for a retry."""
         self._retries.note_steps(key, num_steps)
 
     def prove_rows(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
-        """Find out by the inputs of a padded step whether padding changes its rows.
+        """Determine with a padded step's inputs whether padding changes its rows.
 
         Returns:
-            Whether the table must be asked again; False if the inputs show nothing.
+            Whether the table must be consulted again; False if the inputs reveal nothing.
         """
         rows = self._proof(step, partial(self._capturer.prove, step, sample))
         if rows is None:
@@ -382,10 +382,10 @@ class Lifecycle:
         return not step.rows.open_calls and self._tell_of(step)
 
     def prove_independent(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
-        """Find out by the inputs of a part of a split step whether its rows depend on each other.
+        """Determine with the inputs of a split step's part whether its rows depend on each other.
 
         Returns:
-            Whether the table must be asked again; False if the inputs show nothing.
+            Whether the table must be consulted again; False if the inputs reveal nothing.
         """
         rows = self._proof(step, partial(self._capturer.prove_independent, step, sample))
         if rows is None:
@@ -394,10 +394,10 @@ class Lifecycle:
         return not step.rows.open_parts and self._tell_of(step)
 
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
-        """Return what a proof shows of a graph; one that raises puts it out of use.
+        """Return a proof's result for a graph; if the proof raises, the graph is disabled.
 
-        Nothing is tried while another is captured in the background, or under other facts than
-        those of the graph: a later call shows it, too.
+        Skipped during a background capture, or under modes other than the graph's: a later call can
+        prove it, too.
         """
         if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
@@ -405,22 +405,22 @@ class Lifecycle:
         try:
             return prove()
         except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
-            problem = as_capture_error(error, step.key)  # names the line, which goes with it
+            problem = as_capture_error(error, step.key)  # names the line; lost below
             clear_traceback(error, handled)
             self.graphs.fail_step(step, str(problem))
             return None
 
     def _tell_of(self, step: CapturedKey) -> bool:
-        """Have the table asked again for what a graph serves; returns True."""
+        """Empty the table cells that a graph serves; return True."""
         for key, one in self.live().items():
-            if one is step:  # what the table has of it was made without that knowledge
+            if one is step:  # its cells were decided without that knowledge
                 self._registry.captured(key, step, num_bytes=self.graphs.entry(key).num_bytes)
         return True
 
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
-        """Return why a batch would run eager if a key were captured, by what others like it showed.
+        """Return why a batch would run eager even with a key's graph, according to its family.
 
-        For a lazy runner, which need not capture a graph only to find out.
+        For a lazy runner, which then need not capture the graph.
         """
         if num_tokens == key.num_tokens:
             return ""
@@ -430,10 +430,10 @@ class Lifecycle:
     # -- the end of a graph -------------------------------------------------------------
 
     def evict(self, key: GraphKey, reason: str = "requested") -> None:
-        """Take the graph of a key away; nothing of it is in flight when it is released.
+        """Evict the graph of a key, releasing it once it is no longer in flight.
 
         Raises:
-            RegistryError: It has none.
+            RegistryError: It has no graph.
         """
         self.graphs.evict(key, reason)
 
@@ -449,10 +449,10 @@ class Lifecycle:
         return number
 
     def measure_values(self, captured: CapturedKey, num_tokens: int) -> None:
-        """Find out which Python values a step returns at a number of rows.
+        """Determine the Python values that a step returns at a number of rows.
 
-        Where it cannot be run so, its graph is put out of use. Under other facts than those of the
-        graph nothing is found out: such a step does not replay either.
+        If it cannot run at that number, its graph is disabled. Nothing is determined under modes
+        other than the graph's, since such a step does not replay either.
         """
         if not self._capturer.is_current(captured):
             return
@@ -463,10 +463,10 @@ class Lifecycle:
             self.graphs.fail_step(captured, f"{problem.reason}: {problem}")
 
     def replaced(self, captured: CapturedKey) -> str:
-        """Invalidate the graphs if something that they have built in was replaced.
+        """Invalidate the graphs if a value built into them was replaced.
 
         Returns:
-            The reason to count; empty if nothing was.
+            The reason to count; empty if nothing was replaced.
         """
         changed = captured.values.changes()
         if not changed:
@@ -477,7 +477,7 @@ class Lifecycle:
         return Reason.WEIGHTS_REPLACED if is_weights else Reason.VALUE_CHANGED
 
     def adopt(self, key: GraphKey, step: CapturedKey) -> None:
-        """Take a graph captured elsewhere for a key, within the budget."""
+        """Register a graph captured elsewhere for a key, within the budget."""
         self._registry.declare([key])
         if self.graphs.entry(key).state is KeyState.CAPTURED:
             self.graphs.evict(key, "replaced")
@@ -485,7 +485,7 @@ class Lifecycle:
         self._registry.captured(key, step)
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
-        """Remove keys altogether, with the graphs that no other key names."""
+        """Remove keys, with graphs that no other key uses."""
         gone = tuple(keys)
         self.graphs.forget(gone)
         for key in gone:
@@ -497,17 +497,17 @@ class Lifecycle:
         return self._budget.limits
 
     def set_budget(self, limits: MemoryOptions) -> None:
-        """Put other limits in force; graphs beyond them go, and what can stay is captured anew."""
+        """Change the limits; evict graphs beyond them, and recapture those that fit."""
         self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Evict the graph of the lowest score first; None: the order that the limits name."""
+        """Evict the graph with the lowest score first; None: the order named by the limits."""
         self._budget.score = score
 
     # -- as a member of a pool's group --------------------------------------------------
 
     def num_graphs_in_pool(self) -> int:
-        """Return how many keys have a graph in the pool: not those of graphs made elsewhere."""
+        """Return how many keys have a graph in the pool, not counting foreign graphs."""
         return sum(not step.is_foreign for step in self.live().values())
 
     def num_steps(self) -> int:
@@ -515,7 +515,7 @@ class Lifecycle:
         return self._lane.tick
 
     def evict_all(self) -> list[GraphKey]:
-        """Evict the graphs in the pool, for others to have the memory.
+        """Evict the graphs in the pool to free its memory for others.
 
         Returns:
             The keys that lost their graph.
@@ -527,7 +527,7 @@ class Lifecycle:
         return lost
 
     def capture_again(self, keys: Iterable[GraphKey]) -> None:
-        """Capture keys that lost their graph; where the runner is lazy, a call does that."""
+        """Recapture keys that lost their graph; in a lazy runner, calls do that."""
         if self.lazy or self.is_frozen:
             return
         for key in sorted(keys, key=largest_first):
@@ -540,7 +540,7 @@ class Lifecycle:
         if self.is_frozen:
             raise frozen()
         if self._lane.group.is_asleep:
-            raise RegistryError("The memory of the graphs sleeps: call memory.wake() first.")
+            raise RegistryError("The memory of the graphs is asleep. Call memory.wake() first.")
 
     def _try(
         self,
@@ -550,12 +550,12 @@ class Lifecycle:
         sample: Sequence[Any] | None = None,
         is_awaited: bool = False,
     ) -> CaptureError | None:
-        """Capture a key; a failure is marked, counted and returned.
+        """Capture a key; mark, count and return a failure.
 
         Args:
-            key: Which.
+            key: The key.
             evict: Graphs may be evicted for it.
-            sample: The inputs of the step that asks for it.
+            sample: The inputs of the step that requests it.
             is_awaited: A step waits for it, which is logged.
         """
         start, before = time.perf_counter(), self._lane.num_bytes()
@@ -564,8 +564,8 @@ class Lifecycle:
         elapsed = (time.perf_counter() - start) * 1e6
         if is_awaited:
             _logger.info(
-                "A step waited %.1f ms for the capture of %s. Capture it ahead: "
-                "runner.capture(), or runner.controls.capture_in_background() while serving.",
+                "A step waited %.1f ms for the capture of %s. Capture it in advance with "
+                "runner.capture(), or with runner.controls.capture_in_background() while serving.",
                 elapsed / 1e3,
                 key,
             )
@@ -573,7 +573,8 @@ class Lifecycle:
             if captured is not None:
                 captured.release()
             return CaptureError(
-                f"{key} is declared no more: the step swapped what decides while it was captured.",
+                f"{key} is no longer declared, because the step swapped the policy or "
+                "configuration during its capture.",
                 key=str(key),
                 reason="error",
             )
@@ -587,7 +588,7 @@ class Lifecycle:
             self.graphs.report(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
         if problem is not None:
             if not self.num_graphs_in_pool():
-                self._budget.drop_pool()  # what the failed one had got of it
+                self._budget.drop_pool()  # allocated by the failed capture
             self._registry.failed(key, f"{problem.reason}: {problem}")
             self._retries.note_failure(key)
             self._counters.capture_failures += 1
@@ -597,17 +598,17 @@ class Lifecycle:
         return problem
 
     def _capture_lost(self, lost: Mapping[PoolMember, Iterable[GraphKey]]) -> None:
-        """Capture keys again that lost their graph with a whole pool, each on its own lane."""
+        """Recapture keys that lost their graph with a whole pool, each on its own lane."""
         for member, keys in lost.items():
             member.capture_again(keys)
 
     def _attempt(self, key: GraphKey, sample: Sequence[Any] | None, *, evict: bool) -> _Attempt:
-        """Capture a key; where others hold the memory it needs, they go first, as a group.
+        """Capture a key; if others hold the memory it needs, evict them first, as a group.
 
         Args:
-            key: Which.
-            sample: The inputs of the step that asked for it.
-            evict: Others may go.
+            key: The key.
+            sample: The inputs of the step that requested it.
+            evict: Others may be evicted.
         """
         handled = sys.exception()
         admission, others = (
@@ -630,9 +631,9 @@ class Lifecycle:
                 captured = self._capturer.capture(key, others, admission, sample)
             self._budget.check(key, captured, evict=evict)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
-            # Frames hold tensors, and with them memory of the graphs: for as long as somebody
-            # keeps the error, or until a garbage collection where it names its own frame.
-            problem = as_capture_error(error, key)  # names the line, which goes with it
+            # Frames hold tensors, and with them memory of the graphs, as long as the error is kept,
+            # or until a garbage collection if it references its own frame.
+            problem = as_capture_error(error, key)  # names the line; lost below
             clear_traceback(error, handled)
             problem.__cause__ = problem.__context__ = None
             if problem.reason == Reason.GRADIENTS:
@@ -641,7 +642,7 @@ class Lifecycle:
         return _Attempt(captured, None, lost)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
-        """Return sizes that the step can be run at: those of keys like this one, or any."""
+        """Return sizes that the step can run at: those of the key's family, or any."""
         alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})

@@ -1,4 +1,4 @@
-"""LiveGraphs: the graphs of one lane that may be launched, and how each of them ends."""
+"""LiveGraphs: the graphs of one lane that may be launched, and their release."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import EvictEvent
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
-#: Why a graph is evicted that has to make room for others.
+#: The reason for evicting a graph to free memory for others.
 FOR_ROOM: Final = "budget"
 
 
 class LiveGraphs:
     """The captured graphs of one lane.
 
-    A graph is released once no key names it and nothing of it is in flight.
+    A graph is released once no key uses it and it is no longer in flight.
 
     Args:
-        lane: Where they are.
-        registry: Their keys.
-        counters: Where evictions are counted.
+        lane: Their lane.
+        registry: The registry of the keys.
+        counters: Counters of evictions.
         notify: Called with events.
 
     Attributes:
-        retries: Says when keys that failed are captured again.
-        num_for_room: How many were evicted for others to have room.
+        retries: Schedules retries of failed keys.
+        num_for_room: Number of graphs evicted to free memory for others.
     """
 
     def __init__(
@@ -55,25 +55,25 @@ class LiveGraphs:
         }
 
     def count(self) -> int:
-        """Return how many graphs there are; one that serves several keys counts once."""
+        """Return the number of graphs; one that serves several keys counts once."""
         return len({id(step) for step in self.by_key().values()})
 
     def entry(self, key: GraphKey) -> GraphEntry:
-        """Return what the registry has of a key.
+        """Return a key's entry in the registry.
 
         Raises:
             RegistryError: It is not declared.
         """
         entry = self._registry.get(key)
         if entry is None:
-            raise RegistryError(f"{key} is not declared; the runner has no such key.")
+            raise RegistryError(f"{key} is not declared in this runner.")
         return entry
 
     def evict(self, key: GraphKey, reason: str = "requested") -> None:
-        """Take the graph of a key away.
+        """Evict the graph of a key.
 
         Raises:
-            RegistryError: It has none.
+            RegistryError: It has no graph.
         """
         entry = self.entry(key)
         if entry.state is not KeyState.CAPTURED:
@@ -83,7 +83,7 @@ class LiveGraphs:
         self._take(key, entry.graph, reason)
 
     def clear(self) -> None:
-        """Take all graphs away as their owner asked, which is counted as no eviction."""
+        """Remove all graphs at the owner's request, without counting evictions."""
         for key, step in self.by_key().items():
             self._take(key, step, "requested")
 
@@ -123,7 +123,7 @@ class LiveGraphs:
         return len(live)
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
-        """Remove keys altogether, with the graphs that no other key names."""
+        """Remove keys, with graphs that no other key uses."""
         gone = [self.entry(key) for key in keys]
         for entry in gone:
             self._registry.forget(entry.key)
@@ -140,6 +140,6 @@ class LiveGraphs:
         if any(one is step for one in self.by_key().values()):
             return
         step.lane.synchronize()
-        step.lane.forget_plans()  # the views in them would keep its outputs
+        step.lane.forget_plans()  # views in them would keep its outputs alive
         with step.lane.measuring("driver"):
             step.release()

@@ -1,4 +1,4 @@
-"""A run of a step that lets other threads' steps in between its operators."""
+"""Run a step while letting other threads' steps run between its operators."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dispatchkit.execute.memory import Pacer
 
 _T = TypeVar("_T")
 
-#: Parts of a capture in the background, as its pauses name them.
+#: Phases of a background capture, as named in its pauses.
 WARMUP: Final = "warmup"
-REHEARSAL: Final = "run that measures its memory"
+REHEARSAL: Final = "run that measures memory"
 CAPTURE: Final = "capture"
 END: Final = "end and instantiation of the graph, by the driver"
 PROOF: Final = "replay that proves its rows"
 
 
 class PacedRun(DispatchMode):
-    """Shows each operator that is done to a pacer.
+    """Notifies a pacer of each finished operator.
 
     Args:
-        pacer: Releases the lock of steps when it has been held for long enough.
-        part: Which part of the capture it is.
-        lane: Whose stream is waited for after each operator, where they run, and waits for the
-            steps that were let in: libraries may give both the same memory to work in. None
-            where nothing runs.
+        pacer: Releases the lock of steps once it has been held long enough.
+        part: The phase of the capture.
+        lane: The lane whose stream is synchronized after each operator that runs, and waits for the
+            steps let in between, since libraries may give both the same workspace. None if
+            operators do not run.
     """
 
     def __init__(self, pacer: Pacer, part: str, lane: Lane | None) -> None:
@@ -37,7 +37,7 @@ class PacedRun(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled functions of other threads as they are; there are none in here."""
+        """Do not affect compiled functions of other threads; there are none in this one."""
         return True
 
     def __torch_dispatch__(
@@ -57,25 +57,25 @@ class PacedRun(DispatchMode):
 
 
 def paced_warmup(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Return a run that lets steps in, where a capture in the background may; else the same."""
+    """Return a run that lets steps in if a background capture allows it, else the run itself."""
     return _paced(lane, run, WARMUP)
 
 
 def paced_step(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Return a run to be captured that lets steps in, where the capture may; else the same."""
+    """Return a function to capture that lets steps in if allowed, else the function itself."""
     return _paced(lane, run, CAPTURE)
 
 
 @contextmanager
 def ended_beside_steps(lane: Lane, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Let steps in once what is captured has run, while the backend makes the graph of it.
+    """Let steps in after the captured function has run, while the backend creates the graph.
 
     Args:
-        lane: Where.
-        run: What is to be captured.
+        lane: The lane.
+        run: The function to capture.
 
     Returns:
-        What to capture in its place, in the block that captures it.
+        The function to capture instead, inside the capturing block.
     """
     pacer = lane.pacer
     if pacer is None or not lane.backend.capabilities.steps_beside_captures:
@@ -84,7 +84,7 @@ def ended_beside_steps(lane: Lane, run: Callable[[], None]) -> Iterator[Callable
         return
 
     def run_and_release() -> None:
-        pacer.take_back(END)  # where it is captured anew, with other settings
+        pacer.take_back(END)  # if it is captured again with other settings
         run()
         pacer.release(CAPTURE)
 

@@ -1,33 +1,33 @@
-"""Proof of rows: whether a graph computes for the rows of a smaller batch what eager does.
+"""Proof of rows: check that a graph computes the same rows as eager for a smaller batch.
 
-A graph computes its whole bucket, and a batch gets the first rows of it. That is what eager
-computes only if no row depends on those behind it or on how many there are, and no output has
-other rows. So each new graph is replayed on three rows of noise, once with more noise behind them
-and once with fill: the three must be the same bit for bit. And for one row and for three, eager
-must give as many rows, and the same values within rounding.
+A graph computes its whole bucket, and a batch gets the first rows. They equal eager's only if no
+row depends on later rows or on their number, and no output has other rows. So each new graph is
+replayed on three rows of noise, once followed by more noise and once by fill: the three rows must
+be bitwise equal. For one row and for three, eager must also return as many rows, with the same
+values within rounding.
 
-Two tails find what a comparison with eager does not: in most data a few more rows change a mean,
-or the weights of an attention, by less than another kernel's rounding does. Eager finds what no
-replay shows, such as ``x / x.shape[0]``: that number is part of the graph. Of three rows nearly all
-others are behind, and they fill no block of two or four. What eager computes of them serves all
-sizes, so that a graph costs two replays.
+Two tails reveal what a comparison with eager does not: in most data, a few more rows change a mean,
+or the weights of attention, by less than another kernel's rounding. Eager reveals what replays do
+not, such as ``x / x.shape[0]``: that number is built into the graph. With three rows, nearly all
+others are padding, and three do not fill a block of two or four. Eager's results for them serve all
+sizes, so that each graph costs two replays.
 
-Noise has both signs, and rows behind the first three are much larger or smaller than they are: a
-step may look at what is below 0, at what is above 1, or at the largest row alone. It lies in 0..1
-where other numbers could not be computed with: where an operation of the warmup makes integers of
-fractions (an index of 0 stays one), draws by probabilities, asserts or is no operation of torch,
-and where eager's results, or a replay's, are then not finite (a logarithm, an overflow).
+Noise has both signs, and rows after the first three are much larger or smaller, since a step may
+depend only on values below 0 or above 1, or on the largest row. Noise is in 0..1 if other numbers
+may be invalid: if an operation of the warmup converts fractions to integers (an index of 0 stays
+valid), draws with probabilities, asserts or is not an operation of torch, or if results of eager or
+a replay are otherwise not finite (a logarithm, an overflow).
 
-A mask that is added to scores, which is an input with a fill that hides, shows all of each row: by
-noise a step hides all, if it takes for hidden what is not 0.
+A mask that is added to scores, i.e. an input whose fill hides positions, is set to show all
+positions: with noise, a step that treats nonzero values as hidden would hide everything.
 
-Integers and flags are not made up, since a random slot would overwrite somebody's row: they are
-fill, and graphs are proven once more by the integers of a padded call, the one that a capture is
-for or the first that brings others than fill.
+Integers and booleans are not randomized, since a random slot could overwrite a session's row. They
+are fill, and graphs are proven again with the integers of a padded call: the one that the capture
+is for, or the first with integers other than fill.
 
-Where rows are declared to be independent, further replays of a full batch prove it: half of the
-rows, and then the other half, are replaced, and those that were not must stay as they were bit for
-bit. Two tails do not show a mean over the real rows alone.
+If rows are declared independent, further replays of a full batch prove it: one half of the rows is
+replaced, then the other, and the rows not replaced must stay bitwise equal. Two tails would not
+reveal a mean over the real rows only.
 """
 
 from __future__ import annotations
@@ -56,38 +56,39 @@ from dispatchkit.keys.batch import GraphKey
 
 _T = TypeVar("_T")
 
-#: Padded calls that are looked at until one brings integers other than fill.
+#: Padded calls that are examined until one has integers other than fill.
 _OPEN_CALLS: Final = 8
-#: Rows that eager runs, in requests of a uniform batch.
+#: Numbers of rows for eager, in requests of a uniform batch.
 _EAGER_ROWS: Final = (1, 3)
-#: How many of the rows of a batch are compared at either end.
+#: Number of rows compared at either end of a batch.
 _KEPT_ROWS: Final = 16
-#: Relative error, in the norm of an output, that another kernel may make; at least,
+#: Relative error, in the norm of an output, allowed for another kernel: a minimum,
 _TOLERANCE: Final = 2e-2
-#: in units of the spacing of the coarsest numbers that the step computes,
+#: a multiple of the spacing of the coarsest numbers that the step computes,
 _ROUNDINGS: Final = 16
-#: and beside numbers that cancel out.
+#: and a limit for sums that cancel.
 _FLOOR: Final = 1e-5
-#: A replay that differs from itself (atomics) may differ this many times as much with other rows.
+#: Factor for nondeterministic replays (atomics): how much more they may differ with other rows.
 _SPREAD: Final = 16
-#: Replays until one does, at most.
+#: Most replays to detect nondeterminism.
 _REPEATS: Final = 16
-#: Of the rows of noise in 0..1, in turn.
+#: Magnitudes of rows of noise in 0..1, in turn.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
-#: Of the rows of other noise, in turn; below 0: of both signs. Every fourth is near the one before.
+#: Magnitudes of rows of other noise, in turn; negative: of both signs. Every fourth row is close to
+#: the previous one.
 _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
-#: Which of these is far from all others.
+#: Index of the magnitude that is far from all others.
 _FAR: Final = 4
-#: A fill as small as this is that of a mask that is added to scores.
+#: A fill this small means a mask that is added to scores.
 _HIDES: Final = -1e4
-#: Of the noise that takes the place of other noise: seeds, and how far below 1 it reaches.
+#: For replacement noise: seeds, and how far below 1 it reaches.
 _OTHER_SEED: Final = 1000
 _NEAR_ONE: Final = 0.1
-#: Types of state that is compared.
+#: Dtypes of state that is compared.
 _COMPARED: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 )
-#: What is taken for the spacing where no warmup was watched.
+#: The assumed spacing if no warmup was watched.
 _COARSE: Final = torch.finfo(torch.bfloat16).eps
 
 
@@ -96,36 +97,36 @@ class RowProver:
 
     Args:
         warmups: Runs the step eager.
-        lane: Where the graphs are.
-        keeps_outputs: Callers may still read what a graph computed last.
+        lane: The lane of the graphs.
+        keeps_outputs: Callers may still read the last results of a graph.
     """
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
         self._warmups, self._lane, self._keeps_outputs = warmups, lane, keeps_outputs
-        # What eager computes of noise, None where it raises: the first rows of it are the same for
-        # all sizes.
+        # Eager's results for noise, or None if it raises; the first rows are the same for all
+        # sizes.
         self._references: dict[tuple[Family, int], _Outputs | None] = {}
-        # Families of which noise must lie in 0..1.
+        # Families whose noise must be in 0..1.
         self._bounded: set[Family] = set()
 
     def forget(self) -> None:
-        """Run eager anew: the step reads something else from now on."""
+        """Run eager again: the step's tensors were replaced."""
         self._references.clear()
         self._bounded.clear()
 
     def learn(
         self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]
     ) -> tuple[int, Any] | None:
-        """Find out what eager computes of noise, as far as keys like this one have not shown it.
+        """Run eager on noise, as far as its results are not known from the key's family.
 
         Args:
             key: What is to be captured.
-            snapshot: Of what the step changes; whoever took it puts that back at the end.
+            snapshot: A snapshot of the state that the step changes; its owner restores it at the
+                end.
             sizes: Rows that the step is known to run at.
 
         Returns:
-            The last number of rows that eager ran at, and what it returned; None if it did not
-            run.
+            The last number of rows that eager ran at, and its outputs; None if it did not run.
         """
         counts = _counts_below(key, sizes)
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
@@ -160,32 +161,33 @@ class RowProver:
         return self._warmups.takes_any_number(key) and family_of(key) not in self._bounded
 
     def _bound(self, key: GraphKey) -> None:
-        """Have noise lie in 0..1 from now on, for keys like this one."""
+        """Use noise in 0..1 from now on, for this key's family."""
         family = family_of(key)
         self._bounded.add(family)
         for name in [name for name in self._references if name[0] == family]:
             del self._references[name]
 
     def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
-        """Return what padding does to a graph, on noise and fill.
+        """Return the effect of padding on a graph, with noise and fill.
 
         Args:
-            captured: The graph; its outputs can be cut to a batch.
-            snapshot: Of what the step changes; whoever took it puts that back at the end.
-            sizes: As they were for ``learn``.
+            captured: The graph, whose outputs can be cut to a batch.
+            snapshot: A snapshot of the state that the step changes; its owner restores it at the
+                end.
+            sizes: As for ``learn``.
 
         Raises:
-            Exception: What a replay raised.
+            Exception: Anything a replay raises.
         """
         key, layout = captured.key, captured.layout
         eager = self._known(key, _counts_below(key, sizes))
         if not eager:
-            return RowProof()  # eager raises for all smaller batches: none can come
+            return RowProof()  # eager raises for all smaller batches, so there are none
         fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
         last = max(eager)
         if last not in fitting:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
-        # On rows of fill alone, all would write to the place that is nobody's, and read there.
+        # With only fill, all rows would read and write the sink.
         has_integers = any(map(_is_callers, self._lane.buffers_of(key).inputs))
         draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
@@ -207,23 +209,23 @@ class RowProver:
     def prove_by(
         self, captured: CapturedKey, snapshot: Snapshot, known: RowProof, sample: Sequence[Any]
     ) -> RowProof:
-        """Return the same by the integers of a call, which are as many rows as they belong to.
+        """Like ``prove``, with the integers of a call, in as many rows as the call has.
 
         Args:
             captured: The graph.
             snapshot: As for ``prove``, scratch included.
-            known: What is known of the graph; returned where the call shows no more.
+            known: What is known about the graph; returned if the call reveals nothing new.
             sample: The inputs of the call, in declared order.
 
         Raises:
-            Exception: What a replay raised.
+            Exception: Anything a replay raises.
         """
         is_free = self._is_free(captured.key)
         with self._trial(captured, snapshot, sample, is_free=is_free) as trial:
             count = trial.rows.num_given
             if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
                 return known
-            # Of other inputs than fill, operations may write what they have not written before.
+            # With inputs other than fill, operations may write other memory than before.
             with self._warmups.contents_watched_once(captured.key, snapshot, is_varied=True):
                 eager = self._reference(captured.key, trial.rows, snapshot, count)
             if eager is None:
@@ -247,16 +249,17 @@ class RowProver:
         known: RowProof,
         sample: Sequence[Any] | None = None,
     ) -> RowProof:
-        """Return what is known of a graph, and whether rows of a full batch depend on each other.
+        """Return what is known about a graph, including whether rows of a full batch are
+        independent.
 
         Args:
             captured: The graph.
             snapshot: As for ``prove``; with a sample, scratch included.
             known: What is known of the graph.
-            sample: The inputs of a part of a batch, of which integers are taken.
+            sample: The inputs of a part of a batch, whose integers are used.
 
         Raises:
-            Exception: What a replay raised.
+            Exception: Anything a replay raises.
         """
         own = captured.key.descriptor
         if own.uniform or own.max_query_len is not None or captured.layout.open_output is not None:
@@ -272,21 +275,21 @@ class RowProver:
         return attrs.evolve(known, coupling=found, open_parts=open_parts)
 
     def _coupling(self, trial: _Trial) -> str:
-        """Return in words how rows of a full batch depend on each other; empty if they do not."""
+        """Describe how rows of a full batch depend on each other; empty if they do not."""
         captured, size = trial.captured, trial.captured.key.num_tokens
         generator = torch.Generator().manual_seed(size)
         is_one = torch.zeros(size, dtype=torch.bool)
         is_one[torch.randperm(size, generator=generator)[: size // 2]] = True
-        # Behind a call's rows all integers are fill, and such rows may well share a place.
+        # After a call's rows all integers are fill, so these rows may share a slot.
         last = (trial.rows.num_given or size) - 1
-        is_one[0], is_one[last] = True, last == 0  # of two rows, one in either half
+        is_one[0], is_one[last] = True, last == 0  # two rows, one in each half
         one, other = _some_of(is_one[: last + 1]), _some_of(~is_one[: last + 1])
         kept = torch.cat((one, other))
         before = trial.whole(kept)
         if captured.draws or any(graph.has_random_state for graph in captured.graphs):
-            return "it draws random numbers, and would for each part"
+            return "it draws random numbers, and would draw for each part"
         if trial.changes_again():
-            return "running it twice changes its state twice, and each part of a batch runs it"
+            return "it changes state, and would do so once for each part of a batch"
         in_one = torch.arange(len(kept)) < len(one)
         for changed, is_same in ((~is_one, in_one), (is_one, ~in_one)):
             after = trial.whole(kept, changed=changed)
@@ -308,14 +311,14 @@ class RowProver:
         before: list[Any],
         after: list[Any],
     ) -> int | None:
-        """Return the first output of which rows that are to be as before are not, if there is one.
+        """Return the first output with changed rows among those that must not change, if any.
 
         Args:
             trial: Replays.
-            kept: Which rows were copied.
-            is_same: Which of these are to be as before.
-            before: Copies of those rows, and
-            after: after others were changed.
+            kept: The rows that were copied.
+            is_same: Which of these must not change.
+            before: Copies of those rows.
+            after: Copies of them after other rows were changed.
         """
         layout = trial.captured.layout
         repeats = _Repeats(lambda: (trial.whole(kept),))
@@ -340,7 +343,7 @@ class RowProver:
         *,
         is_free: bool = False,
     ) -> Iterator[_Trial]:
-        # Where steps ran between the operators of the capture, rows of theirs may be left.
+        # If steps ran between the operators of the capture, their rows may remain.
         self._lane.buffers_of(captured.key).reset()
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
@@ -357,7 +360,7 @@ class RowProver:
     def _rows(
         self, key: GraphKey, sample: Sequence[Any] | None = None, *, is_free: bool
     ) -> Iterator[_Rows]:
-        """Make rows that are no caller's; afterwards nothing is left of them."""
+        """Create dummy rows and clear them afterwards."""
         slots = self._warmups.slots
         with nullcontext() if slots is None else slots.lent(_head_of(key)) as lent:
             rows = _Rows(self._lane, key, sample, is_free=is_free, lent=lent)
@@ -367,7 +370,7 @@ class RowProver:
                 rows.end()
 
     def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
-        """Return in words how rows of a batch are others than eager's; empty if they are not."""
+        """Describe how rows of a batch differ from eager's; empty if they do not."""
         noisy = trial.with_noise_behind(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_behind(most)
@@ -380,32 +383,32 @@ class RowProver:
             index = self._depends_on_tail(trial, most, behind, filled)
         if index is not None:
             trial.has_overflown = trial.rows.is_free and _has_overflown(behind, filled)
-            return f"output {index} of {most} rows depends on what is behind those rows"
+            return f"output {index} of {most} rows depends on the rows after them"
         if any(graph.has_random_state for graph in trial.captured.graphs):
-            return ""  # it draws for rows of fill too, and so other numbers than eager
-        # Where flags of fill hide all, what is computed of nothing may well be another number.
+            return ""  # it also draws for rows of fill, unlike eager
+        # If flags of fill hide everything, the results of empty input may differ.
         is_of_fill = trial.rows.has_integers and not trial.rows.is_varied
         for count, one in eager.items():
             if is_of_fill and not one.is_finite():
-                continue  # it is compared once a call brings other flags
+                continue  # it is compared once a call has other flags
             found = self._differs(trial, count, noisy[count], state if count == most else {})
             if found:
                 wanted = trial.kept(one.leaves, count)
                 trial.has_overflown = trial.rows.is_free and _has_overflown(noisy[count], wanted)
-                return f"{found} is another for {count} rows by eager, whatever is behind them"
+                return f"{found} differs from eager for {count} rows, whatever the padding"
         return ""
 
     def _draws_alike(self, trial: _Trial, eager: Mapping[int, _Outputs]) -> bool:
-        """Return whether a step draws as many random numbers for any number of rows.
+        """Return whether the random numbers a step draws are the same for any number of rows.
 
-        Called after a replay: that moves generators as eager does for a full batch.
+        Called after a replay, which advances generators as eager does for a full batch.
         """
         if not trial.captured.draws:
             return True
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         after = snapshot.drawn()
         for count, one in eager.items():
-            if one.drawn_from != snapshot.draws_from:  # it was drawn at another time
+            if one.drawn_from != snapshot.draws_from:  # it was drawn at another offset
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one
@@ -416,7 +419,7 @@ class RowProver:
     def _depends_on_tail(
         self, trial: _Trial, count: int, noisy: list[Any], filled: list[Any]
     ) -> int | None:
-        """Return the first output whose rows change with those behind them, if there is one."""
+        """Return the first output whose rows depend on later rows, if any."""
         repeats = _Repeats(
             lambda: (trial.with_noise_behind([count])[count], trial.with_fill_behind(count))
         )
@@ -434,7 +437,7 @@ class RowProver:
     # -- eager --------------------------------------------------------------------------
 
     def _known(self, key: GraphKey, counts: Iterable[int]) -> dict[int, _Outputs]:
-        """Return what eager computes of noise at the first counts of rows at which it runs."""
+        """Return eager's results for noise at the first counts of rows at which it runs."""
         family = family_of(key)
         found = ((count, self._references.get((family, count))) for count in counts)
         known = ((count, one) for count, one in found if one is not None)
@@ -443,7 +446,7 @@ class RowProver:
     def _reference(
         self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int, *, anew: bool = False
     ) -> _Outputs | None:
-        """Return what eager computes of the first rows; None if it raises."""
+        """Return eager's results for the first rows; None if it raises."""
         name = family_of(key), count
         if not (anew or rows.is_varied) and name in self._references:
             return self._references[name]
@@ -452,13 +455,13 @@ class RowProver:
     def _run_eager(
         self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int
     ) -> tuple[_Outputs | None, Any]:
-        """Run the step on the first rows; return copies of its outputs, and themselves."""
+        """Run the step on the first rows; return copies of its outputs, and the outputs."""
         rows.write(count)
         snapshot.restore()
         rows.restore_slots()
         self._lane.set_rows(count)
         found, outputs = None, None
-        with suppress(Exception):  # as it would be raised for a caller
+        with suppress(Exception):  # raised as for a caller
             outputs = self._warmups.run_at(key, count)
             found = _Outputs.of(outputs, _state(self._warmups, rows), snapshot)
         if not rows.is_varied:
@@ -468,13 +471,13 @@ class RowProver:
     def _differs(
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
-        """Return in words what eager computes otherwise; empty if there is nothing."""
+        """Describe how eager's results differ; empty if they do not."""
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         eager = self._reference(key, rows, snapshot, count)
         found = self._difference(trial, got, state, eager, count)
         if not found:
             return ""
-        # What is known may be of other weights, or of another state.
+        # The known results may come from other weights or another state.
         again = self._reference(key, rows, snapshot, count, anew=True)
         return self._difference(trial, got, state, again, count)
 
@@ -496,7 +499,7 @@ class RowProver:
             want, before = eager.state.get(name), trial.before(name)
             if want is None or before is None:
                 continue
-            # Elsewhere rows of fill may write to a place that no row of a batch uses.
+            # In other tensors, rows of fill may write to places that no row of a batch uses.
             changed = want != before
             if not _is_near(replayed[changed], want[changed], rounding):
                 return name
@@ -505,14 +508,14 @@ class RowProver:
 
 @attrs.frozen(eq=False)
 class _Outputs:
-    """What eager computed, in copies.
+    """Copies of eager's results.
 
     Attributes:
-        leaves: Its outputs, taken apart.
-        structure: How they make it up.
-        state: What was changed.
-        drawn_from: Where generators were before, and
-        drawn: where they were afterwards.
+        leaves: Its outputs, flattened.
+        structure: Their structure.
+        state: The changed state.
+        drawn_from: States of the generators before.
+        drawn: Their states afterwards.
     """
 
     leaves: list[Any]
@@ -530,26 +533,26 @@ class _Outputs:
         return cls(copies, structure, state, snapshot.draws_from, snapshot.drawn())
 
     def is_finite(self) -> bool:
-        """Return whether all numbers are."""
+        """Return whether all numbers are finite."""
         tensors = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         with_fractions = (one for one in tensors if one.is_floating_point())
         return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
-        """Return whether these are the outputs for a batch of so many rows."""
+        """Return whether these are the outputs for a batch of this many rows."""
         return self.structure == layout.structure and self._odd(layout, count) is None
 
     def named(self, layout: OutputLayout, count: int) -> str:
-        """Return in words what does not fit."""
+        """Describe what does not match."""
         index = None if self.structure != layout.structure else self._odd(layout, count)
         if index is None:
-            return f"the outputs for {count} rows are of another structure in eager"
+            return f"the outputs for {count} rows have a different structure in eager"
         leaf, one = self.leaves[index], layout.leaves[index]
         if not isinstance(leaf, torch.Tensor):
             return f"output {index} is {leaf!r:.60} in eager for {count} rows"
         want = tuple(count if size is None else size for size in one.shape)
         shape = tuple(leaf.shape)
-        return f"output {index} is {shape} in eager for {count} rows, and {want} by the graph"
+        return f"output {index} is {shape} in eager for {count} rows, but {want} in the graph"
 
     def _odd(self, layout: OutputLayout, count: int) -> int | None:
         pairs = enumerate(zip(layout.leaves, self.leaves, strict=True))
@@ -557,22 +560,22 @@ class _Outputs:
 
 
 class _Rows:
-    """Rows that are no caller's, in the static inputs of a key.
+    """Dummy rows in the static inputs of a key.
 
     Args:
-        lane: Whose.
-        key: What reads them.
-        sample: Inputs of a call, of which integers and flags are taken.
+        lane: The lane.
+        key: The key that reads them.
+        sample: Inputs of a call, whose integers and flags are used.
         is_free: Noise may be below 0 and above 1.
-        lent: Slots of the first rows, where there are slots: what these write is looked at.
+        lent: Slots for the first rows, if there are slots, whose writes are compared.
 
     Attributes:
         is_free: As given.
         lent: As given.
-        far_from: The row that is far from all before it, where few rows hold noise.
-        head: How many of the first rows are the same for all sizes.
-        has_integers: There are inputs without fractions.
-        is_varied: Those hold other values than fill, in the rows of the call.
+        far_from: The row that is far from all earlier ones, if few rows hold noise.
+        head: Number of first rows that are the same for all sizes.
+        has_integers: There are inputs of integers or flags.
+        is_varied: These hold values other than fill in the rows of the call.
         num_given: Rows of the call.
     """
 
@@ -614,10 +617,10 @@ class _Rows:
         )
 
     def write(self, num_noisy: int) -> None:
-        """Write noise, and in the rows of the call its integers.
+        """Write noise, and the call's integers in its rows.
 
         Args:
-            num_noisy: Rows that must hold noise; what they hold already is not written again.
+            num_noisy: Rows that must hold noise; existing noise is not written again.
         """
         if num_noisy <= self._held and not self.is_varied:
             return
@@ -644,7 +647,7 @@ class _Rows:
         self._held = self._num_rows
 
     def change(self, is_changed: torch.Tensor) -> None:
-        """Write other noise to some rows, near 1, and fill where there are no fractions."""
+        """Write other noise, close to 1, to some rows, and fill for integers and flags."""
         self._held = 0
         places = is_changed.nonzero()[:, 0]
         for seed, (spec, place) in enumerate(self._places):
@@ -662,37 +665,37 @@ class _Rows:
             rows.index_copy_(0, places.to(device), made)
 
     def restore_slots(self) -> None:
-        """Restore the state of the slots that are lent."""
+        """Restore the state of the lent slots."""
         if self.lent is not None:
             self.lent.restore()
 
     def forget(self) -> None:
-        """Note that rows are to be written anew."""
+        """Note that rows must be written again."""
         self._held = 0
 
     def fill_behind(self, count: int) -> None:
-        """Note that a transport fills the rows behind so many."""
+        """Note that a transport fills the rows after a number of rows."""
         self._held = min(self._held, count)
 
     def end(self) -> None:
-        """Restore inputs without a batch dimension; rows are filled before they are used."""
+        """Restore inputs without a batch dimension; rows are filled before use."""
         for place, before in self._whole:
             place.copy_(before)
 
 
 class _Trial:
-    """Replays of one graph on rows that are no caller's.
+    """Replays of one graph on dummy rows.
 
     Args:
         captured: The graph.
-        snapshot: Put back before each replay.
-        lane: Where.
-        rows: What its inputs hold.
-        warmups: Knows what the step changes.
+        snapshot: Restored before each replay.
+        lane: The lane.
+        rows: The rows in its inputs.
+        warmups: Has the state that the step changes.
 
     Attributes:
-        has_overflown: What was found is only that numbers are not finite where noise is behind.
-        draws_alike: It draws as many random numbers for any number of rows.
+        has_overflown: The only difference is that numbers before noise are not finite.
+        draws_alike: The random numbers it draws are the same for any number of rows.
     """
 
     has_overflown: bool
@@ -711,7 +714,7 @@ class _Trial:
         self._lane, self._warmups = lane, warmups
 
     def before(self, name: str) -> torch.Tensor | None:
-        """Return what a part of that state held before the trial."""
+        """Return the contents of part of the state before the trial."""
         lent = self.rows.lent
         if lent is not None and name in lent.saved:
             return lent.saved[name]
@@ -719,15 +722,15 @@ class _Trial:
         return None if found is None else self.snapshot.saved(*found)
 
     def with_noise_behind(self, counts: Iterable[int]) -> dict[int, list[Any]]:
-        """Return, for counts of rows, those rows of all outputs with noise behind them."""
+        """Return, for counts of rows, these rows of all outputs, followed by noise."""
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
-            leaves = self._replay(size, size)  # nothing tells the graph which rows are a batch
+            leaves = self._replay(size, size)  # the graph cannot know which rows are a batch
             return self._done({count: self.kept(leaves, count) for count in counts})
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def put_far_behind(self, count: int) -> bool:
-        """Put noise behind some rows that is far from theirs; return False if it was there."""
+        """Write noise that is far from some rows after them; return False if already there."""
         size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
         if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
             return False
@@ -736,7 +739,7 @@ class _Trial:
         return True
 
     def with_fill_behind(self, count: int) -> list[Any]:
-        """Return the first rows of all outputs with fill behind them."""
+        """Return the first rows of all outputs, followed by fill."""
         return self._done(self.kept(self._replay(count, count), count))
 
     def whole(
@@ -746,12 +749,12 @@ class _Trial:
         changed: torch.Tensor | None = None,
         num_real: int | None = None,
     ) -> list[Any]:
-        """Return copies of some rows of all outputs of a full batch; None for other leaves.
+        """Return copies of some rows of all outputs of a full batch; None for non-tensor leaves.
 
         Args:
-            kept: Which rows.
-            changed: Flags of the rows that hold something else than usual.
-            num_real: How many rows the graph is told of; all by default.
+            kept: The rows.
+            changed: Flags of the rows that are replaced.
+            num_real: The row count passed to the graph; by default all.
         """
         size = self.captured.key.num_tokens
         self.rows.forget()
@@ -764,18 +767,18 @@ class _Trial:
         return self._done(found)
 
     def _done(self, copies: _T) -> _T:
-        """Let steps run after a replay, whose results were copied; returns the copies."""
+        """Let steps run after a replay whose results were copied; return the copies."""
         if self._lane.let_steps_in(PROOF):
             self._lane.buffers_of(self.captured.key).reset()
             self.rows.forget()
         return copies
 
     def changes_again(self) -> bool:
-        """Return whether one more replay, of the same rows, changes state once more."""
+        """Return whether another replay of the same rows changes state again."""
         if not self._warmups.writes() or not self._warmups.may_restore():
             return False
-        # Behind a call's rows all slots are the fill. There rows of fill write the same, where rows
-        # of noise would leave what the last of them wrote, and that is another one each time.
+        # After a call's rows all slots are the fill. There, rows of fill write equal values, while
+        # rows of noise would leave the last one written, which varies.
         count = self.rows.num_given or self.captured.key.num_tokens
         self._replay(count, count)
         once = self.snapshot.contents()
@@ -784,7 +787,7 @@ class _Trial:
         return not all(map(torch.equal, once, twice))
 
     def kept(self, leaves: Sequence[Any], count: int) -> list[Any]:
-        """Return copies of the first and last of some rows of outputs; None for other leaves."""
+        """Return copies of the first and last of some output rows; None for non-tensor leaves."""
         captured, most = self.captured, max(_KEPT_ROWS, self.rows.head)
         found: list[Any] = []
         rows = cut(captured.layout, leaves, count, {})
@@ -807,7 +810,7 @@ class _Trial:
         *,
         restores: bool = True,
     ) -> Sequence[Any]:
-        """Replay from the state before; return the padded outputs, good until the next replay."""
+        """Replay from the saved state; return the padded outputs, valid until the next replay."""
         captured, path = self.captured, self.captured.input_path
         self.rows.write(num_loaded)
         if changed is not None:
@@ -830,12 +833,12 @@ class _Trial:
 
 
 def _head_of(key: GraphKey) -> int:
-    """Return how many of the first dummy rows are the same for all sizes of a key's family."""
+    """Return the number of first dummy rows that are the same for all sizes of a key's family."""
     return max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
 
 
 def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
-    """Return the counts of rows that eager is to run at for a key, in order; none if no batch can.
+    """Return the counts of rows at which eager runs for a key, in order; may be empty.
 
     Args:
         key: The key.
@@ -850,10 +853,10 @@ def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
 
 
 def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
-    """Return copies of what rows have written to their slots, and of declared state.
+    """Return copies of the rows' slots and of declared state.
 
-    Of that where it is little and no integer tells where. What is not declared may be memory to
-    work in, which holds more of a bucket than of a batch.
+    State is included if it is small and no integer selects its rows. Undeclared state may be a
+    workspace, which depends on the bucket rather than the batch.
     """
     lent = {} if rows.lent is None else rows.lent.now()
     found = {name: one for name, one in lent.items() if one.dtype in _COMPARED}
@@ -867,7 +870,7 @@ def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
 
 
 def _some_of(is_meant: torch.Tensor) -> torch.Tensor:
-    """Return which rows of a half are compared: those at either end."""
+    """Return the rows of a half that are compared: those at either end."""
     rows = is_meant.nonzero()[:, 0]
     if len(rows) <= 2 * _KEPT_ROWS:
         return rows
@@ -879,7 +882,7 @@ def _has_fractions(spec: StaticInput) -> bool:
 
 
 def _is_callers(spec: StaticInput) -> bool:
-    """Return whether an input is taken from a call: integers and flags, but no session's slot."""
+    """Return whether an input is taken from a call: integers and flags, except slots."""
     return not _has_fractions(spec) and not isinstance(spec, SlotInput)
 
 
@@ -888,10 +891,11 @@ def _is_added_mask(spec: StaticInput) -> bool:
 
 
 def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:
-    """Fill an input with noise that draws from nobody's generator.
+    """Fill an input with noise, without using existing generators.
 
-    Rows are of several magnitudes, so that no weight of an attention vanishes beside the largest.
-    Every fourth is a little more than the one before, for what compares rows, or takes a maximum.
+    Rows have several magnitudes, so that no attention weight vanishes relative to the largest.
+    Every fourth row is slightly larger than the previous one, for steps that compare rows or take a
+    maximum.
     """
     is_free, head = how.is_free, how.head
     generator = torch.Generator(place.device).manual_seed(seed)
@@ -905,7 +909,7 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
 
     if batch_dim is None:
         made = noise(*place.shape)
-        # One number alone may be a divisor, a temperature: it stays above 0.
+        # A single number may be a divisor or a temperature, so it stays above 0.
         write(place, 2 * made - 1 if is_free and place.numel() > 1 else made)
         return
     rows = place.movedim(batch_dim, 0)
@@ -924,7 +928,7 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
 
 
 def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
-    """Return whether results differ by numbers that are not finite before noise alone."""
+    """Return whether results differ only by numbers that are not finite before noise."""
     for _, one, other in _pairs(noisy, filled):
         is_finite = _numbers(one).isfinite()
         if bool((~is_finite & _numbers(other).isfinite()).any()):
@@ -933,7 +937,7 @@ def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
 
 
 def _pairs(one: list[Any], other: list[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield the index of each result that is a tensor, and both of its copies."""
+    """Yield the index of each tensor result, with both copies."""
     for index, (left, right) in enumerate(zip(one, other, strict=True)):
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
             yield index, left, right
@@ -947,7 +951,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the finite numbers of two tensors; None if they are in other places."""
+    """Return the finite numbers of two tensors; None if their positions differ."""
     left, right = _numbers(one), _numbers(other)
     places = left.isfinite()
     if not torch.equal(places, right.isfinite()):
@@ -956,7 +960,7 @@ def _finite(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference between two results; 0 where they are the same bits."""
+    """Return the largest difference between two results; 0 where they are bitwise equal."""
     if bits_equal(one, other):
         return 0.0
     numbers = _finite(one, other)
@@ -966,7 +970,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 class _Repeats:
-    """Replays of what was replayed before, made as they are asked for and kept."""
+    """Repeated replays, run on demand and kept."""
 
     def __init__(self, replay: Callable[[], tuple[list[Any], ...]]) -> None:
         self._replay = replay
@@ -985,14 +989,14 @@ def _is_chance(
     again: Iterable[tuple[torch.Tensor, ...]],
     rounding: float,
 ) -> bool:
-    """Return whether two results differ no more than one differs from itself.
+    """Return whether two results differ no more than repeated replays do.
 
     Args:
         one: A result.
         other: Another one.
-        again: More of either, of the same rows. Some may well come out alike.
-        rounding: Spacing of the coarsest numbers that the step computes. Beyond it no order of
-            additions makes a difference, and one replay more says enough.
+        again: Repeated replays of the same rows, some of which may be equal.
+        rounding: Spacing of the coarsest numbers that the step computes. Larger differences do not
+            come from the order of additions, so that one more replay suffices.
     """
     difference, spread = _difference(one, other), 0.0
     if not difference:
@@ -1010,8 +1014,8 @@ def _is_chance(
 def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
     """Return whether two results differ by rounding alone.
 
-    Integers are compared where the step computes nothing else: the largest of nearly equal
-    numbers, say, has another index after other rounding.
+    Integers are compared only if the step computes nothing else: for example, rounding may change
+    the index of the largest of nearly equal numbers.
     """
     if not (want.is_floating_point() or want.is_complex()):
         return bool(rounding) or torch.equal(got, want)
@@ -1023,7 +1027,7 @@ def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
 
 
 def _is_within(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
-    """Return whether numbers are as near as rounding leaves them; False where one is nan."""
+    """Return whether numbers agree within rounding; False for NaN."""
     tolerance = max(_TOLERANCE, _ROUNDINGS * rounding)
     floor = max(_FLOOR, rounding) * want.numel() ** 0.5
     return bool((got - want).norm() <= tolerance * want.norm() + floor)

@@ -1,4 +1,4 @@
-"""What a capture session reports, and what is made of its failures."""
+"""Reports of capture sessions, and errors for failures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dispatchkit.keys.batch import GraphKey
 
 @attrs.frozen
 class CaptureReport:
-    """What a capture session did.
+    """The report of a capture session.
 
     Attributes:
         num_graphs: Graphs captured.
-        seconds: Time it took, on the host.
-        num_bytes: Memory that the graphs of the runner take afterwards.
+        seconds: Host time in seconds.
+        num_bytes: Memory of the runner's graphs afterwards.
         failed: Keys that could not be captured, with the reason.
-        skipped: Keys that were left out, with the reason (a budget, too many failures).
+        skipped: Keys that were skipped, with the reason (a budget, too many failures).
     """
 
     num_graphs: int
@@ -33,7 +33,7 @@ class CaptureReport:
     skipped: dict[GraphKey, str]
 
     def __str__(self) -> str:
-        """Return what was captured, and of what was not the first with its reason."""
+        """Summarize what was captured, with the first failed and skipped key and its reason."""
         text = f"{self.num_graphs} graphs captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
         for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
             for key, reason in list(keys.items())[:1]:
@@ -42,7 +42,7 @@ class CaptureReport:
 
     @classmethod
     def total(cls, parts: Iterable[CaptureReport]) -> CaptureReport:
-        """Return what the sessions of several lanes did together."""
+        """Return the combined report of several lanes' sessions."""
         first, *others = parts
         for one in others:
             first = cls(
@@ -56,25 +56,25 @@ class CaptureReport:
 
 
 def largest_first(key: GraphKey) -> tuple[int, int, int]:
-    """Return what keys are sorted by for a session: the largest takes the memory first."""
+    """Return the sort key of a session: the largest graph takes the memory first."""
     own = key.descriptor
     return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
 
 
-#: What to do about a step that differentiates.
+#: Advice for a step that differentiates.
 ABOUT_GRADIENTS = (
-    "A runner runs its steps under torch.no_grad(), and this one differentiates: put that under "
-    "torch.enable_grad() inside the step, or outside of it."
+    "A runner runs its steps under torch.no_grad(), but this step needs gradients. Compute them "
+    "under torch.enable_grad() inside the step, or outside the step."
 )
 
 
 def is_about_gradients(error: BaseException) -> bool:
-    """Return whether a step has raised an error since no gradients were recorded."""
+    """Return whether a step raised because no gradients were recorded."""
     return isinstance(error, RuntimeError) and "does not require grad" in str(error)
 
 
 def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
-    """Return the error of a capture for what went wrong in a warmup or the capture itself."""
+    """Return the CaptureError for an exception in a warmup or the capture itself."""
     if isinstance(error, CaptureError):
         error.key = error.key or str(key)
         return error

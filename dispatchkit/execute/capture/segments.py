@@ -1,9 +1,9 @@
-"""Capture of a step in segments: one graph up to each call that runs eager, and one behind it.
+"""Capture a step in segments: graphs before, between and after its eager calls.
 
-The step runs once. Where it comes to such a call the capture ends, the segment is replayed, so
-that the call sees real values, and the capture goes on with what the call returned, in memory that
-stays. Segments without work are left out of replays. They are kept with the others: memory that
-was handed out in them is the pool's for as long as one of its graphs lives.
+The step runs once. At an eager call the capture ends, the segment is replayed, so that the call
+sees real values, and the capture resumes with the call's results, in memory that does not move.
+Segments without work are left out of replays but kept with the others: memory allocated in them
+stays in the pool as long as one of its graphs lives.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from dispatchkit.once import line_of_call
 
 @attrs.frozen
 class CallShapes:
-    """Shapes of one eager call of a run, or the batch dimensions that two runs show.
+    """Shapes of one eager call in a run, or the batch dimensions found by two runs.
 
     Attributes:
-        line: Where it is called.
-        given: Of each tensor among its arguments.
-        returned: Of each value that it returned; None for other values than tensors.
-        written: Of each tensor among its arguments, whether an operator has written it.
+        line: File and line of the call.
+        given: Those of each tensor argument.
+        returned: Those of each result; None for values other than tensors.
+        written: Whether an operator wrote each tensor argument.
     """
 
     line: str
@@ -51,10 +51,10 @@ class CallShapes:
 
 
 class ShapeRecorder:
-    """Notes the shapes of the eager calls of a run that is not captured, and what they write.
+    """Records the shapes and writes of eager calls in a run that is not captured.
 
     Attributes:
-        calls: Those, in order.
+        calls: The calls, in order.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ShapeRecorder:
         self._is_inside = False
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call a function, and note the shapes."""
+        """Call a function and record the shapes."""
         if self._is_inside:
             return fn(*args, **kwargs)
         given, writes = _tensors(args, kwargs), OperatorWrites()
@@ -77,16 +77,16 @@ class ShapeRecorder:
         return value
 
     def split(self) -> None:
-        """Do nothing: no segment is begun."""
+        """Do nothing: there are no segments."""
 
     def enter_block(self, line: str) -> None:
         """Do nothing: the capture refuses it."""
 
 
 class ArgumentHolder:
-    """Holds what a capture in segments would hold, in a run that measures its memory.
+    """Keeps alive what a capture in segments would, in a run that measures memory.
 
-    That is nothing on a device, whose pool keeps what segments make.
+    On a device that is nothing, since the pool keeps the memory of segments.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class ArgumentHolder:
         self._is_inside = False
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call a function, and hold its arguments and results."""
+        """Call a function and keep its arguments and results alive."""
         if self._is_inside:
             return fn(*args, **kwargs)
         self._is_inside = True
@@ -107,25 +107,25 @@ class ArgumentHolder:
         return value
 
     def split(self) -> None:
-        """Do nothing: no segment is begun."""
+        """Do nothing: there are no segments."""
 
     def enter_block(self, line: str) -> None:
         """Do nothing: the capture refuses it."""
 
 
 class SegmentRecorder:
-    """Cuts a step into segments while it is captured.
+    """Splits a step into segments while it is captured.
 
     Args:
-        lane: Where.
+        lane: The lane.
         num_rows: Rows of the graph.
-        dims: Batch dimensions of each call; empty where they are not known.
-        stays: Tells whether a tensor is where it is for good: static inputs and state.
-        admission: Asked before memory is taken; None where there is no limit.
+        dims: Batch dimensions of each call; empty if unknown.
+        stays: Returns whether a tensor never moves: static inputs and state.
+        admission: Admits memory before it is taken; None if there is no limit.
 
     Attributes:
-        parts: What a replay does, in order.
-        graphs: All graphs, those without work too.
+        parts: The parts of a replay, in order.
+        graphs: All graphs, including those without work.
     """
 
     def __init__(
@@ -149,31 +149,31 @@ class SegmentRecorder:
 
     @contextmanager
     def cutting(self, capture: SegmentedCapture) -> Iterator[None]:
-        """Cut what is called in a ``with`` block, and end the last segment behind it."""
+        """Split calls inside a ``with`` block, and end the last segment after it."""
         self._num_modes = _num_modes()
         try:
             with acting(self):
                 self._capture = capture
                 yield
             self._end(capture)
-        finally:  # a signal may have kept the block from its end: nothing is cut any more
+        finally:  # an interrupt may have skipped the end of the block; stop splitting
             self._capture = None
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
         """End the segment, call a function, and begin the next one.
 
         Raises:
-            CaptureError: The call stands where no replay could make it, or returns what no graph
-                could read.
+            CaptureError: A replay could not make the call there, or a graph could not read its
+                results.
         """
         capture = self._capture
         if self._is_inside or capture is None:
             return fn(*args, **kwargs)
         if _num_modes() != self._num_modes:
             raise CaptureError(
-                f"{line} runs eager inside of a mode of torch that the step has entered, such as "
-                "torch.device or a dispatch mode. A replay would call it outside: enter the mode "
-                "in what runs eager.",
+                f"{line} runs eager inside a torch mode that the step has entered, such as "
+                "torch.device or a dispatch mode. A replay would call it outside that mode. "
+                "Enter the mode inside the eager function.",
             )
         return self._call(capture, fn, args, kwargs, line)
 
@@ -181,7 +181,7 @@ class SegmentRecorder:
         """End the segment, call an operator, and begin the next one.
 
         Raises:
-            CaptureError: It returns something else than tensors of fixed shape on the device.
+            CaptureError: It returns anything other than tensors of fixed shape on the device.
         """
         capture, line = self._capture, line_of_call()
         if self._is_inside or capture is None:
@@ -191,8 +191,8 @@ class SegmentRecorder:
             leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)
         ):
             raise CaptureError(
-                f"{func} at {line} returns {value!r:.40}, which segments behind it would have "
-                "built in. Put it and what reads that value into one @eager_region.",
+                f"{func} at {line} returns {value!r:.40}, which would be built into later "
+                "segments. Put the call and the code that reads the value into one @eager_region.",
                 reason="host_sync",
             )
         return value
@@ -208,7 +208,7 @@ class SegmentRecorder:
         """Refuse a ``with`` block.
 
         Raises:
-            CaptureError: Always, but inside of a function that runs eager.
+            CaptureError: Always, except inside a function that runs eager.
         """
         if self._capture is not None and not self._is_inside:
             raise CaptureError(
@@ -217,7 +217,7 @@ class SegmentRecorder:
             )
 
     def _end(self, capture: SegmentedCapture) -> None:
-        """End a segment, and replay it: what comes next sees what it computes."""
+        """End a segment and replay it, so that the next call sees its results."""
         lane = self._lane
         graph = capture.end()
         self.graphs.append(graph)
@@ -249,7 +249,7 @@ class SegmentRecorder:
         given = _tensors(args, kwargs)
         known = () if dims is None else zip(given, dims.given, dims.written, strict=False)
         before = [
-            # An operator may write what was there, such as zeros over fresh memory.
+            # An operator may overwrite memory, such as zeros over fresh memory.
             (tensor, dim, None if is_written else tensor.clone())
             for tensor, dim, is_written in known
             if dim is not None and not self._stays(tensor)
@@ -292,11 +292,11 @@ class SegmentRecorder:
         return structure.build([one.value for one in landed])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the same memory for replays, outside inference mode too.
+        """Return a tensor on the same memory for replays, also outside inference mode.
 
-        What a segment has made it does not own, so that the memory serves all sizes, as that of
-        the segments themselves does: a replay writes it before a call reads it, and nothing else
-        runs in between. All other memory it holds.
+        It does not keep memory of segments alive, so that graphs of all sizes can reuse it, like
+        the segments' own memory: a replay writes it before a call reads it, and nothing else runs
+        in between. It keeps all other memory alive.
         """
         lane = self._lane
         if (
@@ -314,13 +314,13 @@ class SegmentRecorder:
     def _land(
         self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
     ) -> Result:
-        """Return what the step goes on with in place of a result."""
+        """Return the value that the step continues with instead of a result."""
         if not isinstance(leaf, torch.Tensor):
             return Result(leaf)
         if leaf.device != self._device or leaf.layout is not torch.strided:
             raise CaptureError(
-                f"{line} returns a tensor of layout {leaf.layout} on {leaf.device}: segments read "
-                f"dense tensors on {self._device}. Move it there in what runs eager.",
+                f"{line} returns a tensor of layout {leaf.layout} on {leaf.device}, but segments "
+                f"read dense tensors on {self._device}. Convert it inside the eager function.",
             )
         if leaf in arguments or self._stays(leaf):
             return Result(plain_tensor(leaf), stride=leaf.stride())
@@ -335,23 +335,23 @@ class SegmentRecorder:
 
 @attrs.frozen
 class Operators:
-    """Operators that a step breaks at.
+    """Operators at which a step breaks.
 
     Attributes:
         names: Their qualified names.
-        tags: Tags of further ones.
+        tags: Tags of further operators.
     """
 
     names: frozenset[str] = frozenset()
     tags: frozenset[torch.Tag] = frozenset()
 
     def acting(self, recorder: SegmentRecorder) -> AbstractContextManager[Any]:
-        """Return a context in which a recorder breaks the step at them."""
+        """Return a context in which a recorder breaks the step at these operators."""
         return _OperatorBreaks(recorder, self) if self.names or self.tags else nullcontext()
 
 
 class _OperatorBreaks(DispatchMode):
-    """Shows a recorder the operators to break at."""
+    """Passes the operators to break at to a recorder."""
 
     def __init__(self, recorder: SegmentRecorder, operators: Operators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -359,7 +359,7 @@ class _OperatorBreaks(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: their operators are not broken at."""
+        """Let compiled functions run compiled, without breaks at their operators."""
         return True
 
     def __torch_dispatch__(
@@ -376,19 +376,18 @@ class _OperatorBreaks(DispatchMode):
 def batch_dims(
     calls: Sequence[CallShapes], others: Sequence[CallShapes], size: int, other: int
 ) -> list[CallShapes]:
-    """Return which dimensions of each call's tensors are the batch, by two runs of a step.
+    """Return the batch dimensions of each call's tensors, from two runs of a step.
 
-    What it writes in one of them it writes.
+    An argument counts as written if either run wrote it.
 
     Args:
-        calls: Of a run at a number of rows.
-        others: Of a run at another one.
-        size: The first number.
-        other: The second.
+        calls: Calls of the first run.
+        others: Calls of the second run.
+        size: Number of rows of the first run.
+        other: Number of rows of the second run.
 
     Returns:
-        A dimension in place of each shape, None where none is; nothing where the runs made
-        different calls.
+        A dimension for each shape, or None; empty if the runs made different calls.
     """
 
     def dims(shapes: Iterable[Any], second: Iterable[Any]) -> tuple[Any, ...]:
@@ -415,9 +414,9 @@ def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with other tensors in it; itself where none changes.
+    """Return a value with its tensors replaced, or the value itself if none changes.
 
-    A dictionary or a list may be what a caller changes from step to step.
+    A caller may change a dictionary or list between steps.
     """
     leaves, spec = tree_flatten(value)
     made = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -437,13 +436,13 @@ def _shapes(value: Any) -> tuple[Any, ...]:
 
 
 def _num_modes() -> tuple[int, int]:
-    """Return how many modes of torch this thread has on."""
+    """Return the number of active torch modes in this thread."""
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 
 @attrs.frozen
 class _Ambient:
-    """What a step may switch on around a call, and a replay must switch on, too."""
+    """Contexts that a step may enter around a call, and a replay must enter, too."""
 
     device_type: str
     autocast: bool

@@ -1,7 +1,7 @@
-"""Warmup of a key: the step run plainly for nothing, and what is learnt from it.
+"""Warmup of a key: run the step on dummy rows and learn from it.
 
-What it writes outside, how much memory it needs, and which dimension of its outputs is the
-batch. Whatever it changes is put back by the caller's snapshot.
+It shows which outside memory the step writes, how much memory it needs, and the batch dimension of
+its outputs. The caller's snapshot restores everything it changes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from dispatchkit.options import DERIVED
 if TYPE_CHECKING:
     from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 
-# Keys that differ in size only: one watched warmup and one layout serve them all.
+# Keys that differ only in size share one watched warmup and one layout.
 Family = tuple[Any, ...]
 
 
 def family_of(key: GraphKey) -> Family:
-    """Return what a key shares with those that differ from it in size only."""
+    """Return the family of a key: the keys that differ from it only in size."""
     own = key.descriptor
     return (key.mode, own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
 
@@ -56,29 +56,28 @@ class Warmups:
     """Warm keys up on one lane.
 
     Args:
-        step: What is run.
-        inputs: What is declared of its inputs.
-        lane: Where.
-        row_count: Name of the input that tells the true row count.
-        axes: The runner's axes, where it has some.
-        state: What the step changes; its tensors are saved and put back around warmups.
-        slots: State of sessions, where there is some. Dummy rows change none of it.
+        step: The step.
+        inputs: The declarations of its inputs.
+        lane: The lane.
+        row_count: Name of the input with the true row count.
+        axes: The runner's axes, if any.
+        state: The state that the step changes; its tensors are saved and restored around warmups.
+        slots: State of sessions, if any. Dummy rows do not change it.
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
-        warmups: Eager runs before each capture; the first one of all is watched. Where functions
-            of torch.compile are called, which run plainly in that one, another follows it
-            unless the backend's captures are all watched.
+        warmups: Eager runs before each capture; the very first one is watched. If functions of
+            torch.compile are called, which run uncompiled in that one, another run follows unless
+            all of the backend's captures are watched.
 
     Attributes:
-        step: What is run.
-        generators: Random generators beside the default ones.
-        slots: State of sessions, where there is some.
-        effects: What the step changes in Python.
-        needs_gradients: It differentiates, and could not without gradients: eager steps of it
-            run in the caller's own mode.
+        step: The step.
+        generators: Random generators other than the default ones.
+        slots: State of sessions, if any.
+        effects: The step's effects on Python state.
+        needs_gradients: It needs gradients, so its eager steps run in the caller's grad mode.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
 
     step: Step
@@ -106,9 +105,10 @@ class Warmups:
         self._state = StorageSet(state.tensors)
         self._declared = (*state.tensors, *state.scratch)
         self.slots, self._banks = slots, StorageSet(() if slots is None else slots.tensors)
-        # Whether the step reaches a tensor made in inference mode, with what that was asked of.
+        # Whether the step reaches a tensor created in inference mode, with the state that was
+        # checked.
         self._has_inference: tuple[object, bool] | None = None
-        self._written = StorageSet()  # by any watched warmup, beside the declared state
+        self._written = StorageSet()  # by any watched warmup, in addition to the declared state
         self._scratch = StorageSet(state.scratch)
         self._state_limit = state_limit_bytes
         self._batch_dims = output_batch_dims
@@ -119,7 +119,7 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
-        # Families, with integers of a call and without, of which all writes are known.
+        # Families, with and without a call's integers, whose writes are all known.
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
@@ -128,11 +128,11 @@ class Warmups:
 
     @property
     def device(self) -> torch.device:
-        """Where the step's tensors are."""
+        """The device of the step's tensors."""
         return self._inputs.device
 
     def forecast_bytes(self, key: GraphKey) -> int | None:
-        """Return the memory that a graph of a key is expected to need; None if not known.
+        """Return the memory that a key's graph is expected to need; None if unknown.
 
         From the watched warmup of its family, in proportion to the size.
         """
@@ -140,19 +140,19 @@ class Warmups:
         return None if known is None else known[0] * key.num_tokens // known[1]
 
     def forget(self) -> None:
-        """Look anew at what compiled functions read: it may be something else from now on."""
+        """Look up again what compiled functions read, since it may have been replaced."""
         self.effects.forget()
         for family in self._compiled:
             self._peaks.pop(family, None)
         self._compiled.clear()
 
     def watch_again(self) -> None:
-        """Watch the next warmup of each family: the step reaches other tensors now."""
+        """Watch the next warmup of each family, since the step's tensors were replaced."""
         self._peaks.clear()
         self._watched.clear()
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
-        """Return what is known of functions of torch.compile that a key's step calls, if any."""
+        """Return what is known about functions of torch.compile called by a key's step, if any."""
         return self._compiled.get(family_of(key))
 
     def written(self) -> Iterator[torch.UntypedStorage]:
@@ -165,7 +165,7 @@ class Warmups:
         return len(self._banks) > 0 or any(True for _ in self.written())
 
     def save_scratch(self, snapshot: Snapshot) -> bool:
-        """Save scratch too, which rows of a call write in earnest; return whether it is little."""
+        """Also save scratch, which a call's rows really write; return whether it is small."""
         num_bytes: int = sum(storage.nbytes() for storage in self._scratch)
         if num_bytes > self._state_limit:
             return False
@@ -174,25 +174,25 @@ class Warmups:
         return True
 
     def may_restore(self) -> bool:
-        """Return whether what the step changes is little enough to be saved between steps."""
+        """Return whether the state that the step changes is small enough to save between steps."""
         changed = (*self.written(), *self._scratch)
         num_bytes: int = sum(storage.nbytes() for storage in changed)
         return num_bytes <= self._state_limit
 
     def may_write(self) -> bool:
-        """Return whether the step changes state, or has not been watched yet."""
+        """Return whether the step changes state or has not been watched yet."""
         return not self._peaks or self.writes()
 
     def may_draw(self, key: GraphKey) -> bool:
-        """Return whether a key's step draws random numbers, or was not watched yet."""
+        """Return whether a key's step draws random numbers or was not watched yet."""
         return self._draws.get(family_of(key), True)
 
     def is_known(self, key: GraphKey) -> bool:
-        """Return whether a key like this one was watched."""
+        """Return whether a key of the same family was watched."""
         return family_of(key) in self._peaks
 
     def is_pure(self, key: GraphKey) -> bool:
-        """Return whether a key's step is known to change nothing that others see, as it runs."""
+        """Return whether a key's step is known to have no visible effects while it runs."""
         return (
             self.is_known(key)
             and not self.may_write()
@@ -202,27 +202,27 @@ class Warmups:
         )
 
     def may_write_scratch(self) -> bool:
-        """Return whether dummy rows change state or scratch, or none were watched yet."""
+        """Return whether dummy rows change state or scratch, or have not been watched yet."""
         has_written = any(True for _ in self.written())
         return not self._peaks or has_written or len(self._scratch) > 0
 
     def is_state(self, leaf: torch.Tensor) -> bool:
-        """Return whether a tensor is part of what the step changes."""
+        """Return whether a tensor is part of the state that the step changes."""
         return leaf in self._state or leaf in self._written
 
     def is_scratch(self, leaf: torch.Tensor) -> bool:
-        """Return whether a tensor lies in declared scratch."""
+        """Return whether a tensor is in declared scratch."""
         return leaf in self._scratch
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of all that a warmup is known to change."""
+        """Return a snapshot of all state that a warmup is known to change."""
         snapshot = Snapshot(self._inputs.device, self.generators)
         for storage in self.written():
             snapshot.save(storage)
         return snapshot
 
     def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
-        """Return the storages that the step is known to change, by name, scratch left out."""
+        """Return the storages that the step is known to change, by name, except scratch."""
         scratch = {storage._cdata for storage in self._scratch}
         return {
             f"{what} {number}": (storage, dtype)
@@ -245,7 +245,7 @@ class Warmups:
         return views
 
     def axis_cuts(self, key: GraphKey, outputs: Any) -> tuple[AxisCut, ...]:
-        """Return which dimensions of a key's outputs follow an axis, measured once a family."""
+        """Return the output dimensions of a key that follow an axis, measured once per family."""
         if self._axes is None:
             return ()
         family = family_of(key)
@@ -262,15 +262,15 @@ class Warmups:
     def known_axis_cuts(
         self, values: Sequence[int], key: GraphKey | None = None
     ) -> tuple[AxisCut, ...] | None:
-        """Return which dimensions of outputs follow an axis, as far as captures measured it.
+        """Return the dimensions of outputs that follow an axis, as measured by captures.
 
         Args:
-            values: Those of all axes.
-            key: What runs; None: eager.
+            values: The values of all axes.
+            key: The key that runs; None for eager.
 
         Returns:
-            The cuts of the key; for eager, those that all captured keys with these values of
-            exact axes have in common. None where they were not measured, or differ.
+            The cuts of the key; for eager, those common to all captured keys with these values of
+            exact axes. None if they were not measured or differ.
         """
         if self._axes is None:
             return ()
@@ -282,11 +282,10 @@ class Warmups:
         return found.pop() if len(found) == 1 else None
 
     def run(self, key: GraphKey, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
-        """Run the step at the key's size, watched the first time for each family.
+        """Run the step at the key's size, watched the first time in each family.
 
         Returns:
-            Its outputs; and what was noted for a capture, if it was watched and the backend
-            goes by notes.
+            Its outputs, and notes for a capture if it was watched and the backend uses notes.
         """
         lane, views = self._lane, self.views(key, key.num_tokens)
         outputs: Any = None
@@ -328,7 +327,7 @@ class Warmups:
             if compiled is not None:
                 self._compiled[family] = compiled
                 if unwatched is not None:
-                    # Compilation and its kernels' tuning happen here, and never in a capture.
+                    # Compilation and tuning of kernels happen here, never in a capture.
                     left = max(left, 1)
         else:
             snapshot.draws = self.may_draw(key)
@@ -337,8 +336,8 @@ class Warmups:
             outputs = self._run(views, left)
         if not self._warmups and self._batch_dims == DERIVED and family not in self._layouts:
             raise CaptureError(
-                "With warmups=0 nothing tells the batch dimension of the outputs. Give "
-                "output_batch_dims, or leave one warmup.",
+                "With warmups=0 the batch dimension of the outputs is unknown. Give "
+                "output_batch_dims, or use at least one warmup.",
                 key=str(key),
                 reason="output_layout",
             )
@@ -351,13 +350,13 @@ class Warmups:
         other_sizes: Callable[[], Sequence[int]],
         seen: tuple[int, Any] | None = None,
     ) -> OutputLayout | None:
-        """Return the layout of a key's outputs, measuring it once for each family.
+        """Return the layout of a key's outputs, measured once per family.
 
         Args:
             key: The key.
-            outputs: What the step returned at its size.
-            other_sizes: Returns further sizes that it can be run at.
-            seen: Another number of rows that it was run at, and what it returned then.
+            outputs: The step's outputs at its size.
+            other_sizes: Returns further sizes that it can run at.
+            seen: Another number of rows that it ran at, with its outputs.
         """
         if not self._warmups:
             return None
@@ -384,23 +383,23 @@ class Warmups:
     def rounding(self, key: GraphKey) -> float | None:
         """Return the relative spacing of the coarsest numbers that the step computes.
 
-        0 where it computes no fractions; None where no warmup was watched.
+        0 if it computes no fractions; None if no warmup was watched.
         """
         return self._rounding.get(family_of(key))
 
     def takes_any_number(self, key: GraphKey) -> bool:
-        """Return whether a key's step is known to bear any fractions as inputs.
+        """Return whether a key's step is known to accept any fractions as inputs.
 
-        On a device an index that is none, or a probability above 1, ends the process.
+        On a device, an invalid index or a probability above 1 ends the process.
         """
         return self._takes_any.get(family_of(key), False)
 
     def run_plainly(self, key: GraphKey) -> Any:
-        """Run the step once at the key's size, on what its static inputs hold."""
+        """Run the step once at the key's size, on the contents of its static inputs."""
         return self._run(self.views(key, key.num_tokens))
 
     def run_at(self, key: GraphKey, num_rows: int) -> Any:
-        """Run the step once on the first rows of what a key's static inputs hold."""
+        """Run the step once on the first rows of a key's static inputs."""
         views, buffers = self.views(key, num_rows), self._lane.buffers_of(key)
         for index, rows in buffers.host_rows(num_rows):
             views[buffers.inputs.names[index]] = rows.to(self.device)

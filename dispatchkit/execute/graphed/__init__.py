@@ -1,4 +1,4 @@
-"""One line that runs a module or a function through graphs."""
+"""Run a module or a function through graphs with one line."""
 
 from dispatchkit.execute.graphed.front import graphed
 

@@ -1,9 +1,9 @@
-"""Which dimension of each tensor of a call is the batch, where nothing declares it.
+"""Derive the batch dimension of each tensor of a call if it is not declared.
 
 It is dimension 0 of the first tensor and of those that share its size. A recurrent state has the
-batch in dimension 1, behind the layers; and where nothing shares dimension 0 of a sequence but
-dimension 1, as time-first sequences and their states do, dimension 1 is the batch of all. A guess
-can be wrong, and is proven like any other.
+batch in dimension 1, after the layers. If no tensor shares dimension 0 of a sequence but some share
+dimension 1, as time-first sequences and their states do, dimension 1 is the batch of all. Such a
+guess can be wrong, and is proven like any other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def guess_batch_dims(
     *,
     time_first: bool = False,
 ) -> list[int | None]:
-    """Return the batch dimension of each tensor of a call; None where it has none.
+    """Return the batch dimension of each tensor of a call, or None.
 
     Args:
-        tensors: Of the call.
-        known: What an earlier call of the kind was taken for; a tensor that did not follow the
-            batch once is unbatched from then on.
-        time_first: What is called is known to take sequences so.
+        tensors: The call's tensors.
+        known: The result for an earlier call of the kind; a tensor that once did not follow the
+            batch stays unbatched.
+        time_first: The target is known to take time-first sequences.
     """
     may_follow = [
         one.dim() > 0 and (known is None or known[index] is not None)
@@ -55,7 +55,7 @@ def _dim_of(tensor: torch.Tensor, rows: int) -> int | None:
 def _is_time_first(
     first: torch.Tensor, tensors: Sequence[torch.Tensor], may_follow: Sequence[bool]
 ) -> bool:
-    """Return whether other tensors share dimension 1 of the first one, and none dimension 0."""
+    """Return whether tensors share dimension 1, but not 0, of the first one."""
     others = [one for one, may in zip(tensors, may_follow, strict=True) if may and one is not first]
     if first.dim() < 3 or not others:
         return False

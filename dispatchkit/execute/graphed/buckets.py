@@ -1,8 +1,8 @@
-"""Buckets of an axis that nobody declared: powers of two first, then planned from what came.
+"""Buckets of an undeclared axis: powers of two first, then planned from observed sizes.
 
-Planning needs no more graphs than are in use: as many buckets as held the sizes so far are put
-where they pad least. New buckets cost all graphs of a form, so they must pay, and come twice at
-most.
+Planning does not need more graphs than are in use: the same number of buckets is placed where it
+pads least. New buckets invalidate all graphs of a form, so they must pay off, and are planned at
+most twice.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-#: The least bucket of an axis.
+#: The smallest bucket of an axis.
 MIN_BUCKET: Final = 16
-#: Buckets reach beyond the largest size so far by this factor: growing costs all graphs.
+#: Buckets exceed the largest size so far by this factor, since growing invalidates all graphs.
 _ROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)
-#: What a plan must leave of all positions, padding included, to be worth new graphs.
+#: Fraction of all positions, including padding, that a plan must not exceed to justify new graphs.
 _WORTH: Final = 0.85
-#: Sizes are counted, and buckets planned, in multiples of this.
+#: Sizes are counted and buckets planned in multiples of this.
 _STEP: Final = 8
-#: Sizes that a plan tells apart: it takes the square of that.
+#: Number of sizes that a plan distinguishes; its time grows with the square.
 _MAX_SIZES: Final = 128
 
 
 class Buckets:
-    """Buckets of one axis, which follow the sizes that come.
+    """Buckets of one axis, adapted to the observed sizes.
 
     Attributes:
         sizes: The buckets, ascending.
-        is_planned: They are no powers of two any more.
-        is_fixed: Graphs were captured ahead of calls, and no plan costs them.
+        is_planned: They are planned rather than powers of two.
+        is_fixed: Graphs were captured before calls, so no plan may invalidate them.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Buckets:
         self._next_plan = next(self._plan_after, 0)
 
     def note(self, size: int) -> bool:
-        """Note the size of a call; return whether there are other buckets for it."""
+        """Record the size of a call; return whether the buckets changed."""
         self._num_calls += 1
         self._counts[_stepped(size)] += 1
         if not self.sizes or size > self.sizes[-1]:
@@ -54,7 +54,7 @@ class Buckets:
         return self._num_calls == self._next_plan and self._plan()
 
     def _plan(self) -> bool:
-        """Plan buckets from the sizes so far; return whether they pay."""
+        """Plan buckets from the sizes so far; return whether they pay off."""
         self._next_plan = next(self._plan_after, 0)
         if self.is_fixed:
             return False
@@ -83,11 +83,11 @@ class Buckets:
 
 
 def plan_buckets(counts: Mapping[int, int], num_buckets: int) -> tuple[int, ...]:
-    """Return the buckets that pad sizes least, the largest size among them.
+    """Return the buckets that pad sizes least, including the largest size.
 
     Args:
-        counts: How often each size came.
-        num_buckets: At most so many, at least one.
+        counts: How often each size occurred.
+        num_buckets: Most buckets, at least one.
     """
     step = 1
     while len({-(-size // step) for size in counts}) > _MAX_SIZES:
@@ -96,9 +96,9 @@ def plan_buckets(counts: Mapping[int, int], num_buckets: int) -> tuple[int, ...]
     for size, count in counts.items():
         merged[-(-size // step) * step] += count
     sizes = sorted(merged)
-    # How many calls have one of the first sizes.
+    # Number of calls with one of the first sizes.
     calls = [0, *itertools.accumulate(merged[size] for size in sizes)]
-    # What the first sizes cost with so many buckets, and the buckets.
+    # The cost of the first sizes with this many buckets, and the buckets.
     best: list[tuple[int, tuple[int, ...]]] = [
         (calls[end] * sizes[end - 1], (sizes[end - 1],)) for end in range(1, len(sizes) + 1)
     ]
@@ -124,7 +124,7 @@ def _stepped(size: int) -> int:
 
 
 def _powers_of_two(above: int, largest: int) -> tuple[int, ...]:
-    """Return powers of two above a size that hold a largest one."""
+    """Return powers of two from a smallest size up to at least a largest one."""
     found, bucket = [], MIN_BUCKET
     while bucket < largest or bucket <= above:
         found.append(bucket)

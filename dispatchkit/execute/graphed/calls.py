@@ -1,4 +1,4 @@
-"""The calls of a graphed module or function: which form each is of, and who runs it."""
+"""Find the form of each call of a graphed module or function, and run it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from dispatchkit.once import Once, warn_at_call
 
 _is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
 
-#: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
+#: The default of ``batch_dims``, nothing declared (None means that nothing is batched).
 DERIVED = "derived"
 
-#: Forms that get graphs of their own; calls of further ones run plainly.
+#: Most forms with graphs; calls of further forms run eager.
 MAX_FORMS = 16
 
-#: Calls without graphs that nobody is warned of: there is nothing to replay.
+#: Reasons of calls without graphs that are not warned about, since there is nothing to replay.
 _SILENT = frozenset({Reason.EMPTY_BATCH})
 
-#: What to do about calls that run plainly.
+#: What to do about calls that run eager.
 _NEXT_STEPS: Mapping[str, str] = {
     Reason.NO_BATCH: (
         "No tensor of the call has a batch dimension; batch_dims= of graphed declares one."
@@ -55,17 +55,17 @@ _NEXT_STEPS: Mapping[str, str] = {
     Reason.UNHASHABLE_VALUE: "Pass numbers, strings, tuples or tensors.",
 }
 _TRAINING = (
-    "The module is in training mode and gradients are enabled, and a replay has none. For "
-    "inference call model.eval(); in a training loop there is nothing to do."
+    "The module is in training mode and gradients are enabled, which replays do not support. For "
+    "inference, call model.eval(); in a training loop, there is nothing to do."
 )
 _REQUIRES_GRAD = (
-    "A tensor of the call requires gradients, and a replay has none. If gradients are not needed, "
-    "detach it, or call under torch.no_grad()."
+    "A tensor of the call requires gradients, which replays do not support. If gradients are not "
+    "needed, detach it or call under torch.no_grad()."
 )
 _PADDING_CHANGES = (
-    "Calls differ in sizes beside the batch, and {}. So each exact size has graphs of its own, "
-    f"for {MAX_FORMS} forms of calls at most. A mask that hides padding would let sizes share "
-    "graphs; so would GraphRunner(..., axes=[Axis(...)]) with inputs whose fill does no harm."
+    "Calls differ in sizes other than the batch, and {}. So each exact size needs its own graphs, "
+    f"for at most {MAX_FORMS} forms of calls. A mask that hides padding would let sizes share "
+    "graphs, as would GraphRunner(..., axes=[Axis(...)]) with inputs whose fill is harmless."
 )
 
 _layout_of: Callable[[Any], Any] = attrgetter("layout")
@@ -73,13 +73,13 @@ _layout_of: Callable[[Any], Any] = attrgetter("layout")
 
 @attrs.frozen
 class GraphedStats:
-    """What the calls of a graphed module or function did so far.
+    """Counters of the calls of a graphed module or function.
 
     Attributes:
-        calls: How many there were.
-        plain: Calls that ran plainly without a runner, by reason.
-        runners: The counts of the runner of each form, by the form in words; a form whose
-            sizes grew had one for each room.
+        calls: Number of calls.
+        plain: Calls that ran eager without a runner, by reason.
+        runners: The counters of each form's runner, by a description of the form; a form whose
+            sizes grew had one runner per capacity.
     """
 
     calls: int
@@ -88,7 +88,7 @@ class GraphedStats:
 
     @property
     def steps_by_mode(self) -> dict[str, int]:
-        """Steps of all runners by runtime mode; plain calls count as NONE."""
+        """Steps of all runners by runtime mode; eager calls count as NONE."""
         total = Counter({"NONE": sum(self.plain.values())})
         for one in self.runners.values():
             total.update(one.steps_by_mode)
@@ -107,10 +107,10 @@ class GraphedStats:
 
 @attrs.frozen
 class _ByResult:
-    """A call that runs plainly; its result tells whether others of the kind must do so.
+    """A call that runs eager; its result shows whether others of the kind must, too.
 
     Attributes:
-        kind: Which.
+        kind: The kind of call.
     """
 
     kind: Hashable
@@ -118,16 +118,16 @@ class _ByResult:
 
 @attrs.frozen
 class _Route:
-    """Where calls of one look go.
+    """How calls of one look are run.
 
     Attributes:
-        form: Whose runner.
-        sizes: Of each axis.
-        num_rows: Of the batch.
-        kind: Of the calls.
+        form: Their form.
+        sizes: The size of each axis.
+        num_rows: Rows of the batch.
+        kind: The kind of the calls.
         names: Their keywords, in the order of the form's inputs.
-        types: Of their tensors, which a look leaves out.
-        layouts: Of the same.
+        types: Types of their tensors, which a look omits.
+        layouts: Layouts of their tensors.
     """
 
     form: Form
@@ -139,31 +139,31 @@ class _Route:
     layouts: tuple[torch.layout, ...]
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensors of a call of the look are of the same kinds."""
+        """Return whether the tensors of a call of the look have the same types and layouts."""
         return (*map(type, tensors),) == self.types and (*map(_layout_of, tensors),) == self.layouts
 
 
-#: What is known of calls of one look.
+#: What is known about calls of one look.
 _Known = str | _ByResult | PlainSteps | _Route
-#: Where a call goes, the runner of now, and the call's tensors.
+#: The target of a call, its current runner, and the call's tensors.
 _Found = tuple[_Route, GraphRunner, Sequence[torch.Tensor]]
 
 
 class GraphedCalls:
-    """The calls of one module or function, each form of them through a runner.
+    """The calls of one module or function, with a runner for each form.
 
     Args:
-        target: What is called.
+        target: The module or function.
         batch_dims: Batch dimension by parameter name, or one for all; derived by default.
-        settings: Of the runners.
+        settings: Settings of the runners.
 
     Attributes:
-        target: What is called.
-        module: The same where it is a module.
-        settings: Of the runners.
-        memory: What they share: a pool wherever that is right, a budget and an account.
+        target: The module or function.
+        module: The target if it is a module, else None.
+        settings: Settings of the runners.
+        memory: Memory that the runners share: a pool wherever possible, a budget and an account.
         batch_dims: As given.
-        grows: Sizes are not declared: the ladder of a form grows with its largest batch.
+        grows: Sizes are not declared, so each form's sizes grow with its largest batch.
     """
 
     target: Callable[..., Any]
@@ -188,10 +188,10 @@ class GraphedCalls:
         self.batch_dims = batch_dims
         self._families: dict[Any, Family] = {}
         self._forms: dict[Any, Form] = {}
-        # The form of calls of the same shapes, but for the batch, and the sizes of its axes.
+        # Forms by the shapes of calls, apart from the batch, with the sizes of axes.
         self._routes: dict[Any, tuple[Form, Mapping[str, int]]] = {}
         self._dims: dict[Any, list[int | None]] = {}
-        # Why calls run plainly, or which steps of a runner they are.
+        # Why calls run eager, or the runner's steps they are.
         self._looks: Looks[_Known] = Looks()
         self._lock = threading.RLock()
         self._plain: Counter[str] = Counter()
@@ -207,7 +207,7 @@ class GraphedCalls:
             self._signature = None  # a builtin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call through its form's runner, or plainly with a counted reason."""
+        """Run a call through its form's runner, or eager with a counted reason."""
         self._calls += 1
         has_grad, is_training = _is_grad_enabled(), getattr(self.module, "training", False)
         looks = self._looks
@@ -248,20 +248,20 @@ class GraphedCalls:
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
-        """Queue a call on one of the lanes, beside others, and return at once.
+        """Queue a call on one of the lanes and return immediately.
 
         Raises:
-            InputError: Such a call has no graphs; with the reason.
+            InputError: Such a call has no graphs; the message gives the reason.
         """
         route, runner, tensors = self._find_or_raise(args, kwargs)
         self._calls += 1
         return runner.submit(*tensors, **route.sizes)
 
     def capture(self, *args: Any, **kwargs: Any) -> int:
-        """Capture all sizes for calls such as this one, ahead of them; returns how many.
+        """Capture all sizes for calls like this one in advance; return the number of graphs.
 
         Raises:
-            InputError: Such a call has no graphs; with the reason.
+            InputError: Such a call has no graphs; the message gives the reason.
         """
         route, runner, _ = self._find_or_raise(args, kwargs, for_result=False)
         form = route.form
@@ -269,8 +269,8 @@ class GraphedCalls:
         form.fix_buckets()
         if not num_graphs and not form.has_graphs():
             warn_at_call(
-                f"Nothing was captured for {form}, and its calls run eager. "
-                "print(fast.graphed.runners[-1]) says why of each size.",
+                f"Nothing was captured for {form}, so its calls run eager. "
+                "print(fast.graphed.runners[-1]) shows the reason for each size.",
                 EagerStepWarning,
             )
         return num_graphs
@@ -286,26 +286,27 @@ class GraphedCalls:
         return "\n".join([f"Graphs of {name}", str(self.stats()), *problems])
 
     def invalidate(self) -> None:
-        """Give up all graphs, after what they read was replaced."""
+        """Release all graphs, after memory they read was replaced."""
         with self._lock:
             for form in self._forms.values():
                 if form.runner is not None:
                     form.runner.invalidate()
 
     def stats(self) -> GraphedStats:
-        """Return what has been done so far."""
+        """Return the counters."""
         with self._lock:
             runners: dict[str, RunnerStats] = {}
             for form in self._forms.values():
                 for words, one in form.stats().items():
-                    # Two forms may read alike, such as a value given by position and by name.
+                    # Two forms may have the same description, for example if a value is given by
+                    # position or by name.
                     count = sum(1 for name in runners if name.partition(" #")[0] == words)
                     runners[f"{words} #{count + 1}" if count else words] = one
             return GraphedStats(self._calls, dict(self._plain), runners)
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """The runner of each form, in the order of their first call."""
+        """The runner of each form, in the order of first calls."""
         with self._lock:
             made = tuple(form.runner for form in self._forms.values())
         return tuple(runner for runner in made if runner is not None)
@@ -320,7 +321,7 @@ class GraphedCalls:
         has_grad: bool,
         is_sure: bool,
     ) -> _Found | None:
-        """Return where a call of a known look goes; None where that has to be found."""
+        """Return the target of a call of a known look, or None if unknown."""
         tensors = (*args, *[kwargs[name] for name in route.names]) if kwargs else args
         if not (is_sure or route.fits(tensors)) or self._place_now() != self._place:
             return None
@@ -332,15 +333,15 @@ class GraphedCalls:
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
     ) -> str | _ByResult | _Found:
-        """Return the form of a call, its runner, tensors and sizes, or why it has none.
+        """Return a call's form, runner, tensors and sizes, or why it has none.
 
         Args:
-            args: Of the call.
-            kwargs: Of the same.
-            for_result: The caller wants its result, which may require gradients.
+            args: The call's arguments.
+            kwargs: The call's keyword arguments.
+            for_result: The caller uses the result, which may require gradients.
         """
         if len(kwargs) > 1:
-            kwargs = dict(sorted(kwargs.items()))  # the order they are written in is no matter
+            kwargs = dict(sorted(kwargs.items()))  # keyword order does not matter
         leaves: Sequence[Any] = (*args, *kwargs.values())
         nesting: Any = (len(args), tuple(kwargs))
         tensors = leaves
@@ -350,7 +351,7 @@ class GraphedCalls:
             nesting = repr(spec)
             tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
             constants = tuple(
-                # Digit by digit: zeros of both signs are equal, and nan is not even itself.
+                # By its text: zeros of both signs are equal, and NaN is not equal to itself.
                 (at, type(one), one.hex() if isinstance(one, float) else one)
                 for at, one in enumerate(leaves)
                 if not isinstance(one, torch.Tensor)
@@ -387,7 +388,7 @@ class GraphedCalls:
                 return derived
             with self._lock:
                 dims = self._dims[kind] = derived
-                self._looks.clear()  # calls of before may be of another form now
+                self._looks.clear()  # earlier calls may now belong to another form
             rows = next(
                 one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
             )
@@ -428,7 +429,7 @@ class GraphedCalls:
         tensors: Sequence[torch.Tensor],
         dims: Sequence[int | None],
     ) -> str | tuple[Form, Mapping[str, int]]:
-        """Return the form of a call whose shapes are new, and the sizes of its axes."""
+        """Return the form of a call with new shapes, and the sizes of its axes."""
         if any(map(odd_kind, tensors)):
             return Reason.TENSOR_KIND
         if len({one.device for one in tensors}) > 1:
@@ -478,7 +479,9 @@ class GraphedCalls:
         if isinstance(found, _ByResult):
             found = Reason.GRADIENTS
         if isinstance(found, str):
-            raise InputError(found, f"Such a call runs without graphs: {found}. Call it directly.")
+            raise InputError(
+                found, f"Such a call runs without graphs: {found}. Call the function directly."
+            )
         return found
 
     def _derive(
@@ -491,7 +494,7 @@ class GraphedCalls:
         """Return the batch dimension of each tensor, declared or derived.
 
         Raises:
-            ConfigError: What is declared does not fit the call.
+            ConfigError: The declaration does not match the call.
         """
         if self.batch_dims != DERIVED:
             return self._as_declared(args, kwargs, tensors)
@@ -518,7 +521,7 @@ class GraphedCalls:
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[str]:
-        """Return a name for each tensor of a call: its parameter's, numbered where it has many."""
+        """Return a name for each tensor of a call: its parameter's, possibly numbered."""
         pairs: list[tuple[str, Any]] = [(f"arg{index}", one) for index, one in enumerate(args)]
         if self._signature is not None:
             names = [
@@ -535,7 +538,7 @@ class GraphedCalls:
             alone = len(tensors) == 1
             base = f"{name}_" if name in RESERVED_NAMES else name
             found += [base if alone else f"{base}_{index}" for index in range(len(tensors))]
-        if len(found) != count or len(set(found)) != count:  # names that meet by chance
+        if len(found) != count or len(set(found)) != count:  # names that coincide
             return [f"input_{index}" for index in range(count)]
         return found
 
@@ -554,7 +557,7 @@ class GraphedCalls:
         return _NEXT_STEPS[reason]
 
     def _what_varied(self) -> str:
-        """Return in words how the forms of calls differ, and how to have fewer."""
+        """Describe how the forms of calls differ, and how to reduce their number."""
         with self._lock:
             forms = list(self._forms.values())
         shapes: dict[str, set[str]] = {}
@@ -569,7 +572,7 @@ class GraphedCalls:
         ]
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
-            varied.append(f"a value came as {_some(found)}: pass it as a tensor")
+            varied.append(f"a value came as {_some(found)} (pass it as a tensor)")
         return (
             f"{len(forms)} forms of calls have graphs, which is the limit: "
             f"{'; '.join(varied)}. For sizes, declare GraphRunner(..., axes=[Axis(...)])."
@@ -581,32 +584,32 @@ class GraphedCalls:
     def _run_for_gradients(
         self, found: _ByResult, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call plainly whose result may require gradients by what the function holds."""
+        """Run a call eager whose result may require gradients due to held weights."""
         result = self.target(*args, **kwargs)
         if not self._weights.note(found.kind, result):
             self._plain[Reason.FIRST_CALL] += 1
-            self._looks.clear()  # such calls have graphs from now on
+            self._looks.clear()  # such calls may have graphs from now on
             return result
         self._plain[Reason.GRADIENTS] += 1
         if self._once.first("held weights"):
             self._warn(
                 "Calls run without graphs, reason gradients: the function holds weights that "
-                "require gradients, and so do its results. Call it under torch.no_grad() if "
+                "require gradients, so its results do, too. Call it under torch.no_grad() if "
                 "gradients are not needed."
             )
         return result
 
     def _find_place(self) -> None:
-        """Find what tells that a module was moved, by the method of one of its tensors."""
+        """Return a bound method of one of a module's tensors that reveals whether it was moved."""
         self._place_now = int if self.module is None else place_of(self.module)
         self._place = self._place_now()
 
 
 def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of each runner, whose memory is that of all.
+    """Return the settings of each runner, with the shared memory.
 
     Raises:
-        ConfigError: What is given as memory is not one.
+        ConfigError: The given memory is invalid.
     """
     group, options = MemoryGroup.of(settings.get("memory")), settings["options"]
     if group is None:
@@ -619,7 +622,7 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int | None:
-    """Return the batch that all tensors agree on, None where they do not."""
+    """Return the batch size that all tensors agree on, or None."""
     rows = None
     for one, dim in zip(tensors, dims, strict=True):
         if dim is not None:
@@ -636,7 +639,7 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _some(found: Iterable[str]) -> str:
-    """Return a few of many in words."""
+    """Return the text of a few of many values."""
     ordered = sorted(found)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

@@ -1,9 +1,8 @@
-"""Forms of calls: what is built into the graphs of one, and its runner.
+"""Forms of calls: the values built into a form's graphs, and its runner.
 
-A call's tensors are its inputs. Everything else of a call (other values, which keywords, how
-tensors are nested, their types and fixed dimensions) is built into the graphs made for it, so
-that a call that differs in it is of another form. Within a form, calls differ in the size of
-their batch, and in those along axes.
+A call's tensors are its inputs. Everything else (other values, the keywords, the nesting of
+tensors, their dtypes and fixed dimensions) is built into the graphs, so that calls that differ in
+it belong to different forms. Within a form, calls differ in the size of the batch and of axes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 def geometric_sizes(largest: int) -> tuple[int, ...]:
-    """Return sizes with two to each doubling: few graphs, and a third of padding at most."""
+    """Return two sizes per doubling: few graphs, and at most a third of padding."""
     sizes = {largest}
     size = 1
     while size < largest:
@@ -49,16 +48,16 @@ def geometric_sizes(largest: int) -> tuple[int, ...]:
 
 
 class Form:
-    """One form of calls, and its runner.
+    """One form of calls, with its runner.
 
     Args:
-        target: What is called.
-        settings: Of the runner.
-        grows: Sizes are not declared: they grow with the largest batch.
-        args: Of the call that it is derived from.
-        kwargs: Of the same.
+        target: The module or function.
+        settings: Settings of the runner.
+        grows: Sizes are not declared and grow with the largest batch.
+        args: Arguments of the call that it is derived from.
+        kwargs: Keyword arguments of the call.
         shapes: Shape of each tensor, in order: None at the batch, names at axes.
-        fills: What each tensor is padded with.
+        fills: The padding value of each tensor.
         names: Name of each tensor.
     """
 
@@ -78,7 +77,7 @@ class Form:
         self.constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
         self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
         self._names = names
-        # A graph reads a part of the buffer, which is contiguous only along the first dimension.
+        # A graph reads part of the buffer, which is contiguous only along the first dimension.
         self._strided = [
             name for name, shape in zip(names, shapes, strict=True) if None in shape[1:]
         ]
@@ -92,7 +91,7 @@ class Form:
         for shape in shapes:
             self.buckets.update({size: Buckets() for size in shape if isinstance(size, str)})
         self.runner: GraphRunner | None = None
-        self._words = ""  # of the runner: those of now may be of other buckets already
+        self._words = ""  # of the runner's buckets, which may have changed since
         self.outgrown: dict[str, RunnerStats] = {}
 
     def run(
@@ -103,14 +102,14 @@ class Form:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call; an eager step is given the caller's own containers.
+        """Run a call; an eager step gets the caller's own containers.
 
         Args:
-            runner: What ``runner_for`` returned.
-            tensors: Of the call.
-            sizes: Of each axis.
-            args: Of the call.
-            kwargs: Of the call.
+            runner: The runner from ``runner_for``.
+            tensors: The call's tensors.
+            sizes: The size of each axis.
+            args: The call's arguments.
+            kwargs: The call's keyword arguments.
         """
         own = self._call
         if own is None:
@@ -122,10 +121,10 @@ class Form:
             own.now = before
 
     def runner_for(self, rows: int, sizes: Mapping[str, int]) -> GraphRunner:
-        """Return a runner with room for a number of rows, and for a size of each axis.
+        """Return a runner with capacity for a number of rows and a size of each axis.
 
-        Of rows where their sizes are not declared. It is another one where there is no room yet,
-        and where buckets were planned.
+        Capacity for rows grows only if sizes are not declared. The runner is replaced if its
+        capacity is too small, or if buckets were planned.
         """
         runner = self.runner
         is_new = runner is None or (rows > self.top and self._grows)
@@ -135,35 +134,35 @@ class Form:
             if runner is not None:
                 self.outgrown[self._words] = runner.stats()
                 runner.clear()
-                _logger.info("Graphs are captured anew for %s", self)
+                _logger.info("Graphs are captured again for %s", self)
             runner = self.runner = self._make(rows)
             self._words = str(self)
         return runner
 
     def fix_buckets(self) -> None:
-        """Keep the buckets from now on: graphs were captured for all of them."""
+        """Keep the buckets from now on, since graphs were captured for all of them."""
         for one in self.buckets.values():
             one.is_fixed = True
 
     def _captured(self) -> Iterator[tuple[Executor, GraphKey]]:
-        """Yield the keys that have graphs, each with what runs them."""
+        """Yield the keys with graphs, each with its runner."""
         for lane in () if self.runner is None else self.runner.lanes:
             for key, entry in lane.registry.entries.items():
                 if entry.state is KeyState.CAPTURED:
                     yield lane, key
 
     def has_graphs(self) -> bool:
-        """Return whether anything of it is captured."""
+        """Return whether any of its graphs is captured."""
         return any(True for _ in self._captured())
 
     def is_pure(self) -> bool:
-        """Return whether graphs of it show that running it changes nothing that others see."""
+        """Return whether its graphs show that running it has no visible effects."""
         if self.runner is None or self.runner.backend.is_capturing():
             return False
         return any(lane.warmups.is_pure(key) for lane, key in self._captured())
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run what is called plainly, on other tensors."""
+        """Call the target directly, on other tensors."""
         leaves = list(self.constants)
         for at, one in zip(self._places, tensors, strict=True):
             leaves[at] = one
@@ -171,7 +170,7 @@ class Form:
         return self._target(*args, **kwargs)
 
     def stats(self) -> dict[str, RunnerStats]:
-        """Return the counts of all runners it had, by form and room."""
+        """Return the counters of all runners it had, by form and capacity."""
         now = {} if self.runner is None else {self._words: self.runner.stats()}
         return {**self.outgrown, **now}
 
@@ -197,7 +196,7 @@ class Form:
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
-        self.top = top  # not before: a runner that could not be made has no such room
+        self.top = top  # not earlier: a runner that could not be created has no capacity
         return runner
 
     def shapes(self) -> Iterator[tuple[str, str]]:
@@ -215,7 +214,7 @@ class Form:
 
 
 class _CurrentCall(threading.local):
-    """The call that a thread is in: its arguments, and its tensors in order."""
+    """The current call of a thread: its arguments, and its tensors in order."""
 
     now: tuple[tuple[Any, ...], dict[str, Any], Sequence[torch.Tensor]] | None = None
 
@@ -240,11 +239,11 @@ def _step_of(
     spec: TreeSpec,
     call: _CurrentCall | None,
 ) -> Callable[..., Any]:
-    """Return a step that calls a target as the calls of a form do.
+    """Return a step that calls a target like the calls of a form.
 
-    A function and no method: what it changes is looked for in what it closes over. On the tensors
-    of a call it is the call itself; on dummy rows it has containers of its own, and raises a
-    CaptureError where the target writes to them.
+    It is a function rather than a method, since its effects are detected in what it closes over. On
+    the tensors of a call it makes the call itself. On dummy rows it uses its own containers, and
+    raises a CaptureError if the target writes to them.
     """
 
     def step(**inputs: torch.Tensor) -> Any:
@@ -266,18 +265,19 @@ def _step_of(
 
 
 def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return a step that gives inputs as calls have them: contiguous, as cuDNN asks of states.
+    """Return a step that passes contiguous inputs as in calls, which cuDNN requires of states.
 
-    Where one is not, the step runs on a copy. A write to that is refused as one to the input.
+    If an input is not contiguous, the step runs on a copy. Writing to the copy is refused like
+    writing to the input.
 
     Args:
         step: Takes inputs by name.
-        names: Which of them a graph would read with strides.
+        names: Inputs that a graph would read with strides.
     """
 
     def contiguous_step(**inputs: torch.Tensor) -> Any:
         copies = {}
-        with torch.inference_mode(False):  # only then has a tensor a version
+        with torch.inference_mode(False):  # only then does a tensor have a version
             for name in names:
                 if not inputs[name].is_contiguous():
                     copies[name] = inputs[name].contiguous()
@@ -286,8 +286,8 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
         for name, one in copies.items():
             if one._version != versions[name]:
                 raise CaptureError(
-                    f"The step writes into its input {name!r}. Eager changes the caller's tensor "
-                    "then, and a graph only its own copy. Clone it in the step first.",
+                    f"The step writes into its input {name!r}. Eager would change the caller's "
+                    "tensor, but a graph only its own copy. Clone it in the step first.",
                     reason="input_written",
                 )
         return result
@@ -296,10 +296,10 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
 
 
 def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
-    """Refuse a step that wrote to a container of its call.
+    """Raise if a step wrote to a container of its call.
 
     Raises:
-        CaptureError: It did: reason ``container_written``.
+        CaptureError: It did, with reason ``container_written``.
     """
     now, now_spec = tree_flatten(call)
     if now_spec == spec and all(one is other for one, other in zip(leaves, now, strict=True)):
@@ -312,8 +312,8 @@ def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
         if path not in before or path not in after or before[path] is not after[path]
     ]
     raise CaptureError(
-        f"The step writes {', '.join(changed[:3])} in a container that it was given, which a "
-        "replay would not. Return the new value, and write it outside of the step.",
+        f"The step writes {', '.join(changed[:3])} in a container from its arguments, which a "
+        "replay would not do. Return the new value, and write it outside the step.",
         reason=Reason.CONTAINER_WRITTEN,
     )
 

@@ -1,7 +1,7 @@
-"""graphed: one line that runs a module or a function through graphs.
+"""graphed: run a module or a function through graphs with one line.
 
-What is derived from calls and not declared is a guess, and it is proven: a graph of which padding
-changes the rows serves full buckets alone.
+Properties derived from calls rather than declared are guesses, and are proven: if padding changes a
+graph's rows, the graph serves only full buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dispatchkit.options import RunnerOptions, refuse_moved
 
 
 class GraphedFunction:
-    """A function whose calls run through graphs; made by ``graphed``.
+    """A function whose calls run through graphs; created by ``graphed``.
 
     Attributes:
         graphed: Its graphs: ``stats()``, ``capture()``, ``runners``, ``invalidate()``.
@@ -35,15 +35,15 @@ class GraphedFunction:
         self.graphed = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call through graphs, or plainly with a counted reason."""
+        """Run a call through graphs, or eager with a counted reason."""
         return self.graphed(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Be a method where it is defined in a class."""
+        """Bind as a method if defined in a class."""
         return self if owner is None else types.MethodType(self, owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy, or send to another process: the same settings, no graphs."""
+        """Copy or pickle: the same settings, without graphs."""
         calls = self.graphed
         return _remake_function, (calls.target, calls.batch_dims, calls.settings)
 
@@ -67,27 +67,27 @@ def graphed(
 ) -> Any:
     """Run a module or a function through graphs; also a decorator.
 
-    Without a single option: inputs and batch dimension follow from the calls, graphs are
-    captured when a call needs one, sizes grow with the batches, and each graph is proven not to
-    depend on padding. Calls that need gradients run plainly: where a tensor of them requires any,
-    and a module in training while gradients are enabled.
+    No option is required: inputs and batch dimension are derived from the calls, graphs are
+    captured on demand, sizes grow with the batches, and each graph is proven not to depend on
+    padding. Calls that need gradients run eager: those with a tensor that requires gradients, and
+    those of a module in training while gradients are enabled.
 
     Args:
-        module_or_function: What to run; left out, a decorator is returned.
+        module_or_function: The module or function; if omitted, a decorator is returned.
         sizes: Batch sizes to capture; larger batches run eager.
         policy: Name of the policy, or an object.
         lanes: Streams that ``.graphed.submit`` spreads calls over.
         outputs: ``owned``: results are fresh. ``view``: valid until the next call.
-        example: Arguments of a call, a tuple or a mapping by name: all of its sizes are
-            captured at once, and none of them later.
-        batch_dims: Batch dimension by parameter name (None: has none; nested tensors are
-            numbered, ``name_0``), or one for all. Derived by default: dimension 0 of the
-            tensors that share the first one's, and no longer of one that once did not.
-        memory: A ``GraphMemory``, or a group of one, to share with others. By default the graphs
-            of all forms have one of their own: a pool, and a budget of ``MemoryOptions.max_bytes``
-            for all of them together, which counts what ``GraphMemory`` counts.
-        pieces: Capture in segments, around what runs eager in it: functions under
-            ``eager_region``, and operators that are declared not to be captured.
+        example: Arguments of a call, a tuple or a mapping by name: all of its sizes are captured
+            immediately rather than on demand.
+        batch_dims: Batch dimension by parameter name (None if not batched; nested tensors are
+            numbered, ``name_0``), or one for all. Derived by default: dimension 0 of the tensors
+            whose size always equals the first one's.
+        memory: A ``GraphMemory``, or one of its groups, to share with others. By default the graphs
+            of all forms share one: a pool, and a common budget of ``MemoryOptions.max_bytes``,
+            which counts what ``GraphMemory`` counts.
+        pieces: Capture in segments, around eager calls: functions under ``eager_region``, and
+            operators declared as not capturable.
         settings: Further settings of ``GraphRunner``.
 
     Returns:
@@ -95,7 +95,7 @@ def graphed(
         for a function. Both have ``.graphed``: counts, runners, capture ahead.
 
     Raises:
-        ConfigError: A setting cannot be used, or it is no module and no function.
+        ConfigError: A setting is invalid, or the argument is not a module or a function.
     """
     refuse_moved(settings)
     _check_settings(settings)
@@ -130,7 +130,7 @@ def graphed(
     return made
 
 
-#: What a call gives: it is not set.
+#: Properties that calls determine, which cannot be set.
 _OF_CALLS = frozenset({"step", "inputs", "example"})
 
 
@@ -138,15 +138,19 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     known = set(inspect.signature(GraphRunner).parameters) - _OF_CALLS
     for name in settings:
         if name in _OF_CALLS:
-            allowed = "left out: the calls show what the inputs are"
-            raise ConfigError(name, type(settings[name]).__name__, allowed, "example= gives one.")
+            allowed = "omitted, since inputs are derived from calls"
+            raise ConfigError(
+                name, type(settings[name]).__name__, allowed, "Use example= to give one."
+            )
         if name not in known:
             own = inspect.signature(graphed).parameters
             raise UnknownNameError("setting of graphed", name, known.union(own) - {"settings"})
 
 
 def _check_example(example: Any) -> None:
-    # A tensor is a sequence of its rows.
+    # A tensor is a sequence of its rows, too.
     if example is not None and not isinstance(example, tuple | list | Mapping):
         allowed = "the arguments of a call: a tuple, or a dictionary by name"
-        raise ConfigError("example", type(example).__name__, allowed, "One argument: (x,).")
+        raise ConfigError(
+            "example", type(example).__name__, allowed, "For one argument, give (x,)."
+        )

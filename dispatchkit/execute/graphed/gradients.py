@@ -1,8 +1,8 @@
-"""Whether the results of a function require gradients, by the weights that it holds.
+"""Detect whether a function's results require gradients because of weights it holds.
 
-A tensor of a call, or a module in training, says so before the call. What a function closes over,
-the object of a method and the arguments of a ``partial`` do not: where they hold a tensor that
-requires gradients, the first call with gradients enabled runs plainly, and its result tells.
+For a tensor of a call, or a module in training, this is known before the call. It is not for a
+function's closure, a method's object or the arguments of a ``partial``: if they hold a tensor that
+requires gradients, the first call with gradients enabled runs eager, and its result shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dispatchkit.execute.step.python_state import PythonState
 
 
 class HeldWeights:
-    """Tells which calls of a function must run plainly while gradients are enabled.
+    """Determines which calls of a function must run eager while gradients are enabled.
 
     Args:
         target: The function.
@@ -32,12 +32,12 @@ class HeldWeights:
         self._needed: dict[Hashable, bool] = {}
 
     def need_gradients(self, form: Hashable) -> bool:
-        """Return whether a call must run plainly, also where only its result can tell.
+        """Return whether a call must run eager, possibly to inspect its result.
 
-        Where nothing held requires gradients, one held tensor is looked at in each call, in turn.
+        If no held tensor requires gradients, each call checks one held tensor, in turn.
 
         Args:
-            form: Calls of one form are alike in this.
+            form: The form of the call; calls of one form behave alike.
         """
         if self._turn is None:
             tensors = list(_held_tensors(self._target))
@@ -50,7 +50,7 @@ class HeldWeights:
         return self._has_trainable and self._needed.get(form, True)
 
     def note(self, form: Hashable, result: Any) -> bool:
-        """Return whether the result of a plain call requires gradients, for the next call."""
+        """Record whether the result of an eager call requires gradients, for the next call."""
         leaves = [result] if type(result) is torch.Tensor else leaves_of(result)
         needed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
         self._needed[form] = needed
@@ -61,5 +61,5 @@ def _held_tensors(target: Callable[..., Any]) -> Iterator[torch.Tensor]:
     state = PythonState({"step": target})
     yield from state.tensors
     for module in state.modules:
-        if isinstance(module, torch.jit.ScriptModule):  # its parameters are no Python attributes
+        if isinstance(module, torch.jit.ScriptModule):  # its parameters are not Python attributes
             yield from module.parameters()

@@ -1,6 +1,6 @@
-"""What calls look like, and what is known of those that look alike.
+"""Looks: cheap keys of calls, and what is known about calls of one look.
 
-A look is cheap and no proof: calls of one look may differ, such as in strides.
+A look is cheap but not conclusive: calls of one look may differ, for example in strides.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dispatchkit.execute.io.inputs import TensorGuards, never
 
 _T = TypeVar("_T")
 
-#: Looks that are known at a time.
+#: Most looks stored at a time.
 MAX_LOOKS: Final = 4096
-#: Values that say what they are; of others a call is looked at in full.
+#: Types of values that a look can contain; calls with others are examined fully.
 _SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
 
 _facts_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device")
@@ -25,27 +25,28 @@ _facts_with_grad_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device
 
 
 class Looks(Generic[_T]):
-    """What is known of calls, by their looks.
+    """What is known about calls, by look.
 
-    A call whose tensors are as torch saw those of an earlier one is known at once, which costs
-    a third of a look. Where torch says no, the look is asked.
+    A call whose tensors match those of an earlier call according to torch is recognized without a
+    look, in a third of the time. Otherwise the look is used.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, _T] = {}
-        # By the shape of the first tensor: what else a call must be, and what is known of it.
+        # By the shape of the first tensor: the other properties of the call, and what is known
+        # about it.
         self._at_once: dict[Any, tuple[Callable[..., bool], tuple[Any, ...], _T | None]] = {}
 
     def at_once(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_grad: bool, is_training: bool
     ) -> _T | None:
-        """Return what is known of a call by its tensors alone, also by their type and layout.
+        """Return what is known about a call from its tensors alone, including types and layouts.
 
         Args:
-            args: Of the call.
-            kwargs: Of the call.
+            args: The call's arguments.
+            kwargs: The call's keyword arguments.
             has_grad: Gradients are enabled.
-            is_training: What is called is a module in training.
+            is_training: The target is a module in training.
         """
         values = (*args, *kwargs.values()) if kwargs else args
         try:
@@ -54,13 +55,13 @@ class Looks(Generic[_T]):
             if others == (has_grad, is_training, *kwargs) and fits(*values):
                 return known
         except (AttributeError, IndexError, RuntimeError, TypeError):
-            pass  # no tensor comes first, a nested one, or another number of them
+            pass  # the first is not a tensor or is nested, or their number differs
         return None
 
     def get(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_grad: bool, is_training: bool
     ) -> _T | None:
-        """Return what is known of a call by its look."""
+        """Return what is known about a call of its look."""
         look = _look_of(args, kwargs, has_grad, is_training) if self._known else None
         return None if look is None else self._known.get(look)
 
@@ -72,7 +73,7 @@ class Looks(Generic[_T]):
         is_training: bool,
         what: _T,
     ) -> None:
-        """Know calls that look like this one."""
+        """Store what is known about calls that look like this one."""
         look = _look_of(args, kwargs, has_grad, is_training)
         if look is None:
             return
@@ -89,7 +90,7 @@ class Looks(Generic[_T]):
             self._at_once[values[0].shape] = fits, (has_grad, is_training, *kwargs), what
 
     def clear(self) -> None:
-        """Know nothing any more."""
+        """Clear all looks."""
         self._known.clear()
         self._at_once.clear()
 
@@ -100,7 +101,7 @@ _NOTHING: Final = (never, (), None)
 def _look_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], has_grad: bool, is_training: bool
 ) -> Any:
-    """Return what a call looks like; None where that says too little."""
+    """Return the look of a call, or None if it is insufficient."""
     facts_of = _facts_with_grad_of if has_grad else _facts_of
     try:
         facts = map(facts_of, (*args, *kwargs.values()))
@@ -118,6 +119,6 @@ def _look_of(
         return None
     try:
         hash(look)
-    except TypeError:  # something else that has a shape
+    except TypeError:  # another object with a shape
         return None
     return look

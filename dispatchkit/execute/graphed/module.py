@@ -1,8 +1,8 @@
-"""A module whose calls run through graphs, and which is the module in everything else.
+"""A module whose calls run through graphs, otherwise identical to the original.
 
-It is an object of a subclass of the module's own class that shares the module's ``__dict__``:
-parameters, buffers, submodules, hooks and attributes are one and the same, read or written
-through either. Saved state has the module's own names, and nothing has to be forwarded.
+It is an instance of a subclass of the module's class and shares the module's ``__dict__``:
+parameters, buffers, submodules, hooks and attributes are the same objects, read or written through
+either. Saved state has the module's own names, and nothing has to be forwarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OWN_NAME = "graphed"
 
 
 class _Graphed:
-    """What is put in front of a module's class."""
+    """Mixed in before a module's class."""
 
     __slots__ = ()
     _dispatchkit_calls: GraphedCalls
@@ -29,24 +29,24 @@ class _Graphed:
         return self._dispatchkit_calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The method, since a call of the object costs as much again as finding it.
+        # The method, since calling the object would double the cost of the look-up.
         return self._dispatchkit_calls.__call__(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or convert the module; graphs that read it where it was are given up."""
+        """Move or convert the module; release graphs that read its old memory."""
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # torch.nn.Module's
         self._dispatchkit_calls.invalidate()
         return result
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load weights; where they are put in place of the old, graphs are given up."""
+        """Load weights; release graphs if weights were replaced."""
         result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("assign") or len(args) > 2:
             self._dispatchkit_calls.invalidate()
         return result
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy, or send to another process: a copy of the module, and no graphs."""
+        """Copy or pickle: a copy of the module, without graphs."""
         calls = self._dispatchkit_calls
         return _remake, (calls.target, calls.batch_dims, calls.settings)
 
@@ -57,13 +57,13 @@ def _remake(target: Any, batch_dims: Any, settings: dict[str, Any]) -> Any:
 
 @functools.cache
 def _class_of(kind: Any) -> type:
-    # The one slot holds what is not the module's: its __dict__ is shared.
+    # The only slot holds what is not part of the module, since __dict__ is shared.
     names = {
         "__slots__": ("_dispatchkit_calls",),
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
-    # By new_class: script modules have a metaclass.
+    # With new_class, since script modules have a metaclass.
     name = f"Graphed{kind.__name__}"
     return types.new_class(name, (_Graphed, kind), {}, lambda own: own.update(names))
 
@@ -72,8 +72,8 @@ def graphed_module(calls: GraphedCalls) -> Any:
     """Return the module of graphed calls.
 
     Raises:
-        ConfigError: It is graphed already, has an attribute of the one name that is added, or
-            is of a kind whose ``__dict__`` cannot be shared.
+        ConfigError: It is already graphed, has an attribute of the name that is added, or its
+            ``__dict__`` cannot be shared.
     """
     module = calls.target
     kind: Any = type(module)
@@ -84,7 +84,7 @@ def graphed_module(calls: GraphedCalls) -> Any:
             "module",
             f"{kind.__name__} with an attribute {OWN_NAME!r}",
             "without an attribute of that name",
-            "Graph a function that calls it: graphed(lambda x: module(x)).",
+            "Graph a function that calls it instead: graphed(lambda x: module(x)).",
         )
     made: Any = object.__new__(_class_of(kind))
     object.__setattr__(made, "__dict__", module.__dict__)

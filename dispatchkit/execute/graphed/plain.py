@@ -1,8 +1,7 @@
-"""Calls that run plainly, of one look, so that they cost little more than the model.
+"""Eager calls of one look, with little overhead over calling the model.
 
-What a runner does around an eager step costs more than many a small model. Where nothing of it is
-wanted (no state to order, no retry due, nobody who measures or compares), the step is decided and
-counted, and that is all.
+A runner's work around an eager step can take longer than a small model. If none of it is needed (no
+state to order, no retry due, no measuring or comparing), the step is only decided and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.replay.plans import AGAIN, EagerPlan
 from dispatchkit.execute.runner import GraphRunner
 
-#: Plain steps in a row; then one goes through the runner, which counts what it has missed.
+#: Consecutive direct steps before one goes through the runner, which counts the ones it missed.
 _MAX_IN_A_ROW: Final = 256
 
 
@@ -25,11 +24,11 @@ _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class PlainSteps:
-    """Calls of a form and a size, as long as their steps run eager.
+    """Calls of one form and size, as long as their steps run eager.
 
     Args:
-        form: Which.
-        runner: Its runner of now.
+        form: The form.
+        runner: Its current runner.
         num_tokens: Rows of the calls.
         names: Keywords of the calls, in the order of the form's inputs.
         has_grad: Gradients are enabled in the calls.
@@ -51,12 +50,12 @@ class PlainSteps:
         self._given = self._left = _MAX_IN_A_ROW
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as its step is decided; AGAIN where it needs the runner.
+        """Run a call as its step is decided; return AGAIN if it needs the runner.
 
         Args:
-            call: What is graphed.
-            args: Of the call.
-            kwargs: Of the call.
+            call: The module or function.
+            args: The call's arguments.
+            kwargs: The call's keyword arguments.
         """
         with self._lock:
             if self._left <= 0 or self._form.runner is not self._runner:
@@ -84,7 +83,7 @@ class PlainSteps:
             return result
 
     def _adopt(self, plan: Any) -> bool:
-        """Return whether a plan's steps need nothing but the step, and go by it from now on."""
+        """Return whether a plan's steps can run directly, and use the plan from now on."""
         self._give_back()
         num_plain = plan.num_plain() if isinstance(plan, EagerPlan) else 0
         if num_plain:
@@ -93,14 +92,14 @@ class PlainSteps:
         return num_plain > 0
 
     def _give_back(self) -> None:
-        """Tell the runner of the steps that it has not seen."""
+        """Report to the runner the steps that it has not seen."""
         plan, num_steps = self._plan, self._given - self._left
         self._plan, self._left = None, 0
         if plan is not None:
             plan.note_plain(num_steps)
 
     def _run_plan(self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step as something else was decided of it; the next call needs the runner."""
+        """Run a step whose decision has changed; the next call needs the runner."""
         self._left = 0
         values = (*args, *[kwargs[name] for name in self._names])
         tensors = [one for one in values if isinstance(one, torch.Tensor)]

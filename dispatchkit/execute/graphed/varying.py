@@ -1,14 +1,15 @@
-"""Dimensions that vary beside the batch, such as a sequence length, found from calls and proven.
+"""Find dimensions other than the batch that vary, such as a sequence length, and prove them.
 
-A dimension whose size differs between two calls of a family varies; dimensions that have the same
-size in all calls are one axis. Calls are padded along an axis only after a proof that padding
-changes no result.
+A dimension whose size differs between two calls of a family varies; dimensions of equal size in all
+calls form one axis. Calls are padded along an axis only after a proof that padding changes no
+result.
 
-The proof asks for no size beyond those of the call: its first half, padded to the whole, must give
-what the half alone gives. It is padded twice, with fill and with the call's own second half, since
-a comparison of different sizes allows for rounding and would not see a small dependency. Masks are
-padded with what hides a position, both times. What hides it is found by trying: False or True in
-flags, 0 in masks of 0 and 1, minus infinity or the least number in what is added to scores.
+The proof needs no size beyond that of the call: its first half, padded to the whole, must give the
+same results as the half alone. It is padded twice, with fill and with the call's own second half,
+since a comparison of different sizes must allow for rounding and would miss a small dependency.
+Masks are padded both times with a value that hides positions, which is found by trial: False or
+True in flags, 0 in masks of 0 and 1, minus infinity or the smallest number in masks added to
+scores.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ import torch
 from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.io.structure import flatten, is_same_value
 
-#: Sizes of each dimension of each tensor of a call; None where it is the batch.
+#: Size of each dimension of each tensor of a call; None for the batch.
 Shapes = tuple[tuple[int | None, ...], ...]
 
-#: Error of another kernel, relative to the norm of an output, and beside numbers that cancel out.
+#: Allowed error of another kernel, relative to the norm of an output, and for sums that cancel.
 _RELATIVE, _ABSOLUTE = 2e-2, 1e-5
-#: What is added to scores and is this small hides a position: -1e4 is common in half precision.
+#: A value this small, added to scores, hides a position; -1e4 is common in half precision.
 _HIDES: Final = -1e4
-#: Combinations of fills that are tried.
+#: Most combinations of fills to try.
 _MAX_PROOFS: Final = 9
 
 
 @attrs.frozen
 class Axes:
-    """Which dimensions of a call's tensors vary, and which of them together.
+    """The dimensions of a call's tensors that vary, and which of them vary together.
 
     Attributes:
         shapes: The shape of each tensor: None at the batch, a size, or the name of an axis.
@@ -47,7 +48,7 @@ class Axes:
     shapes: tuple[tuple[int | str | None, ...], ...]
 
     def sizes(self, shapes: Shapes) -> dict[str, int] | None:
-        """Return the size of each axis in a call; None where the call does not fit."""
+        """Return the size of each axis in a call; None if the call does not match."""
         found: dict[str, int] = {}
         for own, shape in zip(self.shapes, shapes, strict=True):
             for name, size in zip(own, shape, strict=True):
@@ -58,7 +59,7 @@ class Axes:
         return found
 
     def narrowed(self, tensor: torch.Tensor, index: int, sizes: dict[str, int]) -> torch.Tensor:
-        """Return the first part of a call's tensor, of a size for each axis."""
+        """Return the first part of a call's tensor, with a given size of each axis."""
         for dim, name in enumerate(self.shapes[index]):
             if isinstance(name, str):
                 tensor = tensor.narrow(dim, 0, sizes[name])
@@ -66,7 +67,7 @@ class Axes:
 
 
 def guess_axes(calls: Sequence[Shapes]) -> Axes:
-    """Return the axes of calls whose tensors have the same numbers of dimensions.
+    """Return the axes of calls whose tensors have equal numbers of dimensions.
 
     Args:
         calls: Their shapes, at least one.
@@ -90,10 +91,10 @@ def guess_axes(calls: Sequence[Shapes]) -> Axes:
 
 @attrs.frozen
 class PaddingProof:
-    """What padding along axes does to the results of a call.
+    """The effect of padding along axes on the results of a call.
 
     Attributes:
-        fills: What each tensor is padded with, where padding changes nothing; None where it does.
+        fills: The padding value of each tensor if padding changes nothing, else None.
         problem: How results change, in words.
     """
 
@@ -107,13 +108,13 @@ def prove_padding(
     tensors: Sequence[torch.Tensor],
     run: Callable[[Sequence[torch.Tensor]], Any],
 ) -> PaddingProof | None:
-    """Return whether a call may be padded along its axes; None where it is too small to tell.
+    """Return whether a call may be padded along its axes; None if it is too small to tell.
 
     Args:
-        axes: Those of the call.
-        shapes: Of its tensors, None at the batch.
-        tensors: Of the call.
-        run: Runs the model plainly; it changes nothing and draws no random numbers.
+        axes: The axes of the call.
+        shapes: Shapes of its tensors, None at the batch.
+        tensors: The call's tensors.
+        run: Runs the model eager; it must have no effects and draw no random numbers.
     """
     whole = axes.sizes(shapes) or {}
     half = {name: size // 2 for name, size in whole.items()}
@@ -145,11 +146,11 @@ def prove_padding(
 
 @attrs.frozen
 class _Fill:
-    """A value that a tensor may be padded with.
+    """A candidate padding value of a tensor.
 
     Attributes:
-        value: The same.
-        hides: As the value of a mask it may hide positions, so that the call's own is no padding.
+        value: The value.
+        hides: In a mask it may hide positions, so the call's own values cannot serve as padding.
     """
 
     value: float
@@ -157,12 +158,12 @@ class _Fill:
 
 
 def _possible_fills(tensor: torch.Tensor) -> list[_Fill]:
-    """Return what a tensor of a call may be padded with, in the order to be tried."""
+    """Return candidate padding values of a call's tensor, in the order to try."""
     if tensor.dtype is torch.bool:  # True may hide a position or show it
         return [_Fill(0, hides=True), _Fill(1, hides=True)]
     is_flags = bool(((tensor == 0) | (tensor == 1)).all())
     fills = [_Fill(0, hides=is_flags)]
-    # What is added to scores is all zeros in a call that hides nothing.
+    # A mask added to scores is all zeros in a call that hides nothing.
     if tensor.dtype.is_floating_point and (not tensor.any() or bool((tensor <= _HIDES).any())):
         fills.append(_Fill(-math.inf, hides=True))
         fills.append(_Fill(torch.finfo(tensor.dtype).min, hides=True))
@@ -172,7 +173,7 @@ def _possible_fills(tensor: torch.Tensor) -> list[_Fill]:
 def _difference(
     half: dict[str, int], whole: dict[str, int], short: Any, filled: Any, kept: Any
 ) -> str:
-    """Return in words how the results of a half are others when it is padded to the whole."""
+    """Describe how the results of a half change when it is padded to the whole."""
     want, structure = flatten(short)
     results = []
     for padded in (filled, kept):
@@ -183,13 +184,18 @@ def _difference(
     for index, (one, first, second) in enumerate(zip(want, *results, strict=True)):
         if not isinstance(one, torch.Tensor):
             if not (is_same_value(one, first) and is_same_value(one, second)):
-                return f"output {index} is {one!r:.40} of the half, and {first!r:.40} of the whole"
+                return (
+                    f"output {index} is {one!r:.40} for the half, but {first!r:.40} for the whole"
+                )
             continue
         cuts = [_cut(each, one, half, whole) for each in (first, second)]
         if cuts[0] is None or cuts[1] is None:
-            return f"output {index} is {tuple(one.shape)} of the half, {tuple(first.shape)} padded"
+            return (
+                f"output {index} is {tuple(one.shape)} for the half, but {tuple(first.shape)} "
+                "padded"
+            )
         if not bits_equal(cuts[0], cuts[1]):
-            return f"output {index} depends on what is behind the call's own values"
+            return f"output {index} depends on the padding after the call's own values"
         if not _is_close(cuts[0], one):
             return f"output {index} depends on the size that it is padded to"
     return ""
@@ -198,7 +204,7 @@ def _difference(
 def _cut(
     padded: Any, short: torch.Tensor, half: dict[str, int], whole: dict[str, int]
 ) -> torch.Tensor | None:
-    """Return the part of a padded result that the half has too; None where it is no part."""
+    """Return the part of a padded result that corresponds to the half's; None if there is none."""
     if not isinstance(padded, torch.Tensor) or padded.dim() != short.dim():
         return None
     growth = {whole[name] - half[name] for name in half}
@@ -225,11 +231,11 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Family:
-    """Calls that differ in sizes alone: which of their dimensions are padded.
+    """Calls that differ only in sizes, and the dimensions along which they are padded.
 
     Attributes:
-        axes: Dimensions that are padded to buckets; None while there are none.
-        fills: What each tensor is padded with.
+        axes: Dimensions that are padded to buckets; None if there are none yet.
+        fills: The padding value of each tensor.
     """
 
     def __init__(self) -> None:
@@ -244,15 +250,15 @@ class Family:
         return self._calls[0]
 
     def sizes(self, shapes: Shapes) -> dict[str, int] | None:
-        """Return the size of each axis in a call; None where exact graphs serve it."""
+        """Return the size of each axis in a call; None if exact graphs serve it."""
         return None if self.axes is None else self.axes.sizes(shapes)
 
     def may_vary(self, shapes: Shapes) -> bool:
-        """Return whether a call that no axis serves has a dimension to be tried as one."""
+        """Return whether a call that no axis serves has a dimension to try as one."""
         return not self._is_refused and bool(self._calls) and shapes != self._calls[0]
 
     def note_first(self, shapes: Shapes) -> None:
-        """Keep the shapes that later calls are compared with."""
+        """Store the shapes to compare later calls with."""
         if not self._calls:
             self._calls.append(shapes)
 
@@ -262,11 +268,11 @@ class Family:
         tensors: Sequence[torch.Tensor],
         run: Callable[[Sequence[torch.Tensor]], Any],
     ) -> str:
-        """Find the axes of a call and prove them; return why it cannot be padded, if it cannot.
+        """Find and prove the axes of a call; return why it cannot be padded, if so.
 
         Args:
-            shapes: Of the call.
-            tensors: Of the call.
+            shapes: The call's shapes.
+            tensors: The call's tensors.
             run: As for ``prove_padding``.
         """
         axes = guess_axes([*self._calls, shapes])

@@ -1,9 +1,9 @@
-"""Axes in the executor: values of a call, padding of inputs, and cutting of results.
+"""Axes in the executor: values of a call, padding of inputs, cutting of results.
 
-An axis may be a dimension of inputs (a sequence length, an image size): a call's tensors are
-then padded to its bucket, with each input's fill, and the results cut back. Or it is a plain
-number that steers the step. A graph is made for the bucket; a step that names the axis in
-its signature is given the bucket there, and the value itself when it runs eager.
+An axis may be a dimension of inputs (a sequence length, an image size): then a call's tensors are
+padded to its bucket, with each input's fill, and the results are cut back. Or it is a plain number
+that changes what the step does. A graph is captured for the bucket; a step that has the axis in its
+signature gets the bucket there, and the value itself when it runs eager.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 
-#: An output (its index), its dimension, the axis (its index) that the dimension follows, and how
-#: many it has more than the axis's value.
+#: Index of an output, its dimension, index of the axis that the dimension follows, and its offset
+#: from the axis's value.
 AxisCut = tuple[int, int, int, int]
 
 
 class AxisCall(list[Any]):
-    """The inputs of a call as its graph takes them: padded to the buckets.
+    """The inputs of a call, padded to the buckets of its graph.
 
     Attributes:
-        given: As they were given.
-        values: The value of each axis, in their order.
+        given: The inputs as passed.
+        values: The value of each axis, in order.
     """
 
     given: Sequence[Any]
@@ -43,16 +43,16 @@ class AxisInputs:
     """The inputs of a runner with axes.
 
     Args:
-        specs: Static inputs by name; a name of an axis in a shape stands for its value.
+        specs: Static inputs by name; the name of an axis in a shape means its value.
         config: The configuration with the axes.
         device: Where the tensors of a call must be.
 
     Attributes:
-        names: Names of the axes in their order.
+        names: Names of the axes, in order.
         smallest: The inputs at the smallest bucket of each axis.
 
     Raises:
-        ConfigError: A name means two things, or a shape names an axis that there is not.
+        ConfigError: A name is ambiguous, or a shape names an unknown axis.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class AxisInputs:
         self.names: tuple[str, ...] = tuple(axis.name for axis in config.axes)
         for name in self.names:
             if name in RESERVED_NAMES or name in self._specs:
-                raise ConfigError("axes", name, "a name that nothing else of a call has")
+                raise ConfigError(
+                    "axes", name, "a name that is not used for anything else in a call"
+                )
         for name, spec in self._specs.items():
             for size in spec.named:
                 if axis_of(size)[0] not in self.names:
                     known = ", ".join(self.names) or "none"
                     raise ConfigError(f"inputs[{name!r}]", spec.shape, f"axes in it ({known})")
         used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
-        # Only axes that are a dimension of something make a difference to the inputs.
+        # Only axes that are dimensions of inputs matter here.
         self._sizing = tuple(i for i, name in enumerate(self.names) if name in used)
         self._kept: dict[tuple[int, ...], InputSet] = {}
         self.smallest: InputSet = self.at(tuple(axis.buckets[0] for axis in self._axes))
@@ -93,7 +95,7 @@ class AxisInputs:
         return found
 
     def buckets(self, call: AxisCall) -> AxisBuckets:
-        """Return the bucket of each axis for a call, None for a value outside."""
+        """Return the bucket of each axis for a call; None for a value outside all buckets."""
         found = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
         return tuple(
             axis.buckets[index - 1] if index else None
@@ -101,14 +103,14 @@ class AxisInputs:
         )
 
     def same_exact(self, values: Sequence[int], others: Sequence[int]) -> bool:
-        """Return whether two values for each axis are the same on all exact axes."""
+        """Return whether two sets of values agree on all exact axes."""
         each = zip(self._axes, values, others, strict=True)
         return all(one == other for axis, one, other in each if axis.exact)
 
     # -- a call -------------------------------------------------------------------------
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:
-        """Put the arguments of a call into declared order, values of axes aside.
+        """Put the arguments of a call into declared order, without values of axes.
 
         Raises:
             InputError: One is missing, unknown or given twice.
@@ -117,8 +119,8 @@ class AxisInputs:
         if missing:
             raise InputError(
                 missing[0],
-                f"Axis {missing[0]!r} has no value in this call. Give one by keyword for each "
-                f"of {', '.join(self.names)}.",
+                f"Axis {missing[0]!r} has no value in this call. Pass one by keyword for each of "
+                f"{', '.join(self.names)}.",
             )
         call = AxisCall()
         call.values = tuple(kwargs.pop(name) for name in self.names)
@@ -126,15 +128,15 @@ class AxisInputs:
         return call
 
     def variant(self, call: AxisCall, loras: int) -> int:
-        """Return what takes the place of the adapters in the dispatch of a call.
+        """Return the ``loras`` argument of ``dispatch`` for a call.
 
         Raises:
-            DescriptorError: A value is no whole number of at least 0.
+            DescriptorError: A value is not a whole number of at least 0.
         """
         return self._variants.of_values(loras, dict(zip(self.names, call.values, strict=True)))
 
     def to_arrays(self, call: AxisCall) -> AxisCall:
-        """Bring host inputs of a call into the form that is checked."""
+        """Convert host inputs of a call to arrays."""
         call.given = self.smallest.to_arrays(call.given)
         return call
 
@@ -154,7 +156,7 @@ class AxisInputs:
                 shape = spec.sized(rows)
                 if tuple(call[index].shape) != tuple(shape):
                     call[index] = pad_input(call[index], declared, shape)
-        return rows, readable  # what was padded is contiguous, too
+        return rows, readable  # padded inputs are contiguous, too
 
     def part(self, call: AxisCall, start: int, num_rows: int) -> AxisCall:
         """Return some rows of a checked call, as views."""
@@ -164,10 +166,10 @@ class AxisInputs:
         return found
 
     def plain(self, call: AxisCall | None) -> dict[str, Any]:
-        """Return what the step is given when it runs plainly: inputs and values by name.
+        """Return the step's arguments when it runs eager: inputs and values by name.
 
         Raises:
-            InputError: It was a step in place.
+            InputError: The step runs in place.
         """
         if call is None:
             raise refused_in_place(self.names)
@@ -177,7 +179,7 @@ class AxisInputs:
     # -- graphs -------------------------------------------------------------------------
 
     def of_graph(self, tensors: Sequence[Any], buckets: Sequence[int]) -> dict[str, Any]:
-        """Return what the step is given in a capture: static inputs and buckets by name."""
+        """Return the step's arguments in a capture: static inputs and buckets by name."""
         return self._named(self.smallest.names, tensors, buckets)
 
     def _named(
@@ -188,15 +190,15 @@ class AxisInputs:
     def measure_cuts(
         self, key: GraphKey, outputs: Any, run: Callable[[dict[str, Any]], Any]
     ) -> tuple[AxisCut, ...]:
-        """Return which dimensions of a key's outputs follow an axis.
+        """Return the dimensions of a key's outputs that follow an axis.
 
         Args:
             key: Whose.
-            outputs: As they are at the key's own buckets.
+            outputs: The outputs at the key's own buckets.
             run: Runs the step on inputs by name.
 
         Raises:
-            CaptureError: An output depends on an axis in another way than by its size.
+            CaptureError: An output depends on an axis in other ways than by its size.
         """
         own: Any = key.descriptor.axes
         cuts: list[AxisCut] = []
@@ -212,8 +214,7 @@ class AxisInputs:
             except Exception as error:
                 raise CaptureError(
                     f"To measure its outputs the step was run with {axis.name}={other[index]}, "
-                    f"and raised {type(error).__name__}: {error}. An axis that is exact is not "
-                    "measured.",
+                    f"and raised {type(error).__name__}: {error}. Exact axes are not measured.",
                     key=str(key),
                     reason="output_layout",
                 ) from error
@@ -222,9 +223,9 @@ class AxisInputs:
 
 
 def refused_in_place(names: Sequence[str]) -> InputError:
-    """Return the error of a step in place where there are axes."""
+    """Return the error for a step in place with axes."""
     return InputError(
-        names[0], "A step in place has no values for axes. Call the runner with tensors."
+        names[0], "A step in place has no values for axes. Call the runner with tensors instead."
     )
 
 
@@ -255,20 +256,20 @@ def _dimensions(
                 problem = problem or f"dimension {dim} of output {number}"
     if problem:
         raise CaptureError(
-            f"With {axis.name}={other} rather than {bucket}, {problem} is another, and not by "
-            "so many more: it could not be cut to a value in between. Make the axis exact.",
+            f"With {axis.name}={other} rather than {bucket}, {problem} changes, and not by the "
+            "same amount, so it could not be cut for a value in between. Make the axis exact.",
             reason="output_layout",
         )
     return cuts
 
 
 def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
-    """Return an input in a larger shape, its fill behind what was given.
+    """Return an input padded with its fill to a larger shape.
 
     Args:
         value: A tensor, or an array of the host.
         spec: As it was declared.
-        shape: No dimension is smaller than the value's.
+        shape: The shape, not smaller than the value's in any dimension.
     """
     inside = tuple(slice(0, size) for size in value.shape)
     padded: Any
@@ -286,5 +287,5 @@ def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
 
 
 def _bits(spec: StaticInput) -> Any:
-    """Return the fill as an array holds it: types that numpy lacks go bit by bit."""
+    """Return the fill as stored in an array; dtypes that numpy lacks as bit patterns."""
     return host_array(torch.full((1,), spec.fill_value, dtype=spec.dtype), spec.dtype)[0]

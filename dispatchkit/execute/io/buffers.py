@@ -1,8 +1,8 @@
-"""Static input buffers: the memory that graphs read; ``transports`` bring batches into it.
+"""Static input buffers: the memory that graphs read, filled by ``transports``.
 
 A graph reads its inputs at the addresses of the capture. Each lane has one buffer per
-input, as large as its largest bucket; a batch goes to the front. The rows behind it, up to
-the bucket, must hold the input's fill value.
+input, as large as its largest bucket; a batch is at the front. The rows after it, up to the bucket,
+must hold the input's fill value.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class InputBuffers:
         num_rows: Rows that each batched buffer has.
         tensors: Existing memory, in declared order; allocated by default.
         backend: The device; required with host inputs, unless ``tensors`` are given.
-        allocate: Calls what makes memory of the device, so that it is of a pool.
+        allocate: Calls a function that creates tensors, in a pool's memory.
 
     Attributes:
         tensors: One device tensor per input, in declared order.
         num_rows: Rows that each batched buffer has.
         staging: Pinned memory of the host inputs; None without host inputs.
-        clean_from: First row known to hold fill in every batched buffer (in pinned memory
-            for host inputs that have some).
-        clean_to: First row behind those.
-        are_shared: Others have the memory, and may give it as an input.
+        clean_from: First row known to hold fill in every batched buffer (in pinned memory, for host
+            inputs that have it).
+        clean_to: First row after those.
+        are_shared: Others have access to the memory, and may pass it as an input.
     """
 
     clean_to: int
@@ -62,13 +62,13 @@ class InputBuffers:
         self.clean_from, self.clean_to = 0, num_rows
         if tensors is not None:
             self.tensors: list[torch.Tensor] = list(tensors)
-            self.clean_to = 0  # what they hold is not known
+            self.clean_to = 0  # their contents are unknown
         else:
             if inputs.host and backend is not None:
                 host = {name: spec for name, spec in inputs.specs.items() if spec.host}
                 self.staging = Staging(host, num_rows, backend, allocate)
             staged = {} if self.staging is None else self.staging.device
-            # Not under the caller's inference mode: such memory could not be written outside.
+            # Not in the caller's inference mode: such memory could not be written outside.
             with inference_mode(False):
                 self.tensors = [
                     staged[name]
@@ -132,8 +132,8 @@ class InputBuffers:
         if not 0 <= num_rows <= self.num_rows:
             raise InputError(
                 self.inputs.names[0],
-                f"A step of {num_rows} rows cannot run in place: the buffers hold "
-                f"{self.num_rows} rows, those of the largest graph. Call the runner with tensors.",
+                f"A step of {num_rows} rows cannot run in place: the buffers have {self.num_rows} "
+                "rows, those of the largest graph. Call the runner with tensors instead.",
             )
         sources = self.views(num_rows)
         for index, rows in self.host_rows(num_rows):
@@ -141,18 +141,18 @@ class InputBuffers:
         return [source.to(self.inputs.device, copy=True) for source in sources]
 
     def note_results(self, leaves: Iterable[Any]) -> None:
-        """Note results that are handed out as they are: a step may return its input."""
+        """Note results returned without a copy, since a step may return its input."""
         storages = {tensor.untyped_storage()._cdata for tensor in self.tensors}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages:
                 self.are_shared = True
 
     def apart(self, values: Sequence[Any], indices: Iterable[int] | None = None) -> Sequence[Any]:
-        """Return a batch with copies of what lies in these buffers, which it is to overwrite.
+        """Return a batch with copies of values in these buffers, which it will overwrite.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
-            indices: The inputs to look at; all by default.
+            indices: The inputs to check; by default all.
         """
         edges = self._edges
         if edges is None:
@@ -161,7 +161,7 @@ class InputBuffers:
         for index in range(len(values)) if indices is None else indices:
             value = values[index]
             is_tensor = isinstance(value, torch.Tensor)
-            # Behind an odd number of edges: behind a beginning, and before its end.
+            # An odd number of edges before it: after a beginning and before its end.
             if bisect_right(edges, value.data_ptr() if is_tensor else _address_of(value)) & 1:
                 if made is None:
                     made = list(values)
@@ -169,7 +169,7 @@ class InputBuffers:
         return values if made is None else made
 
     def _find_edges(self) -> list[int]:
-        """Return where the memory of each buffer begins and ends, in order."""
+        """Return the begin and end addresses of each buffer, in order."""
         pinned = () if self.staging is None else tuple(self.staging.host.values())
         storages = [tensor.untyped_storage() for tensor in (*self.tensors, *pinned)]
         ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages})
@@ -205,7 +205,7 @@ class InputBuffers:
         self.clean_from, self.clean_to = 0, self.num_rows
 
     def refill(self) -> None:
-        """Fill every row on the device, whose memory has lost what it held."""
+        """Fill every row on the device, whose memory has lost its contents."""
         for name, tensor in zip(self.inputs.names, self.tensors, strict=True):
             tensor.copy_(self.inputs.specs[name].full(self.num_rows, self.inputs.device))
 
@@ -241,7 +241,7 @@ class InputBuffers:
 
 
 def _address_of(array: Any) -> int:
-    """Return an address in the memory of an array; 0 if that is its own."""
+    """Return an address in the memory of an array; 0 if it owns its memory."""
     owner, array_type = array.base, numpy_module().ndarray
     while isinstance(owner, array_type):  # a view of a view
         owner = owner.base
@@ -254,11 +254,11 @@ def _address_of(array: Any) -> int:
 
 
 class StaticBuffers:
-    """The static inputs of a runner by name, for callers that write them in place.
+    """The static inputs of a runner, by name, for callers that write them in place.
 
     A device input is a tensor on the device: write its first rows on the stream that the
-    steps run on. A host input is pinned memory: write its first rows after ``wait()``. Write
-    every input of a step: a call may leave its inputs elsewhere.
+    steps run on. A host input is pinned memory: write its first rows after ``wait()``. Write every
+    input of a step, since calls may not leave theirs here.
 
     Args:
         buffers: The memory.
@@ -294,10 +294,10 @@ class StaticBuffers:
 
     @property
     def num_rows(self) -> int:
-        """Rows that each batched input has: those of the largest graph."""
+        """Rows of each batched input: those of the largest graph."""
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Wait until host inputs may be written again: the last copy of them has run."""
+        """Wait until host inputs may be written again, after their last copy."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()

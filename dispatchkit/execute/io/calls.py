@@ -1,4 +1,4 @@
-"""CallReader: from the arguments of a call to checked inputs."""
+"""CallReader: binds and validates the arguments of calls."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dispatchkit.execute.io.inputs import InputSet
 
 
 class CallReader:
-    """Bind and check the arguments of calls.
+    """Binds and validates the arguments of calls.
 
     Args:
-        inputs: The static inputs; where there are axes, at their smallest buckets.
-        axes: The axes, where there are some.
+        inputs: The static inputs; with axes, at their smallest buckets.
+        axes: The axes, if any.
 
     Attributes:
         bind: Puts arguments into declared order.
-        to_arrays: Brings host inputs into the form that is checked.
-        check: Returns the rows of a call whose inputs fit, and whether a copy node can read them
-            as they are; raises InputError otherwise.
+        to_arrays: Converts host inputs to arrays.
+        check: Returns the rows of a valid call, and whether a copy node can read the inputs
+            directly; raises InputError otherwise.
         axes: The axes.
         has_host: There are inputs in host memory.
-        is_special: There are such, or axes: more than ``bind`` and ``check`` is needed.
+        is_special: There are host inputs or axes, so that ``bind`` and ``check`` are not
+            sufficient.
     """
 
     def __init__(self, inputs: InputSet, axes: AxisInputs | None) -> None:
@@ -36,7 +37,7 @@ class CallReader:
         self.is_special: bool = self.has_host or axes is not None
 
     def read(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, int, bool]:
-        """Return a call's inputs, bound and checked, and what ``check`` returned.
+        """Return a call's bound and validated inputs, and the result of ``check``.
 
         Raises:
             InputError: An input is missing, unknown, or of another type, device or shape.

@@ -1,7 +1,7 @@
-"""Host inputs as numpy arrays: what a call may give, and the one form that is written.
+"""Convert host inputs of calls to numpy arrays.
 
 A write through numpy takes a fifth of the time of a copy by torch. Dtypes that numpy lacks
-(bfloat16, the 8-bit floats) are written as integers of their width, bit by bit.
+(bfloat16, the 8-bit floats) are written as integers of the same width.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def numpy_module() -> Any:
 
 @lru_cache(maxsize=64)
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that stands for one in numpy: itself, or integers of its width."""
+    """Return the dtype used in numpy for a dtype: itself, or integers of its width."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -44,29 +44,29 @@ def carrier_of(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=64)
 def array_dtype(dtype: torch.dtype) -> Any:
-    """Return the numpy dtype that a torch dtype is written in."""
+    """Return the numpy dtype used to write a torch dtype."""
     return torch.empty(0, dtype=carrier_of(dtype)).numpy().dtype
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's memory as a numpy array, in the dtype that stands for its own."""
+    """Return a CPU tensor's memory as a numpy array, of the dtype used for its own."""
     carrier = carrier_of(tensor.dtype)
     plain = tensor.detach()
     return (plain if carrier is tensor.dtype else plain.view(carrier)).numpy()
 
 
 def host_array(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value of a host input as an array, if it can be one, else as it is.
+    """Return a value of a host input as an array if possible, else unchanged.
 
-    Lists and numbers become arrays of the dtype. An array keeps its own, to be checked.
+    Lists and numbers become arrays of the dtype. An array keeps its dtype, to be validated.
     """
     np = numpy_module()
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype and carrier_of(dtype) is dtype:
             try:
-                array: Any = value.numpy()  # less than half the price of asking first
+                array: Any = value.numpy()  # takes less than half the time of checking first
             except (TypeError, RuntimeError):
-                pass  # elsewhere, not in memory as it is, or carries a gradient
+                pass  # on a device, lazily conjugated or negated, or requires a gradient
             else:
                 return array
         is_here = value.device.type == "cpu" and value.layout is torch.strided
@@ -84,7 +84,7 @@ def host_array(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _exactly(np: Any, given: Any, wanted: Any, value: Any) -> Any:
-    """Return a list's numbers in the dtype wanted, or the list if it cannot hold them."""
+    """Return a list's numbers in the given dtype, or the list if the dtype cannot hold them."""
     if given.dtype == wanted:
         return given
     if not given.size:

@@ -1,4 +1,4 @@
-"""Errors of a call's inputs: which one does not fit, and why. Other calls do not get here."""
+"""Errors for invalid inputs of a call. Valid calls do not reach this module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bind_or_raise(
     """Return the arguments of a call in declared order.
 
     Raises:
-        InputError: One is missing, unknown or given twice.
+        InputError: An input is missing, unknown or given twice.
     """
     listing = ", ".join(names)
     if len(args) > len(names):
@@ -45,7 +45,7 @@ def bind_or_raise(
 
 
 def odd_kind(tensor: torch.Tensor) -> str:
-    """Return in words what a tensor is whose data no static buffer takes; empty for others."""
+    """Describe why a static buffer cannot take a tensor's data; empty if it can."""
     if type(tensor) not in _PLAIN_TYPES:
         return f"a {type(tensor).__name__}"
     if tensor.is_nested:
@@ -58,17 +58,17 @@ def odd_kind(tensor: torch.Tensor) -> str:
 
 
 def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]) -> int:
-    """Return the number of rows of a call; raise for the first input that does not fit.
+    """Return the number of rows of a call; raise for the first invalid input.
 
-    An input that requires a gradient fits while gradients are off.
+    An input that requires a gradient is valid while gradients are disabled.
 
     Args:
         specs: Static inputs by name.
-        device: Where tensors must be.
-        values: What was given, in declared order; arrays for host inputs.
+        device: The required device of tensors.
+        values: The given values, in declared order; arrays for host inputs.
 
     Raises:
-        InputError: One does not fit.
+        InputError: An input is invalid.
     """
     rows: int | None = None
     first = ""
@@ -110,7 +110,7 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         if not spec.host and tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 name,
-                f"Input {name!r} requires a gradient, and graphs carry none. Detach it, or "
+                f"Input {name!r} requires a gradient, which graphs do not support. Detach it, or "
                 "call under torch.no_grad().",
             )
         if spec.batch_dim is None:
@@ -121,22 +121,22 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif have != rows:
             raise InputError(
                 name,
-                f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched "
-                "inputs of a call have the same number.",
+                f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched inputs of "
+                "a call must have the same number.",
             )
     return rows or 0
 
 
 def _no_tensor(value: Any) -> str:
-    """Describe a value for a device input that is not a tensor, and how it could be given."""
-    hint = ". Declared with host=True it may be an array or a list"
+    """Describe a non-tensor value for a device input, and how to pass it."""
+    hint = ". With host=True it may be an array or a list"
     if hasattr(value, "__array_interface__"):
         return f"an array of {value.dtype}{hint}"
     return f"{value!r:.60} ({type(value).__name__})" + (hint if isinstance(value, list) else "")
 
 
 def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
-    """Raise unless a host input became an array of its dtype."""
+    """Raise unless a host input was converted to an array of its dtype."""
     if type(value) is numpy_module().ndarray:
         if value.dtype == array_dtype(spec.dtype):
             return
@@ -144,9 +144,12 @@ def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
     elif not isinstance(value, torch.Tensor):
         got = f"{value!r:.60} ({type(value).__name__})"
     elif value.requires_grad and torch.is_grad_enabled():
-        got = "one that requires a gradient, and graphs carry none. Detach it"
+        got = "one that requires a gradient, which graphs do not support. Detach it"
     elif value.device.type != "cpu":
-        got = f"a tensor on {value.device}. Without host=True it is taken from there"
+        got = (
+            f"a tensor on {value.device}. Declare the input without host=True to pass device "
+            "tensors"
+        )
     else:
         got = f"a tensor of {value.dtype} ({value.layout}). Convert it before the call"
     raise InputError(

@@ -1,16 +1,16 @@
-"""How inputs come into one graph: chosen before its capture, and recorded in it.
+"""Choose before a capture how inputs are copied into the graph, and record it.
 
-Where the backend has copy nodes, the graph begins with one. A call then only sets the node's
-parameters, and the launch copies the rows of small inputs and fills behind them, up to the
-bucket. The node reads the caller's tensors in the order of the stream that the graph is
-launched on, which is the caller's own, as a copy before the launch would.
+If the backend has copy nodes, the graph begins with one. A call then only sets the node's
+parameters, and the launch copies the rows of small inputs and fills the rows after them, up to the
+bucket. The node reads the caller's tensors in the order of the stream that the graph is launched
+on, which is the caller's own, like a copy before the launch.
 
-The node brings in host inputs, too: all of a graph's or none. They go into the node's own
-data, which the backend takes when the node is set, so that the next call may write at once.
+The node also copies host inputs: either all of a graph's or none. They are written to the node's
+own data, which the backend reads when the node is set, so that the next call may write immediately.
 Host inputs that do not fit are copied from pinned memory by the graph (see ``staging``).
 
-Everything else is copied before the launch: large inputs, inputs batched along another
-dimension than the first, and tensors whose memory cannot be read as it is.
+Everything else is copied before the launch: large inputs, inputs batched along a dimension other
+than the first, and tensors whose memory cannot be read directly.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from dispatchkit.execute.io.staging import Staging
 
 _logger = logging.getLogger(__name__)
 
-#: Largest input that a node copies, in bytes at the size of the graph. Above it time on the
-#: device matters more than time on the host, and torch's copy kernel is the faster one.
+#: Largest input that a node copies, in bytes at the size of the graph. Above it, device time
+#: matters more than host time, and torch's copy kernel is faster.
 MAX_BYTES = 256 << 10
 #: Most inputs of one node.
 MAX_INPUTS = 16
-#: Largest element of an input that a node copies, in bytes: fill repeats every so many.
+#: Largest element of an input that a node copies, in bytes; also the period of the fill.
 FILL_BYTES = 8
-# Host inputs begin at multiples of this in the node's data, so that the widest words fit.
+# Alignment of host inputs in the node's data, which allows the widest words.
 _ALIGNMENT = 16
 
 
 @attrs.define(eq=False, kw_only=True)
 class InputPath:
-    """How inputs come into one graph.
+    """How inputs are copied into one graph.
 
     Attributes:
-        buffers: What the graph reads.
+        buffers: The buffers that the graph reads.
         bucket: Rows that it reads.
-        source: What steps in place write: the same buffers, unless the graph was captured
+        source: The buffers that steps in place write: the same ones, unless the graph was captured
             elsewhere.
         node: The copy node that the graph begins with, if any.
         device_inputs: Indices of the device inputs that the node copies.
-        host_offsets: Offset in the node's data of each host input: all of them, or none.
+        host_offsets: Offset in the node's data of each host input; either all of them or none.
         why_copied: Why there is no node.
-        staging: The pinned memory that a launch copies host inputs from, if it does.
-        why_staged: Why it does.
+        staging: The pinned memory that a launch copies host inputs from, if any.
+        why_staged: Why it is used.
         is_idle: The node copies nothing when the graph is launched.
-        node_problem: Why setting the node failed; empty if it never did.
+        node_problem: Why setting the node failed; empty if it never failed.
     """
 
     buffers: InputBuffers
@@ -72,14 +72,14 @@ class InputPath:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the graph was captured elsewhere, and reads other memory than the lane's."""
+        """Whether the graph was captured elsewhere and reads memory other than the lane's."""
         return self.buffers is not self.source
 
     def record(self, stream: int) -> None:
-        """Queue what brings inputs in, as the first part of a capture.
+        """Queue the copies of inputs, as the first part of a capture.
 
         Args:
-            stream: Raw handle of the stream that is being captured.
+            stream: Raw handle of the capturing stream.
         """
         if self.node is not None:
             self.node.record(stream)
@@ -87,17 +87,17 @@ class InputPath:
             self.staging.queue_copy(self.bucket)
 
     def attach(self, graph: CapturedGraph) -> None:
-        """Find the node in the graph that was captured; without it, inputs are copied."""
+        """Find the node in the captured graph; if not found, inputs are copied."""
         if self.node is not None:
             self.why_copied = self.node.attach(graph)
             if self.why_copied:
                 self.node = None
 
     def stop_node(self) -> None:
-        """Let the next launches copy nothing.
+        """Make later launches copy nothing.
 
         Raises:
-            ReplayError: The node refused: a launch would read what an earlier call gave.
+            ReplayError: The node refused, so a launch would read inputs of an earlier call.
         """
         if self.node is None or self.is_idle:
             return
@@ -109,7 +109,7 @@ class InputPath:
         self.is_idle = True
 
     def node_failed(self, code: int) -> None:
-        """Note that the node could not be set, and warn the first time."""
+        """Note that the node could not be set; warn the first time."""
         if not self.node_problem:
             self.node_problem = f"the node failed with CUDA error {code}"
             _logger.warning("Inputs are copied by torch instead: %s.", self.node_problem)
@@ -130,10 +130,10 @@ def copied_path(
     """Return the path of a step without a copy node.
 
     Args:
-        buffers: What its graphs read.
+        buffers: The buffers that its graphs read.
         bucket: Rows that they read.
-        why: Why it has none.
-        source: What steps in place write; the same buffers by default.
+        why: Why there is no node.
+        source: The buffers that steps in place write; by default the same.
     """
     return InputPath(
         buffers=buffers,
@@ -146,7 +146,7 @@ def copied_path(
 
 
 def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> InputPath:
-    """Return how inputs are to come into a graph of a size that is about to be captured."""
+    """Choose how inputs are copied into a graph of a size, before its capture."""
     maker = features_of(backend).copy_nodes
     if maker is None:
         return copied_path(buffers, bucket, "this backend has no such node")
@@ -192,14 +192,14 @@ def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> In
 def _offsets(
     host: Sequence[int], sizes: Mapping[int, int], room: int
 ) -> tuple[dict[int, int], str]:
-    """Return where host inputs lie in a node's data, or why they cannot."""
+    """Return the offsets of host inputs in a node's data, or why they do not fit."""
     if len(host) > room:
-        return {}, f"there are {len(host)} and the node has room for {max(room, 0)} more inputs"
+        return {}, f"there are {len(host)}, and the node has room for {max(room, 0)} more inputs"
     offsets, end = {}, 0
     for index in host:
         if index not in sizes:
             return {}, (
-                "one is batched along another dimension than the first, or has elements of more "
+                "one is batched along a dimension other than the first, or has elements of more "
                 f"than {FILL_BYTES} bytes"
             )
         offsets[index] = end

@@ -1,4 +1,4 @@
-"""The static inputs of a runner together, and the check of a call against them."""
+"""The set of a runner's static inputs, and the validation of calls."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dispatchkit.execute.io.host_arrays import (
 from dispatchkit.execute.io.input_errors import bind_or_raise, validate
 from dispatchkit.execute.io.static_input import StaticInput
 
-# Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
+# Number of cached tuples of expected shapes, one per batch size.
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
-# How often the quick check of a set of inputs is made anew for a size that has one: calls that
-# differ in what it sees, and this package does not ask for, must not pay for making it each time.
+# How often the fast check of a size may be replaced: calls that differ in properties that only the
+# fast check requires must not pay for a new one each time.
 _MAX_REMADE = 64
-# Compares all that torch keeps of some tensors in one call, a fifth of the price of reading their
-# properties one by one. Torch has it for compiled functions and does not document it: where it is
-# missing, and whenever it says no, the properties are read.
+# Compares all metadata of some tensors in one call, in a fifth of the time of reading their
+# properties one by one. torch has it for compiled functions and does not document it: if it is
+# missing or returns False, the properties are read.
 TensorGuards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
-#: Words of a call that no input may be named by.
+#: Reserved keywords of calls, not allowed as names of inputs.
 RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling", "priority"})
 
 
@@ -41,10 +41,10 @@ class InputSet:
 
     Args:
         specs: Static inputs by name; at least one is batched.
-        device: Where the tensors of a call must be.
+        device: The required device of a call's tensors.
 
     Raises:
-        ConfigError: There is no batched input, or a name is a word of a call's own.
+        ConfigError: There is no batched input, or a name is reserved.
     """
 
     def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
@@ -68,7 +68,7 @@ class InputSet:
                 "inputs",
                 list(self.names),
                 "declared with at least one batched input (None in its shape)",
-                "Without one nothing says how many rows a call has.",
+                "Without one the number of rows of a call is unknown.",
             )
         self._lead, self._lead_dim = self.batched[0]
         self._expected: dict[int, tuple[Any, ...]] = {}
@@ -76,8 +76,8 @@ class InputSet:
         self.on_device: tuple[int, ...] = tuple(
             index for index, spec in enumerate(self) if not spec.host
         )
-        # What a value must have, read and compared in two calls. With one GPU in sight a flag
-        # says that a tensor is there; a device would have to be made.
+        # Required properties of a value, read and compared in two calls. With a single visible GPU,
+        # a flag tells that a tensor is on it, which avoids creating a device object.
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1
         self._place: Any = True if is_only else device
         self._facts: Any = attrgetter(
@@ -87,7 +87,7 @@ class InputSet:
             self._facts = _ARRAY_FACTS
         self._quick: dict[int, tuple[Callable[..., bool], Callable[..., bool]]] = {}
         self._num_remade = 0
-        # For a single name it gives the value and not a tuple of one.
+        # For a single name it returns the value rather than a tuple of one.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
         self._host_types = tuple(
             (index, spec.dtype, carrier_of(spec.dtype) is spec.dtype)
@@ -100,7 +100,7 @@ class InputSet:
         return iter(self.specs.values())
 
     def num_bytes(self, num_rows: int) -> int:
-        """Return the bytes on the device of buffers with so many rows."""
+        """Return the device bytes of buffers with this many rows."""
         return sum(spec.sized(num_rows).numel() * spec.dtype.itemsize for spec in self)
 
     def as_device(self) -> InputSet:
@@ -129,22 +129,22 @@ class InputSet:
             return args
         return bind_or_raise(self.names, args, kwargs)
 
-    # ``check(values)`` returns the number of rows of a call whose inputs all fit, and whether
-    # all of them are known to be tensors whose memory can be read as it is (contiguous, without
-    # lazy conjugation or negation), and autocast to be off. It raises InputError if one is not a
-    # tensor, or has another type, device, rank, fixed dimension or number of rows than it should.
-    # Host inputs are checked as arrays: see ``host_arrays``. It is not kept here: what an object
-    # has bound to itself only the collector frees.
+    # ``check(values)`` returns the number of rows of a valid call, and whether all inputs are known
+    # to be tensors whose memory can be read directly (contiguous, without lazy conjugation or
+    # negation), with autocast off. It raises InputError if one is not a tensor, or has a wrong
+    # dtype, device, rank, fixed dimension or number of rows. Host inputs are checked as arrays: see
+    # ``host_arrays``. It is not stored on the object, since only the garbage collector would free
+    # the cycle.
 
     @property
     def check(self) -> Callable[[Any], tuple[int, bool]]:
-        """What checks calls of this kind of inputs."""
+        """The check for this kind of inputs."""
         if not self.host and TensorGuards is not None:
             return self._check_tensors
         return self._check_mixed if 0 < len(self.host) < len(self.names) else self._check_alike
 
     def _check_tensors(self, values: Sequence[Any]) -> tuple[int, bool]:
-        """Check device inputs by the tensors of an earlier call of this size."""
+        """Check device inputs by comparison with an earlier call of this size."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             known = self._quick.get(rows)
@@ -158,12 +158,12 @@ class InputSet:
             pass  # reported below
         rows, _ = self._check_alike(values)
         if any(type(value) is not torch.Tensor for value in values):
-            validate(self.specs, self.device, values)  # a subclass has these facts, too
+            validate(self.specs, self.device, values)  # a subclass has these properties, too
         self._note_fit(rows, values)
         return rows, False
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """Keep what a call that fits looks like: contiguous, and with any strides."""
+        """Store the fast checks of a valid call: contiguous, and with any strides."""
         if self._num_remade >= _MAX_REMADE:
             self._quick.clear()
             return
@@ -171,7 +171,7 @@ class InputSet:
             self._num_remade += 1
         elif len(self._quick) >= MAX_KEPT_SIZES:
             self._quick.clear()
-        # A tensor that requires a gradient fits while gradients are off, and not for good.
+        # A tensor that requires a gradient is valid only while gradients are disabled.
         if all(type(value) is torch.Tensor and not value.requires_grad for value in values):
             shapes = [list(value.shape) for value in values]
             guards = [
@@ -181,14 +181,13 @@ class InputSet:
                     [[None] * len(shape) for shape in shapes],
                 )
             ]
-            # The guard knows these flags and whether the device's autocast is on, and says yes
-            # where they are alike.
+            # The guard compares these flags and whether the device's autocast is on.
             is_special = torch.is_autocast_enabled(self.device.type)
             is_readable = never if is_special or any(map(is_flagged, values)) else guards[0]
             self._quick[rows] = (is_readable, guards[1])
 
     def _check_alike(self, values: Sequence[Any]) -> tuple[int, bool]:
-        """Check inputs that are all on the device, or all arrays."""
+        """Check inputs that are all on the device or all arrays."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
@@ -214,10 +213,10 @@ class InputSet:
         return validate(self.specs, self.device, values), False
 
     def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return a call's values with those of host inputs as arrays, where they can be.
+        """Return a call's values, with those of host inputs converted to arrays if possible.
 
         Raises:
-            InputError: An array was given for a type that numpy has no word for.
+            InputError: An array was given for a dtype that numpy lacks.
         """
         made: list[Any] | None = None
         for index, dtype, is_plain in self._host_types:
@@ -227,8 +226,8 @@ class InputSet:
                     continue
                 raise InputError(
                     self.names[index],
-                    f"Input {self.names[index]!r} is {dtype}, which numpy has no type for: an "
-                    f"array of {value.dtype} could mean anything. Give a tensor.",
+                    f"Input {self.names[index]!r} is {dtype}, which numpy lacks, so an array of "
+                    f"{value.dtype} is ambiguous. Pass a tensor.",
                 )
             if made is None:
                 made = list(values)
@@ -247,7 +246,7 @@ class InputSet:
         return found
 
     def to_tensors(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Return a checked call as tensors on the device; arrays are copied, tensors are there."""
+        """Return a checked call as tensors on the device; only arrays are copied."""
         if not self.host:
             return values
         return [
@@ -280,10 +279,10 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 def is_flagged(value: torch.Tensor) -> bool:
-    """Return whether torch changes what is in a tensor's memory on the way."""
+    """Return whether torch converts a tensor's memory lazily when reading it."""
     return value.is_neg() or value.is_conj() or value._is_zerotensor()
 
 
 def never(*_: Any) -> bool:
-    """Return False: the check of calls that are not known yet."""
+    """Return False: the fast check before any call is known."""
     return False

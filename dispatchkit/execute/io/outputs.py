@@ -1,11 +1,11 @@
-"""Outputs: which dimension of each is the batch, where graphs write them, what callers get.
+"""Outputs: their batch dimensions, the memory that graphs write to, and cutting.
 
-The batch dimension of an output is declared (``output_batch_dims``) or measured: the step is
-run at two sizes, and the one dimension that equals the size both times is the batch. A
-dimension that merely equals the bucket once proves nothing. An output with two candidates, or with
-a dimension that grows otherwise, is open: it cannot be cut, so that only a full bucket has it.
+The batch dimension of an output is declared (``output_batch_dims``) or measured: the step runs at
+two sizes, and the one dimension that equals the size both times is the batch. Equality at one size
+would prove nothing. An output with two candidates, or with a dimension that grows differently, is
+*open*: it cannot be cut, so that only full buckets replay.
 
-All graphs of a lane write their outputs to one memory, since a lane runs one at a time.
+All graphs of a lane write their outputs to shared memory, since a lane runs one step at a time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LeafLayout:
 
     Attributes:
         kind: ``tensor``; ``open``, a tensor that cannot be cut; ``value``, a Python value that may
-            follow the number of rows; ``rows``, a number declared to be that of the rows;
-            ``constant``, a value declared to be the same for all; or ``kept``, in an object that
-            the step itself keeps.
+            depend on the number of rows; ``rows``, a number declared to be the number of rows;
+            ``constant``, a value declared to be constant; or ``kept``, in an object that the step
+            itself keeps.
         shape: A tensor's shape with None at its batch dimension.
         dtype: A tensor's type.
         value: A constant's value, or the value at some number of rows.
@@ -55,11 +55,11 @@ class LeafLayout:
 
     @property
     def batch_dim(self) -> int | None:
-        """Index of the batch dimension, None where there is none."""
+        """Index of the batch dimension, or None."""
         return self.shape.index(None) if None in self.shape else None
 
     def fits(self, leaf: Any, size: int) -> bool:
-        """Return whether a leaf that was computed at a size is of this layout."""
+        """Return whether a leaf computed at a size has this layout."""
         if self.kind == "tensor":
             return (
                 isinstance(leaf, torch.Tensor)
@@ -82,7 +82,7 @@ class LeafLayout:
 
     @property
     def is_mutable_value(self) -> bool:
-        """Whether a caller could change such a value."""
+        """Whether a caller could modify such a value."""
         return self.kind == "value" and not is_immutable(self.value)
 
 
@@ -95,34 +95,34 @@ class OutputLayout:
 
     @property
     def has_values(self) -> bool:
-        """Whether there are values that may follow the number of rows."""
+        """Whether there are values that may depend on the number of rows."""
         return any(one.kind == "value" for one in self.leaves)
 
     @property
     def open_output(self) -> int | None:
-        """Index of the first output that cannot be cut to a batch; None if all can."""
+        """Index of the first output that cannot be cut to a batch, or None."""
         found = (index for index, leaf in enumerate(self.leaves) if leaf.kind == "open")
         return next(found, None)
 
     def fits(self, outputs: Any, size: int) -> bool:
-        """Return whether outputs that were computed at a size are of this layout."""
+        """Return whether outputs computed at a size have this layout."""
         leaves, structure = flatten(outputs)
         return structure == self.structure and all(
             one.fits(leaf, size) for one, leaf in zip(self.leaves, leaves, strict=True)
         )
 
     def values(self, outputs: Any, size: int) -> dict[int, Any]:
-        """Return the Python values of outputs that were computed at a size, by leaf.
+        """Return the Python values of outputs computed at a size, by leaf.
 
         Raises:
-            CaptureError: The outputs are of another layout.
+            CaptureError: The outputs have a different layout.
         """
         leaves, structure = flatten(outputs)
         fits = structure == self.structure and len(leaves) == len(self.leaves)
         for index, one in enumerate(self.leaves):
             if not fits or not one.fits(leaves[index], size):
                 raise CaptureError(
-                    f"At {size} rows output {index} is something else than at other sizes.",
+                    f"Output {index} at {size} rows has a different structure than at other sizes.",
                     reason="output_layout",
                 )
         return {
@@ -139,10 +139,10 @@ def _undeclared(index: int, problem: str) -> CaptureError:
 
 
 def measure_layout(first: Any, size: int, second: Any, other_size: int) -> OutputLayout:
-    """Return the layout that outputs computed at two different sizes agree on.
+    """Return the common layout of outputs computed at two sizes.
 
     Raises:
-        CaptureError: They do not: reason ``output_layout``.
+        CaptureError: The layouts differ, with reason ``output_layout``.
     """
     leaves, structure = flatten(first)
     others, other_structure = flatten(second)
@@ -168,15 +168,15 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
                     "all sizes.",
                     reason="output_layout",
                 )
-            is_object = leaf is other and not is_immutable(leaf)  # one that the step has
-            # What another value is at a number of rows is measured once that comes.
+            is_object = leaf is other and not is_immutable(leaf)  # an object that the step keeps
+            # Other values at a number of rows are measured when that number occurs.
             kind = "constant" if leaf is None or is_object else "value"
             found.append(LeafLayout(kind, value=leaf))
             continue
         if type(leaf) not in _PLAIN_TENSORS:
             raise CaptureError(
-                f"Output {index} is a {type(leaf).__name__}, and a graph computes plain tensors: "
-                "return as_subclass(torch.Tensor), and make it one outside of the step.",
+                f"Output {index} is a {type(leaf).__name__}, but a graph computes plain tensors. "
+                "Return as_subclass(torch.Tensor), and convert it outside the step.",
                 reason="output_layout",
             )
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
@@ -196,22 +196,23 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
 
 
 def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
-    """Return the layout that a user declared, for outputs computed at a size.
+    """Return the layout declared by the user, for outputs computed at a size.
 
     Args:
-        outputs: What the step returned.
-        size: Rows it was computed at.
-        batch_dims: An index or None for all outputs, or a structure with one for each.
+        outputs: The outputs of the step.
+        size: Number of rows that it ran at.
+        batch_dims: An index or None for all outputs, or a structure with one per output.
 
     Raises:
-        CaptureError: It does not fit the outputs: reason ``output_layout``.
+        CaptureError: It does not match the outputs, with reason ``output_layout``.
     """
     leaves, structure = flatten(outputs)
     whole = batch_dims is None or isinstance(batch_dims, int)
     dims = [batch_dims] * len(leaves) if whole else tree_leaves(batch_dims)
     if len(dims) != len(leaves):
         raise CaptureError(
-            f"output_batch_dims names {len(dims)} outputs, and the step returns {len(leaves)}.",
+            f"output_batch_dims has {len(dims)} entries, but the step returns {len(leaves)} "
+            "outputs.",
             reason="output_layout",
         )
     found = []
@@ -231,8 +232,8 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
         if dim is not None:
             if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != size:
                 raise CaptureError(
-                    f"Output {index} has shape {tuple(leaf.shape)} at {size} rows, and "
-                    f"output_batch_dims says that dimension {dim} is the batch.",
+                    f"Output {index} has shape {tuple(leaf.shape)} at {size} rows, but "
+                    f"output_batch_dims declares dimension {dim} as the batch.",
                     reason="output_layout",
                 )
             shape[dim] = None
@@ -241,7 +242,7 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
 
 
 def check_batch_dims(value: Any) -> None:
-    """Raise ConfigError unless a value can be ``output_batch_dims``."""
+    """Raise ConfigError unless a value is valid as ``output_batch_dims``."""
     if value == DERIVED:
         return
     for dim in tree_leaves(value):
@@ -250,14 +251,14 @@ def check_batch_dims(value: Any) -> None:
 
 
 class SharedMemory:
-    """Memory by place that graphs of a lane share, each at the front of it.
+    """Output memory that a lane's graphs share, by slot; each graph uses the front.
 
-    The largest graph is captured first, so that the others fit into what it took. A graph
-    that needs more gets new memory, and earlier ones keep theirs.
+    The largest graph is captured first, so that the others fit into its memory. A graph that needs
+    more gets new memory, and earlier graphs keep theirs.
 
     Args:
-        device: Where.
-        allocate: Calls what makes a tensor, so that its memory is of a pool.
+        device: The device.
+        allocate: Calls a function that creates a tensor, in a pool's memory.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class SharedMemory:
         self._replaced: list[tuple[StorageWeakRef, int]] = []
 
     def take(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor at the front of a place's memory."""
+        """Return a contiguous tensor at the front of a slot's memory."""
         num_bytes = _num_bytes(shape, dtype)
         if growth := self.growth(place, shape, dtype):
             if (old := self._blocks.get(place)) is not None:
@@ -283,29 +284,29 @@ class SharedMemory:
             return self._blocks[place][:num_bytes].view(dtype).view(tuple(shape))
 
     def growth(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes that taking a tensor would add; earlier graphs keep what they have."""
+        """Return the bytes that taking a tensor would add; earlier graphs keep their memory."""
         num_bytes = _num_bytes(shape, dtype)
         block = self._blocks.get(place)
         return 0 if block is not None and block.numel() >= num_bytes else max(num_bytes, 16)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in memory handed out now."""
+        """Return whether a tensor is in the current memory."""
         return self.owns(tensor.untyped_storage())
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage is memory handed out now."""
+        """Return whether a storage is current memory."""
         identity = storage._cdata
         return any(block.untyped_storage()._cdata == identity for block in self._blocks.values())
 
     def clear(self) -> None:
-        """Let go of all memory; tensors taken from it keep theirs."""
+        """Release all memory; tensors taken from it keep theirs."""
         for block in self._blocks.values():
             self._replaced.append((StorageWeakRef(block.untyped_storage()), block.numel()))
         self._blocks.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are alive now, those of replaced memory that graphs still use included."""
+        """Bytes alive now, including replaced memory that graphs still use."""
         self._replaced = [pair for pair in self._replaced if not pair[0].expired()]
         replaced = sum(num_bytes for _, num_bytes in self._replaced)
         return replaced + sum(block.numel() for block in self._blocks.values())
@@ -318,16 +319,16 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 def cut(
     layout: OutputLayout, leaves: Sequence[Any], num_rows: int, values: Mapping[int, Any]
 ) -> list[Any]:
-    """Return padded leaves cut to the real rows; a slice that comes out short is an error.
+    """Return padded leaves cut to the real rows; too short a leaf is an error.
 
     Args:
-        layout: Of the leaves.
-        leaves: Computed at the size of the graph.
+        layout: The layout of the leaves.
+        leaves: The leaves, computed at the size of the graph.
         num_rows: The real rows.
-        values: Python values at so many rows, where they may differ, by leaf.
+        values: Python values at this number of rows, by leaf, if they may differ.
 
     Raises:
-        CaptureError: A leaf has fewer rows than the call: reason ``output_layout``.
+        CaptureError: A leaf has fewer rows than the call, with reason ``output_layout``.
     """
     result: list[Any] = []
     for index, (one, leaf) in enumerate(zip(layout.leaves, leaves, strict=True)):
@@ -337,7 +338,7 @@ def cut(
             result.append(one.value)
         elif one.kind in ("value", "kept"):
             result.append(values.get(index, leaf))
-        elif (dim := one.batch_dim) is None:  # also of open ones, which are never cut
+        elif (dim := one.batch_dim) is None:  # also for open ones, which are never cut
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
             raise _undeclared(index, f"has {leaf.shape[dim]} rows for a call of {num_rows}")

@@ -1,4 +1,4 @@
-"""Inputs for steps that are run to be measured, on dummy rows."""
+"""Inputs for measuring steps on dummy rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sample_inputs(
     Args:
         specs: Static inputs by name.
         size: Rows.
-        device: Where the tensors are; those of host inputs are in host memory.
+        device: The device of the tensors; host inputs are in host memory.
     """
     made = {}
     for name, spec in specs.items():

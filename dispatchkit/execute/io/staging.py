@@ -1,20 +1,20 @@
-"""Staging buffers: pinned memory of host inputs, which the graph itself copies to the device.
+"""Staging buffers: pinned memory of host inputs, copied to the device by the graph itself.
 
-Graphs use it whose host inputs do not fit into their copy node (see ``input_path``), and steps
+Used by graphs whose host inputs do not fit into their copy node (see ``input_path``), and by steps
 of pieces.
 
 The memory is one block, with one region per host input. A call writes its rows there, which
-takes a fraction of a microsecond, and the graph begins with the copy of it. A small block is
-copied whole: every further copy costs more, on the host and on the device, than the bytes it
-would save.
+takes a fraction of a microsecond, and the graph begins with its copy. A small block is copied as a
+whole: every further copy would take longer, on the host and on the device, than the bytes it would
+save.
 
-The next call must not write before that copy has run. An event behind the step says whether it
-has, which takes a quarter of a microsecond to ask. A call waits for the step before it if that
-still runs; the device does not wait as long as it has work in its queue.
+The next call must not write before that copy has run. An event after the step shows whether it has;
+querying it takes a quarter of a microsecond. A call waits for the previous step if that still runs;
+the device does not idle as long as it has work in its queue.
 
-Measured on one H200 (torch 2.11), 3 inputs of 512 rows: one copy adds nothing to a launch of
-3.2 us, three copies add 2.5 us, and 8 copies 8.6 us. A word that the graph copies back to the
-host behind its inputs, in place of the event, took the device 10 us more and was once seen too
+Measured on one H200 (torch 2.11), 3 inputs of 512 rows: one copy adds nothing to a launch of 3.2
+us, three copies add 2.5 us, and 8 copies 8.6 us. As an alternative to the event, a word that the
+graph copies back to the host after its inputs took the device 10 us longer, and was once seen too
 early: 5 of 100 steps were wrong.
 """
 
@@ -30,9 +30,9 @@ from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.execute.io.host_arrays import as_array
 from dispatchkit.execute.io.static_input import Allocate, StaticInput, plainly
 
-# Up to here the whole block is copied, whatever the size of the batch.
+# Up to this size the whole block is copied, regardless of the batch.
 WHOLE_BLOCK_BYTES = 256 << 10
-# Regions begin at multiples of this, as the device's own allocations do.
+# Alignment of regions, as of the device's own allocations.
 _ALIGNMENT = 256
 
 
@@ -43,12 +43,12 @@ class Staging:
         specs: The host inputs by name.
         num_rows: Rows of each batched input.
         backend: The device.
-        allocate: Calls what makes memory of the device, so that it is of a pool.
+        allocate: Calls a function that creates device tensors, in a pool's memory.
 
     Attributes:
         host: Pinned memory by name, as large as the device's.
         fill_arrays: Fill values by name, as 0-d arrays.
-        device: What graphs read, by name.
+        device: The device memory that graphs read, by name.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class Staging:
         else:
             for name, spec in self._specs.items():
                 target, source = self.device[name], self.host[name]
-                if spec.batch_dim == 0:  # along another one the rows are not contiguous
+                if spec.batch_dim == 0:  # along other dimensions rows are not contiguous
                     target, source = target[:num_rows], source[:num_rows]
                 target.copy_(source, non_blocking=True)
 
     def note_launch(self, stream: Stream) -> None:
-        """Note that what was queued on a stream last reads the memory."""
+        """Note that the work last queued on a stream reads the memory."""
         self._used.record(stream)
-        self._is_used = True  # for good: a wait on another thread may be under way
+        self._is_used = True  # permanently: another thread may be waiting
 
     def wait(self) -> None:
-        """Wait until the memory may be written: the last step that reads it has run."""
+        """Wait until the memory may be written, after the last step that reads it."""
         if self._is_used and not self._used.query():
             self._used.synchronize()
 

@@ -1,4 +1,4 @@
-"""One static input as it is declared: shape, dtype, fill, and where it is given."""
+"""The declaration of a static input: shape, dtype, fill and location."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dispatchkit.keys.checks import whole_number
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """Return the torch type for a dtype or its name (``"int64"``, ``"torch.bfloat16"``).
+    """Return the torch dtype for a dtype or its name (``"int64"``, ``"torch.bfloat16"``).
 
     Raises:
-        UnknownNameError: torch has no type of that name.
+        UnknownNameError: torch has no dtype of that name.
     """
     if isinstance(value, torch.dtype):
         return value
@@ -30,17 +30,19 @@ def parse_dtype(value: Any) -> torch.dtype:
     return found
 
 
-# A dimension along an axis: its value, or so many more or fewer.
+# A dimension along an axis: its value, possibly plus or minus a number.
 _OF_AXIS = re.compile(r"(?P<axis>[^\W\d]\w*)( ?(?P<sign>[+-]) ?(?P<more>\d+))?")
-#: The fill of inputs along an axis whose last value goes on behind it.
+#: The fill of inputs along an axis whose last value is repeated.
 LAST = "last"
 
 
 def axis_of(size: str) -> tuple[str, int]:
-    """Return the axis that a dimension follows, and how many it has more than the value."""
+    """Return the axis that a dimension follows, and its offset from the axis's value."""
     found = _OF_AXIS.fullmatch(size)
     if found is None:
-        raise ConfigError("shape", size, "an axis, or one with a number: 'requests + 1'")
+        raise ConfigError(
+            "shape", size, "an axis, or an axis plus or minus a number: 'requests + 1'"
+        )
     more = int(found["more"] or 0)
     return found["axis"], -more if found["sign"] == "-" else more
 
@@ -60,7 +62,7 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
 
 
 def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
-    """Return whether a type has a value, or one that it is rounded to; torch cuts others off."""
+    """Return whether a dtype can hold a value, possibly rounded; torch would truncate others."""
     try:
         held = torch.full((), fill, dtype=dtype).item()
         if dtype.is_floating_point and math.isfinite(fill):
@@ -76,14 +78,14 @@ class StaticInput:
 
     Attributes:
         shape: Its shape, None at the batch dimension (tokens). Without a None it is not
-            batched and is copied whole. The name of an axis stands for the axis's value;
-            ``"requests + 1"`` for one more than that, as offsets of packed sequences have.
-        dtype: Its type, as a torch dtype or a name.
-        fill: What rows without a token hold, in warmup, capture and every replay. ``"last"``,
-            for an input along an axis without a batch dimension: the last value goes on behind
-            a call's own, as in offsets of packed sequences, where what is behind is empty.
-        host: It is given in host memory: a numpy array, a CPU tensor (pinned or not), or a
-            list. Its copy to the device is part of the graph.
+            batched and is copied whole. The name of an axis means the axis's value; ``"requests +
+            1"`` means one more, as for offsets of packed sequences.
+        dtype: Its dtype, as a torch dtype or a name.
+        fill: Value of padding rows, in warmup, capture and every replay. ``"last"``, for an input
+            along an axis without a batch dimension, repeats the last value of a call, as for
+            offsets of packed sequences, where further sequences are empty.
+        host: It is passed in host memory: a numpy array, a CPU tensor (pinned or not), or a list.
+            Its copy to the device is part of the graph.
     """
 
     shape: tuple[Any, ...] = attrs.field(converter=_shape)
@@ -101,7 +103,7 @@ class StaticInput:
                     "fill",
                     self.fill,
                     "a value, unless the input is along an axis and not batched",
-                    "Rows without a token hold one value in every step.",
+                    "Padding rows need the same value in every step.",
                 )
         elif not _is_value_of(self.fill, self.dtype):
             raise ConfigError("fill", self.fill, f"a value of {self.dtype}")
@@ -113,11 +115,11 @@ class StaticInput:
 
     @property
     def fill_value(self) -> float | int | bool:
-        """What its memory holds before the first call."""
+        """The contents of its memory before the first call."""
         return 0 if isinstance(self.fill, str) else self.fill
 
     def at(self, values: Mapping[str, int]) -> StaticInput:
-        """Return the input at a value of each axis, filled with one value."""
+        """Return the input for a value of each axis, with a single fill value."""
 
         def sized(size: Any) -> Any:
             if not isinstance(size, str):
@@ -130,7 +132,7 @@ class StaticInput:
 
     @property
     def batch_dim(self) -> int | None:
-        """Index of the batch dimension, None where the input is not batched."""
+        """Index of the batch dimension, or None if the input is not batched."""
         return self.shape.index(None) if None in self.shape else None
 
     def sized(self, num_rows: int) -> torch.Size:
@@ -138,16 +140,16 @@ class StaticInput:
         return torch.Size(num_rows if size is None else size for size in self.shape)
 
     def full(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return new memory of so many rows, all of it fill."""
+        """Return new memory of this many rows, filled with the fill value."""
         return torch.full(self.sized(num_rows), self.fill_value, dtype=self.dtype, device=device)
 
 
-#: Calls what makes a tensor, so that its memory is of some pool.
+#: Calls a function that creates a tensor, in some pool's memory.
 Allocate = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def plainly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call what makes a tensor, in whatever memory there is."""
+    """Call a function that creates a tensor, in default memory."""
     return make()
 
 
@@ -155,11 +157,11 @@ def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, Static
     """Derive static inputs from one example of each.
 
     The inputs that share the size of dimension 0 of the first tensor are batched along it;
-    the others are not batched. An example whose other inputs happen to have that size is
-    read wrongly: give ``inputs`` there.
+    the others are not batched. If another input of the example happens to have that size, this is
+    wrong: give ``inputs`` instead.
 
     Raises:
-        InputError: An example is no tensor, or the first has no dimension.
+        InputError: An example is not a tensor, or the first has no dimensions.
     """
     rows: int | None = None
     derived = {}

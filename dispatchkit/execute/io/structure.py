@@ -1,8 +1,8 @@
-"""Results in leaves: containers that torch's pytree knows, and objects that hold tensors.
+"""Flatten results: containers known to torch's pytree, and objects that hold tensors.
 
-Beside tensors a result may hold any value. Dataclasses, caches and other plain objects with tensors
-inside are taken apart like containers, and a replay returns new ones. What holds no tensor is one
-leaf, whatever it is.
+Besides tensors, a result may hold any value. Dataclasses, caches and other plain objects with
+tensors inside are flattened like containers, and a replay returns new ones. A value without tensors
+is one leaf, of any type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from dispatchkit.execute.io.tree import tree_flatten
 
-# What can be returned again and again, since nobody can change it.
+# Types that can be returned repeatedly, since they are immutable.
 _IMMUTABLE: Final = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -33,13 +33,13 @@ _LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch"
 
 @attrs.frozen
 class _Object:
-    """An object that is taken apart.
+    """A flattened object.
 
     Attributes:
         cls: Its class.
         names: Names of its attributes.
-        inside: The structure of a list of what it holds: items of its own, then attributes.
-        own: What to return in place of a new one: an object that the step keeps.
+        inside: The structure of a list of its contents: its items, then its attributes.
+        own: The object to return instead of a new one, if the step keeps it.
     """
 
     cls: type
@@ -64,18 +64,18 @@ class _Object:
 
 @attrs.frozen
 class Structure:
-    """How leaves make up a result.
+    """The structure of a result.
 
     Attributes:
         spec: The containers that torch's pytree knows.
-        objects: What is taken apart among the leaves of those, by index.
+        objects: Flattened objects among the leaves of these containers, by index.
     """
 
     spec: TreeSpec
     objects: tuple[tuple[int, _Object], ...] = ()
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """Return a result made of leaves."""
+        """Return a result built from leaves."""
         if not self.objects:
             return tree_unflatten(leaves, self.spec)
         whole: list[Any] = []
@@ -90,7 +90,7 @@ class Structure:
         return tree_unflatten(whole, self.spec)
 
     def builder(self) -> Callable[[list[Any]], Any]:
-        """Return ``build``, or what is quicker for a tensor, a tuple, a list and a dictionary."""
+        """Return ``build``, or something faster for a tensor, a tuple, a list or a dictionary."""
         spec = self.spec
         if self.objects:
             return self.build
@@ -108,7 +108,7 @@ class Structure:
 
     @property
     def num_leaves(self) -> int:
-        """How many leaves there are."""
+        """Number of leaves."""
         inside = sum(one.inside.num_leaves - 1 for _, one in self.objects)
         return int(self.spec.num_leaves) + inside
 
@@ -125,9 +125,9 @@ class Structure:
         return not self.objects and spec.type is tuple and bool(is_flat)
 
     def keeping(self, one: Any, other: Any) -> Structure:
-        """Return the same for steps that return objects of their own, by two results of it.
+        """Return the structure for steps that keep the objects they return, from two results.
 
-        An object that is one and the same in both results is what the step keeps.
+        An object that is identical in both results is kept by the step.
         """
         if not self.objects:
             return self
@@ -142,7 +142,7 @@ class Structure:
         return attrs.evolve(self, objects=tuple(objects))
 
     def kept(self) -> Iterator[bool]:
-        """Yield for each leaf whether it lies in an object that the step keeps."""
+        """Yield for each leaf whether it is in an object that the step keeps."""
         objects = dict(self.objects)
         for index in range(self.spec.num_leaves):
             found = objects.get(index)
@@ -159,7 +159,7 @@ class Structure:
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of a result, and how they make it up: ``structure.build(leaves)``."""
+    """Return the leaves and the structure of a result; ``structure.build(leaves)`` reverses it."""
     return _flatten(value, ())
 
 
@@ -187,7 +187,7 @@ def _flatten(value: Any, around: tuple[int, ...]) -> tuple[list[Any], Structure]
 
 
 def _tree(value: Any) -> tuple[list[Any], TreeSpec]:
-    # A size is a value: torch makes a plain tuple of one that it puts together again.
+    # A torch.Size is a value: torch's pytree would rebuild it as a plain tuple.
     return tree_flatten(value, is_leaf=_is_size)
 
 
@@ -196,24 +196,24 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_opened(value: Any, around: tuple[int, ...]) -> bool:
-    """Return whether an object may be taken apart: a plain one, not within itself."""
+    """Return whether an object may be flattened: a plain one, not nested in itself."""
     cls: Any = type(value)
     if isinstance(value, _IMMUTABLE) or callable(value) or id(value) in around:
         return False
     if dataclasses.is_dataclass(cls) or attrs.has(cls) or isinstance(value, _BUILTIN_BASES):
         return True
     is_library = (cls.__module__ or "").partition(".")[0] in _LIBRARIES
-    # An object with a state that is not its attributes would be made by halves.
+    # An object with state other than its attributes would be restored incompletely.
     is_plain = cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
     return not is_library and is_plain and _base_of(cls) is object
 
 
 def _base_of(cls: type) -> type:
-    """Return the builtin class that makes an object of a class."""
+    """Return the builtin base class that creates objects of a class."""
     for base in cls.__mro__:
         if base in _BUILTIN_BASES:
             return base
-        if base.__flags__ & (1 << 9) == 0 and base is not object:  # not made by Python code
+        if base.__flags__ & (1 << 9) == 0 and base is not object:  # not created by Python code
             return base
     return object
 
@@ -231,7 +231,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return what an object holds: its items, where it has some, and its attributes."""
+    """Return the contents of an object: its items, if any, and its attributes."""
     items: list[Any] = []
     if isinstance(value, dict):
         items = [dict(value.items())]
@@ -240,11 +240,12 @@ def _contents(value: Any) -> list[Any]:
     return [*items, *(getattr(value, name) for name in _names(value))]
 
 
-# -- values beside tensors ------------------------------------------------------------------------
+# -- values other than tensors
+# ------------------------------------------------------------------------
 
 
 def is_same_value(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, of one type, and nan is equal to itself."""
+    """Return whether two values are equal and of one type; NaN is equal to itself."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -263,12 +264,12 @@ def is_same_value(one: Any, other: Any) -> bool:
 
 
 def is_immutable(value: Any) -> bool:
-    """Return whether a value may be handed out again and again."""
+    """Return whether a value may be returned repeatedly."""
     if isinstance(value, frozenset):
         return all(map(is_immutable, value))
     return isinstance(value, _IMMUTABLE)
 
 
 def own_value(value: Any) -> Any:
-    """Return a value that the caller may change without changing the next result."""
+    """Return a value that the caller may modify without affecting the next result."""
     return copy.deepcopy(value)

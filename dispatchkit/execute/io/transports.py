@@ -1,10 +1,10 @@
-"""Transports: what brings a batch into the memory that a graph reads.
+"""Transports: copy a batch into the memory that a graph reads.
 
-There are three, and ``transport_of`` returns the one that a graph's ``InputPath`` asks for:
-``CopyTransport`` copies on the device before the launch, ``StagedTransport`` writes host inputs
-to pinned memory that the graph copies, and ``NodeTransport`` sets the graph's copy node.
+``transport_of`` returns the one for a graph's ``InputPath``: ``CopyTransport`` copies on the device
+before the launch, ``StagedTransport`` writes host inputs to pinned memory that the graph copies,
+and ``NodeTransport`` sets the graph's copy node.
 
-A transport serves batches of one size, so that it keeps its views and a step slices nothing.
+A transport serves batches of one size, so that its views are cached and a step slices nothing.
 """
 
 from __future__ import annotations
@@ -22,40 +22,38 @@ from dispatchkit.execute.io.input_path import FILL_BYTES, InputPath
 from dispatchkit.execute.io.inputs import TensorGuards, is_flagged, never
 from dispatchkit.execute.io.staging import Staging
 
-_copy: Any = torch._foreach_copy_  # its stub takes lists and tuples only
+_copy: Any = torch._foreach_copy_  # its stub accepts only lists and tuples
 
 
 class Transport(Protocol):
-    """Brings batches of one size into the memory that one graph reads.
+    """Copies batches of one size into the memory that one graph reads.
 
-    Either method is called under the runner's lock, right before the launch. Once the launch
-    has brought in what it brings in, the graph reads the rows of this batch and, from there
-    to its bucket, each input's fill.
+    Either method is called under the runner's lock, right before the launch. After the launch's own
+    copies, the graph reads the rows of this batch and, from there to its bucket, each input's fill.
 
     Attributes:
-        buffers: That memory.
-        overlapping: The inputs that may lie in memory which ``load`` writes before it has read
-            them all: whoever has the buffers may give parts of them as inputs. A host input is
-            none of these unless it is written to pinned memory.
+        buffers: The memory.
+        overlapping: The inputs that may be in memory that ``load`` writes before it has read all of
+            them, since code with access to the buffers may pass parts of them as inputs. Host
+            inputs are included only if they are written to pinned memory.
     """
 
     buffers: InputBuffers
     overlapping: Sequence[int]
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Bring in a batch.
+        """Copy a batch in.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
-            readable: As ``InputSet.check`` returned it for these values.
+            readable: As returned by ``InputSet.check`` for these values.
 
         Raises:
-            ReplayError: A copy that the last call asked for can neither be replaced nor
-                stopped.
+            ReplayError: A copy set by the last call can neither be replaced nor stopped.
         """
 
     def load_in_place(self) -> None:
-        """Bring in the rows that the caller wrote into the runner's own static inputs.
+        """Copy in the rows that the caller wrote into the runner's own static inputs.
 
         Raises:
             ReplayError: As for ``load``.
@@ -64,8 +62,8 @@ class Transport(Protocol):
 
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
-    """Return what brings batches of ``num_rows`` rows into a graph."""
-    # Also if setting the node failed: a launch must not copy what an earlier call gave.
+    """Return the transport for batches of ``num_rows`` rows into a graph."""
+    # Also if setting the node failed: a launch must not copy inputs of an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
     return _without_node(path, num_rows)
@@ -74,7 +72,7 @@ def transport_of(path: InputPath, num_rows: int) -> Transport:
 def _without_node(
     path: InputPath, num_rows: int, indices: Sequence[int] | None = None
 ) -> CopyTransport | StagedTransport:
-    """Return what brings in a batch, or some of its inputs, if no node does."""
+    """Return the transport for a batch, or some of its inputs, without a node."""
     buffers, bucket = path.buffers, path.bucket
     if path.staging is not None:
         return StagedTransport(buffers, path.staging, num_rows, bucket, indices=indices)
@@ -82,18 +80,18 @@ def _without_node(
 
 
 class CopyTransport:
-    """Copies a batch on the device, with one fused copy for each dtype.
+    """Copies a batch on the device, with one fused copy per dtype.
 
-    The rows behind a batch are filled in the same copy, and only if they may hold anything
-    else. Host inputs are moved to the device first; the pinned memory that other graphs copy
-    them from does not follow.
+    The rows after a batch are filled in the same copy, but only if they may hold anything else.
+    Host inputs are first moved to the device; the pinned memory that other graphs copy from is not
+    updated.
 
     Args:
         buffers: What the graph reads.
         num_rows: Rows of the batches.
         bucket: Rows that the graph reads.
-        indices: The inputs to copy; all by default.
-        source: What steps in place write; the same buffers by default.
+        indices: The inputs to copy; by default all.
+        source: The buffers that steps in place write; by default the same.
     """
 
     def __init__(
@@ -120,13 +118,13 @@ class CopyTransport:
         self._leaves_pinned = self._moves_host and buffers.staging is not None
         is_elsewhere = source is not None and source is not buffers
         self._source = (source or buffers) if is_elsewhere or self._moves_host else None
-        # A whole batch in declared order: there is nothing to pick.
+        # A whole batch in declared order: nothing to select.
         is_whole = indices is None and len(self._groups) == 1 and not self._moves_host
         self._all: list[torch.Tensor] | None = self._copies[0][0] if is_whole else None
         self._kept_tails: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Copy a batch, and fill behind it."""
+        """Copy a batch, and fill the rows after it."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         if self._leaves_pinned:
             buffers.mark_unknown()
@@ -144,7 +142,7 @@ class CopyTransport:
             buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Fill behind rows that are there already; bring them here if they are elsewhere."""
+        """Fill the rows after existing ones, which are copied here first if necessary."""
         buffers, num_rows = self.buffers, self.num_rows
         if self._source is not None:
             self.load(self._source.copies(num_rows), readable=True)
@@ -160,7 +158,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch, and fill behind it if asked to; marks nothing in the buffers."""
+        """Copy a batch and optionally fill the rows after it, without marking the buffers."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -171,13 +169,13 @@ class CopyTransport:
             _copy([*targets, *stale], [*pick(values), *fills])
 
     def fill(self) -> None:
-        """Fill behind a batch; marks nothing in the buffers."""
+        """Fill the rows after a batch, without marking the buffers."""
         for stale, fills in self._tails():
             if stale:
                 _copy(stale, fills)
 
     def _tails(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return, for each dtype, the rows behind a batch and as many rows of fill."""
+        """Return, for each dtype, the rows after a batch and as many rows of fill."""
         if self._kept_tails is None:
             buffers, length = self.buffers, self.bucket - self.num_rows
             dims = dict(buffers.inputs.batched)
@@ -203,7 +201,7 @@ class StagedTransport:
         staging: Their pinned memory.
         num_rows: Rows of the batches.
         bucket: Rows that the graph reads.
-        indices: The device inputs to copy; all by default.
+        indices: The device inputs to copy; by default all.
     """
 
     def __init__(
@@ -228,7 +226,7 @@ class StagedTransport:
         self._kept_tails: list[tuple[Any, Any]] | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Write and copy a batch, and fill behind it."""
+        """Write and copy a batch, and fill the rows after it."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         if num_rows == bucket or (buffers.clean_from <= num_rows and bucket <= buffers.clean_to):
             if buffers.clean_from < num_rows:
@@ -240,7 +238,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Fill behind rows that are there already."""
+        """Fill the rows after existing ones."""
         buffers, num_rows = self.buffers, self.num_rows
         if num_rows == self.bucket or (
             buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to
@@ -253,7 +251,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Write and copy a batch, and fill behind it if asked to; marks nothing."""
+        """Write and copy a batch and optionally fill the rows after it, without marking."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -263,7 +261,7 @@ class StagedTransport:
             self._device.copy(values, fill=fill)
 
     def fill(self) -> None:
-        """Fill behind a batch; marks nothing."""
+        """Fill the rows after a batch, without marking."""
         self._staging.wait()
         self._fill_pinned()
         if self._device is not None:
@@ -284,16 +282,16 @@ class StagedTransport:
 
 
 class NodeTransport:
-    """Sets the graph's copy node to bring in a batch; what it does not copy comes beside it.
+    """Sets the graph's copy node for a batch, and copies the other inputs.
 
-    What a launch fills is never relied upon by later batches: whether it happened is not
-    known when they are loaded.
+    Later batches never rely on rows filled by a launch, since it is not known whether the launch
+    happened when they are loaded.
 
-    A step in place sets the node, too, if it has host inputs: their rows lie in pinned memory
-    until then. Rows of device inputs are in their place, and the node only fills behind them.
+    A step in place also sets the node if it has host inputs, whose rows are in pinned memory until
+    then. Rows of device inputs are already in place, and the node only fills the rows after them.
 
     Args:
-        path: How inputs come into the graph.
+        path: The input path of the graph.
         node: The path's node.
         num_rows: Rows of the batches.
     """
@@ -326,7 +324,7 @@ class NodeTransport:
         self._fallback: CopyTransport | StagedTransport | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Have the next launch bring in a batch.
+        """Make the next launch copy a batch in.
 
         Raises:
             ReplayError: The node can neither be set nor stopped.
@@ -351,7 +349,7 @@ class NodeTransport:
             path.stop_node()
 
     def load_in_place(self) -> None:
-        """Have the next launch bring in host inputs; fill behind rows that are there already.
+        """Make the next launch copy host inputs in; fill the rows after existing ones.
 
         Raises:
             ReplayError: The node can neither be set nor stopped.
@@ -382,20 +380,20 @@ class NodeTransport:
             path.stop_node()
 
     def _load_beside(self, beside: CopyTransport | StagedTransport, values: Sequence[Any]) -> None:
-        """Copy what the node does not, and fill behind it unless all buffers hold fill there."""
+        """Copy inputs that the node does not, and fill after them unless already filled."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         is_clean = buffers.clean_from <= num_rows and bucket <= buffers.clean_to
         buffers.mark_written(num_rows)  # before the copy, which may fail half-way
         beside.copy(values, fill=num_rows < bucket and not is_clean)
 
     def _by_torch(self) -> CopyTransport | StagedTransport:
-        """Return what brings in all inputs without the node."""
+        """Return the transport of all inputs without the node."""
         if self._fallback is None:
             self._fallback = _without_node(self._path, self.num_rows)
         return self._fallback
 
     def _fill_by_torch(self) -> None:
-        """Fill behind all inputs, so that later steps find them filled."""
+        """Fill the rows after all inputs, for later steps."""
         if self._filler is None:
             staging = cast(Staging, self.buffers.staging)  # host inputs have pinned memory
             self._filler = StagedTransport(self.buffers, staging, self.num_rows, self.bucket)
@@ -418,9 +416,9 @@ class NodeTransport:
         return CopyRegion(target, row * self.num_rows, row * (self.bucket - self.num_rows), fill)
 
     def _made_readable(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return tensors that the node can read: where one cannot be, it is copied first.
+        """Return tensors that the node can read, copying those that it cannot.
 
-        Its place is returned for it, which the node leaves alone.
+        A copied tensor is replaced by its target, which the node leaves unchanged.
         """
         are_readable = [_is_readable(value) for value in values]
         if all(are_readable):
@@ -440,7 +438,7 @@ class NodeTransport:
 
 
 def _picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what takes a group's values out of a call."""
+    """Return a function that selects a group's values from a call."""
     if len(group) == 1:
         index = group[0]
         return lambda values: (values[index],)
@@ -448,7 +446,7 @@ def _picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _is_readable(value: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its values as they are, row by row."""
+    """Return whether a tensor's memory holds its values directly, row by row."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided

@@ -1,7 +1,7 @@
-"""Containers in leaves, as torch's pytree has them, and nothing left for the collector.
+"""Flatten containers like torch's pytree, without garbage for the collector.
 
-``torch.utils._pytree.tree_flatten`` (2.11 to 2.13) makes a function that refers to itself at each
-call. Nothing but the collector frees it, and services keep the collector off.
+``torch.utils._pytree.tree_flatten`` (2.11 to 2.13) creates a self-referencing function on each
+call. Only the garbage collector frees it, and services often disable the collector.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _LEAF: Final[TreeSpec] = tree_structure(0)
 def tree_flatten(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of nested containers, and what ``tree_unflatten`` builds them again by.
+    """Return the leaves of nested containers, and the spec for ``tree_unflatten``.
 
     Args:
         tree: The containers.
-        is_leaf: Says of a container that it is to be one leaf.
+        is_leaf: Returns whether a container is to be one leaf.
     """
     leaves: list[Any] = []
     return leaves, _flatten(tree, is_leaf, leaves)

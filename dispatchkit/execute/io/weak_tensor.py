@@ -1,4 +1,4 @@
-"""Aliases that do not own the memory they stand for."""
+"""Aliases of tensors that do not own their memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a device tensor that does not own its memory.
 
-    The allocator may then give the memory to later graphs of the pool, which is what weak
-    outputs are for. Memory of a CPU is given back to the system, so there it stays owned.
+    The allocator may then reuse the memory for later graphs of the pool, which is the purpose of
+    weak outputs. CPU memory would be returned to the system, so there the alias owns it.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor
     storage = tensor.untyped_storage()
-    # Source: torch/_inductor/cudagraph_trees.py makes its non-owning aliases in this way.
+    # Source: torch/_inductor/cudagraph_trees.py creates its non-owning aliases this way.
     alias = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
     )

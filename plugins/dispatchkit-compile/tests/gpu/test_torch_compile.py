@@ -327,6 +327,6 @@ def test_code_that_dynamo_gave_up_is_told_of():
     with Foreign():  # for good
         fast(x)
     runner = GraphRunner(fast, {"x": StaticInput((None, WIDTH), "float32")}, sizes=[8], mode="FULL")
-    with pytest.warns(PlainCodeWarning, match="ran plainly"):
+    with pytest.warns(PlainCodeWarning, match="ran uncompiled"):
         assert runner.capture().failed == {}
     torch.testing.assert_close(runner(x=x), torch.relu(x) * 2 + 1)
