@@ -8,6 +8,14 @@ shows in ``loop_ns``, what one addition in a loop takes (some 15 to 20 on a quie
 
     python bench/learning.py
     python bench/learning.py --steps 2000 --models lm --json
+
+With ``--device`` a runner serves a small MLP in turns with ``vllm`` and with a policy that learns
+and chooses as ``vllm`` does, so that the difference is what learning costs: ``more`` is
+microseconds a step, medians of blocks. By parts: ``events`` (begin, end and reading of measured
+steps), ``observe`` and ``fill`` with its plan; and the most in one step.
+
+    python bench/learning.py --device cuda            # some 20 seconds
+    python bench/learning.py --device cpu --steps 2000
 """
 
 from __future__ import annotations
@@ -30,11 +38,16 @@ from dispatchkit_adaptive import Noise
 from dispatchkit_plan.costs import load_cost_model
 
 PARTS = ("observe", "fill", "step")
+BLOCK = 200
 
 
 def main() -> None:
     """Print one row for each model: microseconds per step, per call, and at most."""
     options = parse()
+    if options.device:
+        row = on_device(options)
+        print(json.dumps(row) if options.json else device_summary(row), flush=True)
+        return
     for model in options.models.split(","):
         row = measure(model, options)
         print(json.dumps(row) if options.json else summary(row), flush=True)
@@ -48,6 +61,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=5000)
     add("--sample-every", type=int, default=16)
     add("--seed", type=int, default=0)
+    add("--device", choices=("cuda", "cpu"), help="serve with a runner; on cpu that of the tape")
     add("--json", action="store_true", help="print one JSON object a line")
     return parser.parse_args()
 
@@ -122,6 +136,125 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "max": max(times, default=0.0),
         }
     return row
+
+
+class Parts:
+    """Adds up what a runner spends on learning, by parts.
+
+    Args:
+        runner: Its methods that learning calls are timed from now on.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.us = dict.fromkeys(("events", "observe", "fill"), 0.0)
+        self.calls = dict.fromkeys(self.us, 0)
+        self.most = 0.0
+        self._step, self._now, self._inner = -1, 0.0, 0.0
+        lane = runner.lanes[0]
+        self._lane = lane.lane
+        self._wrap(lane.timings, "begin", "events")
+        self._wrap(lane.timings, "finish", "events")
+        self._wrap(runner.dispatcher, "observe", "observe")
+        self._wrap(runner.dispatcher, "_fill", "fill")
+
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            outer, self._inner = self._inner, 0.0
+            start = time.perf_counter_ns()
+            result = call(*args, **options)
+            took = (time.perf_counter_ns() - start) / 1e3
+            alone, self._inner = took - self._inner, outer + took
+            self.us[part] += alone
+            self.calls[part] += 1
+            if self._lane.tick != self._step:
+                self._step, self._now = self._lane.tick, 0.0
+            self._now += alone
+            self.most = max(self.most, self._now)
+            return result
+
+        setattr(owner, name, timed)
+
+
+def on_device(options: argparse.Namespace) -> dict[str, Any]:
+    """Serve with and without learning in turns, and return what learning took."""
+    import torch
+
+    from dispatchkit import GraphRunner, RunnerOptions, StaticInput
+
+    from dispatchkit_adaptive import AdaptivePolicy
+
+    device, sizes = options.device, (64, 128, 256, 512)
+    width = 256 if device == "cuda" else 4
+    layers = [torch.nn.Linear(width, width) for _ in range(4)]
+    module = torch.nn.Sequential(*layers).to(device).eval()
+    rows = torch.randn(sizes[-1], width, device=device)
+
+    def runner_of(policy: Any) -> Any:
+        runner = GraphRunner(
+            module.forward,
+            {"input": StaticInput((None, width), "float32")},
+            sizes=sizes,
+            mode="FULL",
+            policy=policy,
+            outputs="view",
+            backend="auto" if device == "cuda" else "tape",
+            options=RunnerOptions(sample_every=options.sample_every, device=device),
+        )
+        runner.capture()
+        return runner
+
+    # Leaves nothing for a gain below 90%, and tries nothing: it chooses as `vllm` does.
+    policy = AdaptivePolicy(margin=0.9, explore=0.0, seed=options.seed)
+    runners = {"without": runner_of("vllm"), "with": runner_of(policy)}
+    chance = random.Random(options.seed)
+    traffic = [chance.randint(1, sizes[-1]) for _ in range(options.steps)]
+    took: dict[str, list[float]] = {name: [] for name in runners}
+
+    def serve(name: str, block: list[int]) -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for size in block:
+            runners[name](rows[:size])
+        return (time.perf_counter_ns() - start) / 1e3 / len(block)
+
+    blocks = [traffic[at : at + BLOCK] for at in range(0, len(traffic), BLOCK)]
+    for block in blocks:
+        for name in runners:
+            serve(name, block)
+    for block in blocks:
+        for name, times in took.items():
+            times.append(serve(name, block))
+    parts = Parts(runners["with"])
+    for block in blocks:
+        serve("with", block)
+    step = {name: statistics.median(times) for name, times in took.items()}
+    return {
+        "bench": "learning",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "tape",
+        "steps": options.steps,
+        "sample_every": options.sample_every,
+        "unit": "us",
+        "step": step,
+        "more": step["with"] - step["without"],
+        "parts": {name: us / options.steps for name, us in parts.us.items()},
+        "calls": parts.calls,
+        "most": parts.most,
+        "pace": policy.pace,
+    }
+
+
+def device_summary(row: dict[str, Any]) -> str:
+    parts = ", ".join(
+        f"{name} {us:.2f} ({row['calls'][name]})" for name, us in row["parts"].items()
+    )
+    return (
+        f"{row['device']} {row['steps']} steps, us a step: with {row['step']['with']:.2f}, without "
+        f"{row['step']['without']:.2f}, more {row['more']:.2f}; {parts}; most in one "
+        f"{row['most']:.0f}; pace {row['pace']}"
+    )
 
 
 def summary(row: dict[str, Any]) -> str:
