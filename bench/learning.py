@@ -34,8 +34,8 @@ from policies import MODELS
 
 from dispatchkit import DispatchConfig, Dispatcher, Outcome, load_plugins
 
-from dispatchkit_adaptive import Noise
 from dispatchkit_plan.costs import load_cost_model
+from dispatchkit_plan.scenario import Noise
 
 PARTS = ("observe", "fill", "step")
 BLOCK = 200
@@ -83,7 +83,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     def cost(num_tokens: int, decision: Any) -> float:
         us = graph(decision.key.num_tokens) if decision.key else eager(num_tokens)
-        return noise(us, chance)
+        return noise.measured(us, chance)
 
     while runs := policy.calibration_runs(table.graphs):
         for run in runs:

@@ -18,6 +18,7 @@ import functools
 import json
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,13 @@ from typing import Any
 from dispatchkit import DispatchConfig, GraphKey, load_plugins
 from dispatchkit.observe.trace import read_trace
 
-from dispatchkit_adaptive import rehearse
 from dispatchkit_plan.costs import CostModel, load_cost_model
 
-TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "plugins" / "dispatchkit-adaptive" / "tests"))
+from rehearsal import rehearse  # noqa: E402
+
+TRACES = ROOT / "tests" / "data" / "traces"
 #: Word -> (cost model, capture sizes, fewest tokens, most tokens of a step).
 MODELS: dict[str, tuple[str, str, int, int]] = {
     "mlp": ("mlp-h100", "512,768,1024,2048", 385, 2048),

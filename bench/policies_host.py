@@ -152,6 +152,7 @@ class Server:
 
         policy.decide = counted
         clocks.host_us = clocks.device_us = 0.0
+        self.told = 0
 
     def _calibrate(self) -> None:
         wants = getattr(self.policy, "calibration_runs", lambda graphs: ())

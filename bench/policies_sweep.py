@@ -15,11 +15,10 @@ import argparse
 import statistics
 from typing import Any
 
-from policies import MODELS, costs, traces
+from policies import MODELS, costs, rehearse, traces
 
 from dispatchkit import DispatchConfig, load_plugins
 
-import dispatchkit_adaptive
 from dispatchkit_adaptive import arms, ledger, policy
 from dispatchkit_plan.costs import load_cost_model
 
@@ -80,7 +79,7 @@ def over(case: str, options: argparse.Namespace) -> float:
             continue
         cost = costs(model, len(steps) // 2, slow)
         for seed in range(options.seeds):
-            result = dispatchkit_adaptive.rehearse(
+            result = rehearse(
                 plugins.create_policy("adaptive", seed=seed, plugins=plugins),
                 config,
                 steps,

@@ -9,8 +9,9 @@ from typing import Any
 
 from dispatchkit import DispatchConfig, Dispatcher, Outcome
 
-from dispatchkit_adaptive import AdaptivePolicy, Noise
+from dispatchkit_adaptive import AdaptivePolicy
 from dispatchkit_plan.costs import load_cost_model
+from dispatchkit_plan.scenario import Noise
 
 STEPS, SAMPLE_EVERY, LOW = 800, 16, 385
 
@@ -44,7 +45,8 @@ def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() ->
 
     def us(num_tokens: int, decision: Any) -> float:
         key = decision.key
-        return noise(costs.graph_us(key.num_tokens) if key else costs.eager_us(num_tokens), chance)
+        time = costs.graph_us(key.num_tokens) if key else costs.eager_us(num_tokens)
+        return noise.measured(time, chance)
 
     while runs := policy.calibration_runs(table.graphs):
         for run in runs:

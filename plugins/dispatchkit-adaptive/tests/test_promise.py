@@ -8,7 +8,9 @@ hypothesis finds.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 import hypothesis
@@ -17,8 +19,12 @@ from hypothesis import strategies as st
 
 from dispatchkit import DispatchConfig, GraphKey, load_plugins
 
-from dispatchkit_adaptive import AdaptivePolicy, Noise, rehearse
+from dispatchkit_adaptive import AdaptivePolicy
 from dispatchkit_plan.costs import load_cost_model
+from dispatchkit_plan.scenario import Noise
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rehearsal import rehearse
 
 PLUGINS = load_plugins()
 SIZES = (512, 768, 1024, 2048)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dispatchkit_adaptive.latency import LatencyPolicy
 from dispatchkit_adaptive.policy import AdaptivePolicy
-from dispatchkit_adaptive.rehearsal import Noise, Rehearsal, rehearse
 from dispatchkit_adaptive.report import ArmReport, BucketReport
 from dispatchkit_adaptive.state import StateError, device_fingerprint
 
@@ -15,9 +14,6 @@ __all__ = [
     "ArmReport",
     "BucketReport",
     "LatencyPolicy",
-    "Noise",
-    "Rehearsal",
     "StateError",
     "device_fingerprint",
-    "rehearse",
 ]

@@ -152,16 +152,6 @@ class Bucket:
         """All arms."""
         return self.graphs if self.band is None else (*self.graphs, self.band)
 
-    def is_detour(self, arm: ArmId) -> bool:
-        """Tell whether an arm is a larger graph of the base's mode: hardly ever faster."""
-        base = self.base_arm
-        return (
-            base is not self.band
-            and isinstance(arm, tuple)
-            and mode_of(arm) is mode_of(base)
-            and size_of(arm) > size_of(base)
-        )
-
     def choice(self, num_tokens: int) -> ArmId:
         """Return the arm in use for a number of tokens."""
         if self.band is not None and (self.graph is None or num_tokens <= self.limit):
@@ -237,7 +227,7 @@ class Bucket:
                 continue
             error = math.hypot(now.error(1), other.error(1))
             change, _ = stakes.gains(math.exp(now.log_us(1)), error)
-            if log_us + (2.5 * change if self.is_detour(graph) else change) < now.log_us(1):
+            if log_us + change < now.log_us(1):
                 self.graph = graph
 
     def _choose_limit(self, known: Mapping[ArmId, Curve], stakes: Stakes, base: Curve) -> None:

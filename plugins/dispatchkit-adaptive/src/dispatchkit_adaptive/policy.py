@@ -275,7 +275,7 @@ class AdaptivePolicy:
             return self._choose_some()
         bucket.last_step = self._step
         self._account(bucket, outcome, arm, expected, us, is_base=ran == bucket.base_arm)
-        self.pace = self._next_pace(arm, not outcome.queued and self.idle_weight < 1.0)
+        self.pace = self._next_pace(arm)
         # One thing at a time, since a step waits for it; what is left is done at the next outcome.
         return (
             self._choose(bucket)
@@ -391,8 +391,8 @@ class AdaptivePolicy:
         return any(
             abs(arm.log_us(size) - base.log_us(size))
             < 2.0 * math.hypot(arm.error(size), base.error(size))
-            for ident, arm in known.items()
-            if arm is not base and not bucket.is_detour(ident)
+            for arm in known.values()
+            if arm is not base
         )
 
     # -- reading and keeping ------------------------------------------------------------
@@ -573,10 +573,12 @@ class AdaptivePolicy:
         ledger.account(steps, base_us * (1.0 - curve.error(size)), us)
         bucket.unproven_us += steps * base_us
 
-    def _next_pace(self, arm: Arm, is_odd: bool) -> int:
+    def _next_pace(self, arm: Arm) -> int:
         """Return how seldom steps are to be measured from now on."""
         ledger, plain = self.ledger, self.ledger.spacing / self.pace
-        if is_odd or arm.watch.is_suspicious or plain < _WORTH_SAVING or not ledger.steps:
+        if _IDLE_MOVE < self.idle_weight < 1.0:
+            return 1  # between host and device, what is best changes with how often one waits
+        if arm.watch.is_suspicious or plain < _WORTH_SAVING or not ledger.steps:
             return 1  # an odd time: look again soon
         pace, mean_us = 1, ledger.base_us / ledger.steps
         while pace < _SLOWEST_PACE and self._calm >= _CALM * pace:
@@ -616,7 +618,7 @@ class AdaptivePolicy:
             arm = arms.get(ident)
             if arm is None or not arm.is_known:
                 cost = max(0.0, self._guess(ident, current, size) - 1.0) * now_us
-                if cost <= account and not bucket.is_detour(ident):
+                if cost <= account:
                     return self._send(bucket, batch, ident)
                 continue
             # The better it is known, the longer it is not tried; each probe that has not come

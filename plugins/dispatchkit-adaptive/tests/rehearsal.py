@@ -22,30 +22,10 @@ from dispatchkit import (
     Policy,
 )
 
-__all__ = ["Noise", "Rehearsal", "rehearse"]
+from dispatchkit_plan.scenario import Noise
 
 #: (number of the step, tokens, graph or None for eager) -> microseconds
 Cost = Callable[[int, int, GraphKey | None], float]
-
-
-@attrs.frozen
-class Noise:
-    """How measured times differ from true ones.
-
-    Attributes:
-        relative: Standard deviation, as a share.
-        outliers: Share of times that are outliers.
-        factor: How many times as long those take.
-    """
-
-    relative: float = 0.10
-    outliers: float = 0.01
-    factor: float = 10.0
-
-    def __call__(self, us: float, chance: random.Random) -> float:
-        """Return a measured time for a true one."""
-        seen = us * max(0.2, chance.gauss(1.0, self.relative))
-        return seen * self.factor if chance.random() < self.outliers else seen
 
 
 @attrs.frozen
@@ -133,7 +113,7 @@ def rehearse(
         if decision.timed and (decision.one_shot or step - last_measured >= spacing):
             last_measured = step
             measured += 1
-            outcome = _outcome(served, num_tokens, decision, noise(us, chance), step + 1)
+            outcome = _outcome(served, num_tokens, decision, noise.measured(us, chance), step + 1)
             waiting.append((step + 1 + delay, outcome))
     return Rehearsal(len(sizes), total, oracle, base_total, worst, measured, changes)
 
@@ -159,5 +139,6 @@ def _calibrate(
     while wants is not None and (runs := wants(dispatcher.graphs)):
         for run in runs:
             for _ in range(run.runs):
-                us = noise(cost(0, run.batch.num_tokens, run.decision.key), chance)
-                dispatcher.observe(Outcome(run.batch, run.decision, us))
+                us = cost(0, run.batch.num_tokens, run.decision.key)
+                seen = noise.measured(us, chance)
+                dispatcher.observe(Outcome(run.batch, run.decision, seen))
