@@ -233,6 +233,15 @@ def test_a_draft_model_of_the_same_weights_is_always_right(name):
     assert stats.accepted == stats.drafted > 0
 
 
+def test_a_draft_model_has_all_its_drafts_after_those_that_were_accepted():
+    model = llama()
+    want = said_by(model, {"input_ids": prompt_of(5)}, 9)
+    decoder = decoder_of(model)
+    loop = SpeculativeDecoder(decoder, DraftModel(decoder, decoder_of(model)))
+    loop.admit(prompt_of(5))
+    assert [loop.step(), loop.step()] == [[want[1:5]], [want[5:]]]
+
+
 def test_a_draft_model_of_other_weights_changes_no_token():
     model, small = llama(), made("MistralForCausalLM", seed=1, num_hidden_layers=1)
     stats = served_by(model, lambda decoder: DraftModel(decoder, decoder_of(small)))
@@ -357,6 +366,14 @@ def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
     with pytest.raises(DescriptorError, match="one for each of 1 rows"):
         decoder.truncate([])
     assert decoder.step().tolist() == want[6:7]
+    # What was drafted is written as well, and right or not over what a window had there.
+    decoder.verify(torch.full((1, DRAFTS), (want[7] + 7) % 97))
+    assert decoder.row_lengths == (18,)
+    if name == "Gemma3ForCausalLM":
+        with pytest.raises(DescriptorError, match="must be from 18 to 18, got 17"):
+            decoder.truncate([17])
+    else:
+        decoder.truncate([17])
 
 
 # -- what is refused ------------------------------------------------------------------------
