@@ -32,7 +32,7 @@ from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, Input
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.state import StepState, storage_of
-from dispatchkit.keys.checks import check_count, check_flag
+from dispatchkit.keys.checks import check_count, check_flag, whole_number
 
 _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
@@ -328,8 +328,12 @@ class SlotState:
             The sessions that were moved, to keep those that stay compact; the fewest possible.
 
         Raises:
-            DescriptorError: One has no slot, or is named twice; nothing is changed.
+            DescriptorError: One has no slot, or is named twice, or ``used`` has no number of
+                positions; nothing is changed.
         """
+        for session, number in (used or {}).items():
+            if whole_number(number) is None or number < 0:
+                raise DescriptorError(f"used[{session!r}]", number, "a number of positions")
         with self._changed:
             slots = self.slots_of(sessions)
             if len(set(slots)) < len(slots):

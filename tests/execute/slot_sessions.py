@@ -28,6 +28,11 @@ START = 0.5
 SOME_NAMES = st.integers(0, 2 ** len(NAMES) - 1).map(
     lambda bits: [name for number, name in enumerate(NAMES) if bits >> number & 1]
 )
+BANKS = {
+    "total": StaticInput((None, 2), "float32", fill=START),
+    "recent": StaticInput((2, None), "int64"),  # slots in the second dimension
+    "notes": StaticInput((None, POSITIONS), "float32", fill=START),
+}
 #: Settings of the state and of the runner, by what is tried.
 KINDS = {
     "gathered": ({}, {}),
@@ -62,23 +67,24 @@ class Session:
         self.notes = [START] * POSITIONS
 
     def step(self, x, tag):
+        """Return what a step gives of this session, as one list."""
         self.total = [one + more for one, more in zip(self.total, x, strict=True)]
         before, self.recent = sum(self.recent), [self.recent[1], tag]
         self.notes[tag % POSITIONS] = x[0]
-        return [2 * one for one in self.total], before, sum(self.notes)
+        return [*(2 * one for one in self.total), before, sum(self.notes)]
 
     @property
-    def rows(self):
-        return {"total": self.total, "recent": self.recent, "notes": self.notes}
+    def row(self):
+        return [*self.total, *self.recent, *self.notes]
+
+
+def in_one(tensors):
+    """Return the rows of several tensors side by side; a device is waited for once."""
+    return torch.cat([one.reshape(len(one), -1).double() for one in tensors], 1).tolist()
 
 
 def make_state(device="cpu", **settings):
-    banks = {
-        "total": StaticInput((None, 2), "float32", fill=START),
-        "recent": StaticInput((2, None), "int64"),  # slots in the second dimension
-        "notes": StaticInput((None, POSITIONS), "float32", fill=START),
-    }
-    return SlotState(banks, NUM_SLOTS, device=device, **settings)
+    return SlotState(BANKS, NUM_SLOTS, device=device, **settings)
 
 
 def make_runner(state, backend="tape", **settings):
@@ -107,6 +113,9 @@ class SessionMachine(RuleBasedStateMachine):
     def start(self, kind, names):
         self.state, self.runner = runner_of(kind, self.device, self.backend)
         self.state.leave(*self.state.sessions)
+        for name in BANKS:  # a sequence that fails must not fail those behind it
+            bank = self.state.get_bank(name)
+            bank.tensor.fill_(bank.spec.fill_value)
         self.alone = {}
         self.join(names)
 
@@ -161,11 +170,9 @@ class SessionMachine(RuleBasedStateMachine):
         for _ in range(number):
             x = [[float((seed + 3 * row) % 7), float(row - seed)] for row in range(len(names))]
             tags = [(seed + row * row) % 11 for row in range(len(names))]
-            results = self.run(x, tags, self.state.slots_of(names))
-            found = zip(*(one.tolist() for one in results), strict=True)
+            found = in_one(self.run(x, tags, self.state.slots_of(names)))
             rows = zip(names, x, tags, strict=True)
-            wanted = [self.alone[name].step(*own) for name, *own in rows]
-            assert list(found) == wanted
+            assert found == [self.alone[name].step(*own) for name, *own in rows]
             seed += 5
 
     @precondition(lambda self: self.alone)
@@ -198,10 +205,9 @@ class SessionMachine(RuleBasedStateMachine):
         rows = [Session()] * (NUM_SLOTS + 1)  # the blank row, too
         for name in self.alone:
             rows[self.state.slots_of([name])[0]] = self.alone[name]
-        for name in Session().rows:
-            bank = self.state.get_bank(name)
-            found = bank.tensor.movedim(bank.dim, 0)[: NUM_SLOTS + 1].tolist()
-            assert found == [session.rows[name] for session in rows]
+        banks = (self.state.get_bank(name) for name in BANKS)
+        found = in_one(bank.tensor.movedim(bank.dim, 0) for bank in banks)
+        assert found[: NUM_SLOTS + 1] == [session.row for session in rows]
 
     def one_of(self, number):
         """Return one of the sessions there are."""

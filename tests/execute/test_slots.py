@@ -229,6 +229,11 @@ def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
         state.join(session)
     for number, tensor in enumerate(state.tensors):
         tensor.fill_(number + 5)
+    for number in (-1, 0.5, None):
+        with pytest.raises(
+            DescriptorError, match=r"used\['d'\] must be a number of positions, got"
+        ):
+            state.leave("a", used={"d": number})
     moves = state.leave("a", "c", used={"d": 2, "b": 9})
     assert moves == [SlotMove("d", 3, 0, 2 * 2 * 4 + 3 * 4 + 2)]
     assert raw_rows(state, 0) == ([5, 5, -1, -1, -1], [6] * 3, [True] * 2)
