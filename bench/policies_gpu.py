@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         """Return as many rows as there are in ``x``."""
         for layer in self.layers:
             q, k, v = layer["qkv"](layer["norm"](x)).chunk(3, dim=-1)
-            weight = torch.sigmoid((q * k).sum(-1, keepdim=True))
+            weight = torch.sigmoid((q * k).sum(-1, keepdim=True) / q.shape[-1] ** 0.5)
             x = x + layer["out"](weight * v)
             gate, up = layer["up"](layer["norm2"](x)).chunk(2, dim=-1)
             x = x + layer["down"](torch.nn.functional.silu(gate) * up)

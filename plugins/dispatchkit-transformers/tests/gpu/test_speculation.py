@@ -97,5 +97,7 @@ def test_generate_with_drafts_gives_the_tokens_of_generate(how):
     for _ in range(2):
         assert torch.equal(loop.generate(**prompts, max_new_tokens=80, **ASKED), want)
     stats = decoder.stats()
-    assert stats.accepted > 0
+    assert stats.drafted > 0
+    # Random weights repeat nothing for sure, so that look-up may be wrong each time.
+    assert how == "lookup" or stats.accepted > 0
     assert not stats.graphs["drafts"].eager_by_reason
