@@ -134,7 +134,26 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8},
+    # Their types of layers follow from other settings.
+    "FalconH1ForCausalLM": {"layer_types": None, "mamba_d_ssm": 64},
+    "ZambaForCausalLM": {
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+    },
+    "Zamba2ForCausalLM": {
+        "layer_types": None,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+    },
 }
+
+_T5GEMMA: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8,
+    "max_position_embeddings": 128, "initializer_range": 0.3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 
 #: An encoder's states are looked at, too.
 ENCODER_DECODER: dict[str, dict[str, Any]] = {
@@ -146,11 +165,48 @@ ENCODER_DECODER: dict[str, dict[str, Any]] = {
         """),
     # Its own generate() takes that token off the end, whoever said it.
     "WhisperForConditionalGeneration": {"eos_token_id": 50},
+    "T5GemmaForConditionalGeneration": {"encoder": _T5GEMMA, "decoder": _T5GEMMA},
     # Relative positions, of which only this attention knows what each row's are.
     **_of(
         "MT5ForConditionalGeneration T5ForConditionalGeneration",
         attn_implementation="dispatchkit_decode",
         initializer_factor=4.0,
+    ),
+}
+
+#: What the library's own code waits for the device in: every step runs eager, and is counted.
+EAGER: dict[str, dict[str, Any]] = {
+    "DbrxForCausalLM": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 32,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
+    "JetMoeForCausalLM": {},
+}
+
+#: Settings of classes that are refused, and the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "M2M100ForConditionalGeneration": ({}, "each row at a position of its own"),
+    "MiniMaxForCausalLM": ({}, "MiniMax uses cache of its own"),
+    "MoonshineForConditionalGeneration": (
+        {"encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2},
+        "has no attribute 'attention_mask'",
+    ),
+    "MvpForCausalLM": ({}, "each row at a position of its own"),
+    "MvpForConditionalGeneration": ({}, "each row at a position of its own"),
+    "PegasusXForConditionalGeneration": ({}, "each row at a position of its own"),
+    "RecurrentGemmaForCausalLM": (
+        {"layer_types": None, "num_hidden_layers": 3},
+        "one whose cache has layers",
+    ),
+    "RwkvForCausalLM": ({}, "one that takes cache or past_key_values or cache_params"),
+    "xLSTMForCausalLM": (
+        {"hidden_size": 64, "qk_dim_factor": 1.0, "chunk_size": 64},
+        "one whose cache has layers",
     ),
 }
 

@@ -11,10 +11,19 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
+from decoder_classes import (  # noqa: E402
+    EAGER,
+    ENCODER_DECODER,
+    FULL,
+    RECURRENT,
+    REFUSED,
+    WINDOWS,
+    tiny,
+)
 from serving import served  # noqa: E402
 
 from dispatchkit.errors import ConfigError  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
 from dispatchkit_transformers import GraphDecoder, prompts, static_models  # noqa: E402
 
@@ -64,6 +73,32 @@ def test_tokens_are_those_of_generate(name, settings):
     want = [alone(model, {"input_ids": one}, number) for number, one in enumerate(prompts)]
     decoder = decoder_of(model)
     assert served(decoder, lambda number: decoder.admit(prompts[number]), COUNTS) == want
+
+
+@pytest.mark.parametrize("name", sorted(EAGER))
+def test_a_class_that_waits_for_the_device_runs_eager_and_says_why(name):
+    model = made(name, EAGER[name])
+    want = alone(model, {"input_ids": prompt_of(PROMPTS[0])}, 0)
+    decoder = decoder_of(model)
+    decoder.admit(prompt_of(PROMPTS[0]))
+    said = decoder.tokens.tolist()
+    with pytest.warns(EagerStepWarning, match=r"calls Tensor\.(item|tolist)"):
+        said += decoder.step().tolist()
+    while len(said) < COUNTS[0]:
+        said += decoder.step().tolist()
+    assert said == want
+    assert decoder.stats().graphs["tokens"].eager_by_reason == {"capture_failed": COUNTS[0] - 1}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_class_that_is_not_served_is_refused_by_name(name):
+    settings, reason = REFUSED[name]
+    model = tiny(name, **settings)
+    if model is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    given = {"max_source_length": 12} if model.config.is_encoder_decoder else {}
+    with pytest.raises(ConfigError, match=f"{reason}.*{name}"):
+        decoder_of(model, **given)
 
 
 def source_of(model, length):

@@ -270,7 +270,13 @@ def probe(model: Any, max_length: int) -> Probe:
     )
     with torch.no_grad():
         tokens = torch.ones(1, 1, dtype=torch.int64, device=first.device)
-        seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
+        try:
+            seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the model
+        except MISFITS as error:
+            allowed = f"one that gives back its cache for a prompt of one token{_because(error)}"
+            raise ConfigError("model", name, allowed, _ADVICE) from error
         made = _proven(attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length)
         if _depends_on_past(made, max_length):
             raise ConfigError(
@@ -305,14 +311,18 @@ def _proven(found: Probe, length: int) -> Probe:
             raise  # it says nothing of the model
         except MISFITS as error:
             wrong = wrong or error
-    why = f": {type(wrong).__name__}: {wrong}" if wrong is not None else ""
     raise ConfigError(
         "model",
         type(found.model).__name__,
         "one of which a step on a static cache gives what the model gives of the whole sequence, "
-        f"with each row at a position of its own{why}",
+        f"with each row at a position of its own{_because(wrong)}",
         _ADVICE,
     )
+
+
+def _because(error: Exception | None) -> str:
+    """Return what a model raised as the end of a sentence, in one line."""
+    return f": {type(error).__name__}: {str(error).partition(chr(10))[0]}" if error else ""
 
 
 def _depends_on_past(found: Probe, length: int) -> bool:
