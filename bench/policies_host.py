@@ -31,6 +31,7 @@ from typing import Any
 import attrs
 
 from dispatchkit import DispatchConfig, Dispatcher, Outcome, load_plugins
+from dispatchkit.execute.replay.timing import HOST_SHARE
 from dispatchkit.observe.trace import read_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
@@ -92,8 +93,13 @@ class Clocks:
     _running: deque[tuple[float, int]] = attrs.field(factory=deque)
     _launches: int = 0
 
-    def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool]:
-        """Submit a step; return its start and end on the device, and whether work was ahead."""
+    def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool, float]:
+        """Submit a step.
+
+        Returns:
+            Its start and end on the device, whether work was ahead, and what it took the host
+            without waiting for the device.
+        """
         launches = 1 if graph else LAUNCHES
         host = REPLAY_US if graph else self.eager_host_us
         host *= max(0.5, self.chance.gauss(1.0, 0.1))
@@ -114,7 +120,7 @@ class Clocks:
         self.device_us = end
         self._running.append((end, launches))
         self._launches += launches
-        return start, end, queued
+        return start, end, queued, host
 
     def wait(self) -> None:
         """Have the host wait for the device."""
@@ -167,8 +173,9 @@ class Server:
 
     def _run(self, decision: Any, batch: Any) -> tuple[Outcome, float]:
         graph = decision.key.num_tokens if decision.key else 0
-        start, end, queued = self.clocks.step(graph, batch.num_tokens)
-        return Outcome(batch, decision, end - start, queued=queued, step=self._step), end
+        start, end, queued, host = self.clocks.step(graph, batch.num_tokens)
+        us = max(end - start, HOST_SHARE * host)
+        return Outcome(batch, decision, us, queued=queued, step=self._step), end
 
     def _tell(self, outcome: Outcome) -> None:
         self.table.observe(outcome)

@@ -10,12 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
+    Batch,
     CellUpdate,
     Decision,
     GraphRunner,
     RunnerOptions,
     StaticInput,
 )
+from dispatchkit.backends.base import BackendCapabilities  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, PolicyError  # noqa: E402
 
@@ -364,6 +366,105 @@ def test_steps_are_not_measured_in_check_mode(make_runner, learning):
 def test_a_wrong_rate_of_sampling_is_refused(make_runner, bad):
     with pytest.raises(ConfigError, match="sample_every"):
         make_runner(lambda tokens: tokens + 1, options=RunnerOptions(sample_every=bad))
+
+
+class _Device:
+    """A device with a clock of its own: what is recorded is reached after all work so far."""
+
+    capabilities = BackendCapabilities(device_timing=True)
+
+    def __init__(self):
+        self.now_us = self.busy_until_us = 0.0
+
+    def current_stream(self):
+        return self
+
+    def query(self):
+        return self.now_us >= self.busy_until_us
+
+    def new_event(self, *, timing):
+        return _Mark(self)
+
+    def submit(self, host_us, device_us):
+        self.now_us += host_us
+        self.busy_until_us = max(self.busy_until_us, self.now_us) + device_us
+
+
+class _Mark:
+    def __init__(self, device):
+        self._device, self._at = device, 0.0
+
+    def record(self, stream):
+        self._at = max(self._device.now_us, self._device.busy_until_us)
+
+    def query(self):
+        return self._device.now_us >= self._at
+
+    def synchronize(self):
+        pass
+
+    def elapsed_us(self, end):
+        return end._at - self._at
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Return what measures a step on a device, and what it told of the last one."""
+    from dispatchkit.execute.replay import timing
+
+    device, heard = _Device(), []
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(device.now_us * 1e3))
+    lane = type("Lane", (), {"tick": 0})()
+    learner = type("Dispatcher", (), {"observe": lambda self, outcome: heard.append(outcome)})()
+    learner.pace = 1
+    timings = timing.Timings(device, learner, lane, 1)
+
+    def run(*, ahead_us, host_us, device_us=10.0, learner=learner):
+        device.now_us = max(device.now_us, device.busy_until_us)
+        device.submit(0.0, ahead_us)
+        step = timings.begin(Batch(3), Decision.eager("test", timed=True))
+        device.submit(host_us, device_us)
+        timings.finish(step)
+        timings.drain(wait=True)
+        return heard[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ahead_us", "queued", "elapsed_us"),
+    [
+        pytest.param(0.0, False, 270.0, id="idle: the host gives the pace"),
+        pytest.param(100.0, True, 0.9 * 260.0, id="the device is done ahead of the host"),
+        pytest.param(900.0, True, 0.9 * 260.0, id="the device is behind all the while"),
+    ],
+)
+def test_a_step_costs_the_time_of_the_host_where_that_is_slower(
+    measured, ahead_us, queued, elapsed_us
+):
+    """Behind other work, events alone would show less than steps in a row have to wait."""
+    told = measured(ahead_us=ahead_us, host_us=260.0)
+    assert told.queued is queued
+    assert told.elapsed_us == pytest.approx(elapsed_us)
+
+
+def test_a_host_that_waits_for_room_in_the_queue_is_not_slow(measured):
+    """What it needs is known from steps that the device had come to meanwhile."""
+    for _ in range(3):
+        measured(ahead_us=0.0, host_us=260.0)
+    told = measured(ahead_us=9000.0, host_us=4000.0)
+    assert told.elapsed_us == pytest.approx(0.9 * 260.0)
+    told = measured(ahead_us=9000.0, host_us=200.0)
+    assert told.elapsed_us == pytest.approx(0.9 * 200.0)
+
+
+def test_a_host_that_has_become_slower_is_noticed(measured):
+    """By steps that the device has to wait for, which there are then."""
+    for _ in range(20):
+        measured(ahead_us=0.0, host_us=260.0)
+    for _ in range(20):
+        measured(ahead_us=100.0, host_us=500.0)
+    assert measured(ahead_us=9000.0, host_us=500.0).elapsed_us == pytest.approx(0.9 * 500.0)
 
 
 def test_a_policy_may_ask_for_fewer_steps_to_be_measured(make_runner, learning):

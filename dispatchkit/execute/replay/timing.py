@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -27,8 +28,15 @@ MAX_PENDING = 256
 #: Of the steps whose steady decision is timed, one in so many is measured.
 SAMPLE_EVERY = 16
 
+#: What a host that is slower than the device counts for: now and then there is work ahead, and
+#: it is not waited for.
+HOST_SHARE = 0.9
+
 # Times kept of each graph, and of eager at each size: for explanations, not for policies.
 KEPT_TIMES = 64
+
+# Of each graph, and of eager, how long the host took for so many steps without waiting.
+KEPT_SUBMITS = 16
 
 T = TypeVar("T")
 
@@ -50,6 +58,9 @@ class Measurement:
         step: How many steps had begun, this one included.
         queued: Other work was ahead of it on its stream.
         is_first: It runs eager, and no batch of its size has before.
+        begun_ns: When the host began to submit it, nanoseconds.
+        submit_us: How long the host took for that, microseconds.
+        was_ahead: The host was done before the device came to it.
     """
 
     start: Event
@@ -59,6 +70,9 @@ class Measurement:
     step: int
     queued: bool
     is_first: bool = False
+    begun_ns: int = 0
+    submit_us: float = 0.0
+    was_ahead: bool = False
 
 
 class Timings:
@@ -93,6 +107,7 @@ class Timings:
         self._spare: list[tuple[Event, Event]] = []
         self._fault: PolicyError | None = None
         self._read: dict[tuple[tuple[GraphKey, ...] | int, bool], deque[float]] = {}
+        self._submits: dict[tuple[GraphKey, ...], deque[float]] = {}
         self._first_eager: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -115,7 +130,8 @@ class Timings:
         self.due = step + self.sample_every * self._pace() - 1
         is_first = not decision.keys and self.first_eager_step(batch) >= step
         start.record(stream)
-        return Measurement(start, end, batch, decision, step, queued, is_first)
+        begun_ns = time.perf_counter_ns()
+        return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
     def first_eager_step(self, batch: Batch) -> int:
         """Return the step that first ran eager at the batch's size: the next one if none has."""
@@ -126,6 +142,8 @@ class Timings:
 
         The device has work at that moment, so that learning holds it up least.
         """
+        measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
+        measurement.was_ahead = measurement.queued and not measurement.start.query()
         measurement.end.record(self._backend.current_stream())
         with self._lock:
             self._pending.append(measurement)
@@ -167,7 +185,7 @@ class Timings:
                 if not self._pending or self._pending[0] is not head:
                     continue  # another thread told it, or it was let go of
                 self._pending.popleft()
-            elapsed = head.start.elapsed_us(head.end)
+            elapsed = self._elapsed_us(head)
             latest = self._read.setdefault(
                 (_ran(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
             )
@@ -186,6 +204,31 @@ class Timings:
                 )
             )
             told += 1
+
+    def _elapsed_us(self, done: Measurement) -> float:
+        """Return what a step took: of the device, or of the host where that is slower.
+
+        Behind other work the events show what the device needs. If all steps ran that way, the
+        device would soon have caught up with a host that needs longer.
+        """
+        elapsed = done.start.elapsed_us(done.end)
+        if self._clock != "device":
+            return elapsed
+        return max(elapsed, HOST_SHARE * self._host_us(done))
+
+    def _host_us(self, done: Measurement) -> float:
+        """Return how long the host needed to submit a step.
+
+        A stream takes about a thousand launches. A host that is so far ahead waits inside of a
+        launch for earlier steps to run: what a step needs is known from those that the device
+        had come to meanwhile.
+        """
+        known = self._submits.setdefault(done.decision.keys, deque(maxlen=KEPT_SUBMITS))
+        if not done.was_ahead:
+            known.append(done.submit_us)
+        elif known:
+            return min(done.submit_us, statistics.median(known))
+        return done.submit_us
 
     def _pace(self) -> int:
         """Return how many times as seldom the policy wants steps measured just now."""

@@ -87,8 +87,8 @@ def test_far_from_what_was_measured_little_is_known() -> None:
         arm.add(200, 50.0)
     assert arm.expect(200) == pytest.approx(50.0)
     assert 25.0 < (arm.expect(100) or 0.0) < 50.0
-    assert arm.curve.error(200) < 0.03
-    assert arm.curve.error(100) > 0.25
+    assert arm.error(200) < 0.03
+    assert arm.error(100) > 0.25
 
 
 @hypothesis.given(
@@ -102,8 +102,8 @@ def test_a_power_law_is_found_at_both_ends(slope: float, us: float, low: int, wi
     for n in (low, (low + top) // 2, top):
         assert arm.expect(n) == pytest.approx(us * (n / top) ** slope, rel=0.02)
     if slope > 0.1:
-        assert arm.curve.largest(math.log(us)) == pytest.approx(top, rel=0.2)
-        assert arm.curve.log_us(arm.curve.largest(math.log(us))) == pytest.approx(math.log(us))
+        assert arm.largest(math.log(us)) == pytest.approx(top, rel=0.2)
+        assert arm.log_us(arm.largest(math.log(us))) == pytest.approx(math.log(us))
 
 
 @pytest.mark.parametrize("over_tokens", [False, True])
@@ -143,7 +143,7 @@ def test_what_is_known_is_the_same_after_a_restart() -> None:
     arm, again = make(over_tokens=True), make(over_tokens=True)
     feed(arm, lambda n: 100.0 + n, sizes(400, 700, 50))
     again.restore(arm.estimate())
-    assert (again.expect(500), again.curve.error(500)) == (arm.expect(500), arm.curve.error(500))
+    assert (again.expect(500), again.error(500)) == (arm.expect(500), arm.error(500))
     assert again.samples == 50
 
 
@@ -159,25 +159,12 @@ def test_changes_of_other_arms_lead_only_so_far() -> None:
     """One after the other they would lead anywhere; a sample of its own ends that."""
     arm = make(over_tokens=True)
     feed(arm, lambda n: 1000.0, sizes(600, 700, 50))
-    before = arm.curve.error(650)
+    before = arm.error(650)
     for factor, expected in ((0.7, 400.0), (1.4, 2500.0)):
         for _ in range(10):
             arm.borrow(math.log(factor))
         assert arm.expect(650) == pytest.approx(expected, rel=0.05)
-    assert arm.curve.error(650) > 5 * before  # what is only believed is doubted
+    assert arm.error(650) > 5 * before  # what is only believed is doubted
     arm.add(650, 2500.0)
     arm.borrow(math.log(0.7))
     assert arm.expect(650) == pytest.approx(1750.0, rel=0.05)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_mixed_steps_take_what_each_kind_takes_by_its_share(share: float) -> None:
-    fast, slow = make(over_tokens=True), make(over_tokens=True)
-    feed(fast, lambda n: 2.0 * n, sizes(300, 512, 60))
-    feed(slow, lambda n: 900.0, sizes(300, 512, 60))
-    mixed = fast.curve.mixed(slow.curve, share)
-    for n in (300, 512):
-        expected = (2.0 * n) ** (1.0 - share) * 900.0**share
-        assert mixed.us(n) == pytest.approx(expected, rel=0.05)
-        errors = (1.0 - share) * fast.curve.error(n), share * slow.curve.error(n)
-        assert mixed.error(n) == pytest.approx(math.hypot(*errors))

@@ -34,7 +34,7 @@ def lines_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 
 def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() -> None:
-    """At most 50 µs in one step; those of outcomes are below 3 µs a step on average."""
+    """An outcome takes at most 50 µs, and outcomes below 3 µs a step on average."""
     costs = load_cost_model("mlp-h100")
     config = DispatchConfig(mode="FULL", max_num_tokens=2048, sizes="512,768,1024,2048")
     policy = AdaptivePolicy()
@@ -67,5 +67,5 @@ def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() ->
             told.append(lines_of(table.observe, outcome)[1])
     assert len(told) > STEPS / SAMPLE_EVERY / 2
     assert max(fills) <= 300
-    assert max(told) <= 850
+    assert max(told) <= 1000
     assert sum(told) <= 60 * STEPS

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any
 
-import attrs
-
-__all__ = ["KNOWN", "Arm", "Curve", "Watch"]
+__all__ = ["KNOWN", "Arm", "Watch"]
 
 #: Samples from which on an arm counts as known; their median is where the filter starts.
 KNOWN = 3
@@ -94,69 +92,15 @@ class Watch:
         self._sums, self._latest = [0.0], []
 
 
-@attrs.define
-class Curve:
-    """How long an arm is expected to take, and how sure that is.
-
-    Attributes:
-        log_top: Logarithm of the most tokens of the arm, where its level is.
-        level: Logarithm of the microseconds there; infinite without any sample.
-        slope: Power of the number of tokens.
-        var_level: Variance of the level.
-        covariance: That of level and slope.
-        var_slope: Variance of the slope.
-    """
-
-    log_top: float
-    level: float = math.inf
-    slope: float = 0.0
-    var_level: float = 1.0
-    covariance: float = 0.0
-    var_slope: float = 0.0
-
-    def log_us(self, num_tokens: float) -> float:
-        """Return the logarithm of the microseconds expected for a number of tokens."""
-        return self.level + self.slope * (math.log(num_tokens) - self.log_top)
-
-    def us(self, num_tokens: float) -> float:
-        """Return the microseconds expected for a number of tokens."""
-        return math.exp(self.log_us(num_tokens))
-
-    def error(self, num_tokens: float) -> float:
-        """Return the relative standard error of what is expected for a number of tokens."""
-        off = math.log(num_tokens) - self.log_top
-        return math.sqrt(self.var_level + off * (2.0 * self.covariance + off * self.var_slope))
-
-    def largest(self, log_us: float) -> float:
-        """Return up to how many tokens it takes at most a time; -inf if none do."""
-        off = log_us - self.level
-        if self.slope <= 1e-3:
-            return math.inf if off >= 0.0 else -math.inf
-        return math.exp(min(off / self.slope + self.log_top, 700.0))
-
-    def mixed(self, other: Curve, share: float) -> Curve:
-        """Return what steps take of which a share takes the time of another curve."""
-        rest = 1.0 - share
-        return Curve(
-            self.log_top,
-            rest * self.level + share * other.level,
-            rest * self.slope + share * other.slope,
-            rest * rest * self.var_level + share * share * other.var_level,
-            rest * rest * self.covariance + share * share * other.covariance,
-            rest * rest * self.var_slope + share * share * other.var_slope,
-        )
-
-
 class Arm:
     """The time of one arm in one regime.
 
     Args:
-        top: Most tokens of the arm.
+        top: Most tokens of the arm, where its level is.
         memory: About how many of the latest samples make the level.
         over_tokens: The time depends on the number of tokens.
 
     Attributes:
-        curve: What it is expected to take.
         samples: Samples taken.
         noise: Relative standard deviation of a sample.
         last_step: Number of the step that was measured last.
@@ -168,11 +112,14 @@ class Arm:
         self.samples, self.noise, self.last_step = 0, FIRST_NOISE, 0
         self.surprise, self.surprise_error = 0.0, 1.0
         self.watch = Watch()
-        self.curve = Curve(math.log(top))
-        if over_tokens:
-            self.curve.slope, self.curve.var_slope = FIRST_SLOPE, FIRST_SLOPE_ERROR**2
+        self._log_top = math.log(top)
         self._drift = 1.0 / (memory * memory)
         self._first: list[tuple[float, float]] = []
+        self._level = math.inf
+        self._slope, self._var_slope = 0.0, 0.0
+        if over_tokens:
+            self._slope, self._var_slope = FIRST_SLOPE, FIRST_SLOPE_ERROR**2
+        self._var_level, self._covariance = 1.0, 0.0
         self._borrowed = 0.0
 
     @property
@@ -180,53 +127,68 @@ class Arm:
         """There are enough samples to compare it with others."""
         return self.samples >= KNOWN
 
+    def log_us(self, num_tokens: float) -> float:
+        """Return the logarithm of the microseconds expected; infinite without any sample."""
+        return self._level + self._slope * (math.log(num_tokens) - self._log_top)
+
     def expect(self, num_tokens: float) -> float | None:
         """Return the microseconds expected for a number of tokens; None without any sample."""
-        return self.curve.us(num_tokens) if self.samples else None
+        return math.exp(self.log_us(num_tokens)) if self.samples else None
+
+    def error(self, num_tokens: float) -> float:
+        """Return the relative standard error of what is expected for a number of tokens."""
+        off = math.log(num_tokens) - self._log_top
+        return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
 
     def weight(self, num_tokens: float) -> float:
         """Return how many samples of this size would tell as much as is known."""
-        return (self.noise / self.curve.error(num_tokens)) ** 2
+        return (self.noise / self.error(num_tokens)) ** 2
+
+    def largest(self, log_us: float) -> float:
+        """Return up to how many tokens it takes at most a time; -inf if none do."""
+        off = log_us - self._level
+        if self._slope <= 1e-3:
+            return math.inf if off >= 0.0 else -math.inf
+        return math.exp(min(off / self._slope + self._log_top, 700.0))
 
     def add(self, num_tokens: float, us: float) -> float:
         """Take a sample; return by how much the level has jumped (a logarithm), 0 if it has not."""
-        curve = self.curve
-        off, log_us = math.log(num_tokens) - curve.log_top, math.log(us)
+        off, log_us = math.log(num_tokens) - self._log_top, math.log(us)
         self.samples += 1
         self._borrowed = 0.0
         if self.samples <= KNOWN:
-            self._first.append((off, log_us - curve.slope * off))
-            curve.level = median(level for _, level in self._first)
+            self._first.append((off, log_us - self._slope * off))
+            self._level = median(level for _, level in self._first)
             # It is known where it was measured, and at the top as well as the slope is.
             off = fmean(one for one, _ in self._first)
-            curve.covariance = -off * curve.var_slope
-            curve.var_level = MEDIAN_VARIANCE * self.noise**2 / self.samples
-            curve.var_level += off * off * curve.var_slope
+            self._covariance = -off * self._var_slope
+            self._var_level = MEDIAN_VARIANCE * self.noise**2 / self.samples
+            self._var_level += off * off * self._var_slope
             return 0.0
         noise2 = self.noise * self.noise
-        curve.var_level += self._drift * noise2
-        along = curve.var_level + off * curve.covariance
-        along_slope = curve.covariance + off * curve.var_slope
+        self._var_level += self._drift * noise2
+        along = self._var_level + off * self._covariance
+        along_slope = self._covariance + off * self._var_slope
         total = along + off * along_slope + noise2
         self.surprise_error = error = math.sqrt(total)
-        self.surprise = log_us - curve.level - curve.slope * off
+        self.surprise = log_us - self._level - self._slope * off
         standardized = min(max(self.surprise / error, -CLIP), CLIP)
         weight = min(KNOWN + self.samples, WINDOWS[-1][0])
         noise2 *= 1.0 + (standardized * standardized - 1.0) / weight
         self.noise = max(LEAST_NOISE, math.sqrt(noise2))
         jump, count = self.watch.add(self.evidence(LEAST_NOISE), self.surprise)
         if count:
-            curve.level += jump
-            curve.var_level += MEDIAN_VARIANCE * noise2 / count
+            self._level += jump
+            self._var_level += MEDIAN_VARIANCE * noise2 / count
             return jump
         if abs(standardized) >= CLIP:
             return 0.0
         clipped = self.surprise / total
-        curve.level += along * clipped
-        curve.slope += along_slope * clipped
-        curve.var_level -= along * along / total
-        curve.covariance -= along * along_slope / total
-        curve.var_slope -= along_slope * along_slope / total
+        self._level += along * clipped
+        self._slope += along_slope * clipped
+        self._var_level -= along * along / total
+        self._covariance -= along * along_slope / total
+        self._var_slope -= along_slope * along_slope / total
         return 0.0
 
     def evidence(self, least_error: float) -> float:
@@ -239,17 +201,23 @@ class Arm:
         """Expect a jump that was seen in other arms, at most ``OUTLIER`` until the next sample."""
         believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed
-        self.curve.level += jump
-        self.curve.var_level += 0.25 * jump * jump
+        self._level += jump
+        self._var_level += 0.25 * jump * jump
         self.watch.clear()
 
     # -- on disk ------------------------------------------------------------------------
 
     def estimate(self) -> dict[str, float]:
         """Return what is known, as numbers; see ``restore``."""
-        curve = attrs.asdict(self.curve)
-        del curve["log_top"]
-        return {"samples": self.samples, "noise": self.noise, **curve}
+        return {
+            "samples": self.samples,
+            "noise": self.noise,
+            "level": self._level,
+            "slope": self._slope,
+            "var_level": self._var_level,
+            "covariance": self._covariance,
+            "var_slope": self._var_slope,
+        }
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """Take over what ``estimate`` returned.
@@ -266,6 +234,8 @@ class Arm:
                 raise ValueError(f"{name} {value!r}")
         if numbers["covariance"] ** 2 > numbers["var_level"] * numbers["var_slope"] * (1 + 1e-6):
             raise ValueError(f"covariance {numbers['covariance']!r}")
-        curve = {name: float(value) for name, value in numbers.items()}
-        self.samples, self.noise = int(curve.pop("samples")), curve.pop("noise")
-        self.curve = Curve(self.curve.log_top, **curve)
+        self.samples, self.noise = int(numbers["samples"]), float(numbers["noise"])
+        self._level, self._slope = float(numbers["level"]), float(numbers["slope"])
+        self._var_level = float(numbers["var_level"])
+        self._covariance = float(numbers["covariance"])
+        self._var_slope = float(numbers["var_slope"])

@@ -15,7 +15,7 @@ import attrs
 from dispatchkit import Batch, BatchDescriptor, CellUpdate, Decision, GraphKey, RuntimeMode
 from dispatchkit.dispatch import Part, named_graphs
 
-from dispatchkit_adaptive.arms import Arm, Curve
+from dispatchkit_adaptive.arms import Arm
 from dispatchkit_adaptive.ledger import Stakes
 
 __all__ = ["ArmId", "Band", "Bucket", "Graphs"]
@@ -109,8 +109,7 @@ class Bucket:
         graph: The graphs in use; None where there are none.
         limit: Eager is used up to so many tokens.
         sizes: Fewest and most tokens of the batches asked for.
-        measured: Its arms with samples, of steps that began idle and of those behind other work;
-            None where that may have changed.
+        measured: Its arms that today's regime has samples of; None where that may have changed.
         waiting: Batches with a probe that has no outcome yet, and the arm to try.
         needless: Those whose arm was tried meanwhile.
         last_step: Step of the last outcome.
@@ -127,9 +126,7 @@ class Bucket:
     graph: Graphs | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     sizes: tuple[int, int] = (0, 0)
-    measured: tuple[dict[ArmId, Arm], dict[ArmId, Arm]] | None = attrs.field(
-        default=None, repr=False
-    )
+    measured: dict[ArmId, Arm] | None = attrs.field(default=None, repr=False)
     waiting: dict[Batch, ArmId] = attrs.field(factory=dict, repr=False)
     needless: list[Batch] = attrs.field(factory=list, repr=False)
     last_step: int = 0
@@ -183,7 +180,7 @@ class Bucket:
             self.waiting.pop(batch, None)
         return [CellUpdate(batch, None, one_shot=True) for batch in dropped]
 
-    def choose(self, known: Mapping[ArmId, Curve], stakes: Stakes) -> list[CellUpdate]:
+    def choose(self, known: Mapping[ArmId, Arm], stakes: Stakes) -> list[CellUpdate]:
         """Choose anew from what is known; return the cells whose answer changes."""
         before = self.graph, self.limit
         base = known.get(self.base_arm)
@@ -203,7 +200,7 @@ class Bucket:
         batch = attrs.evolve(self.example, num_tokens=int(first))
         return [CellUpdate(batch, None, up_to=int(last))]
 
-    def _choose_graph(self, known: Mapping[ArmId, Curve], stakes: Stakes, base: Curve) -> None:
+    def _choose_graph(self, known: Mapping[ArmId, Arm], stakes: Stakes, base: Arm) -> None:
         """Choose among graphs; one other than the base's has to be covered and better."""
         if self.base_arm is self.band:
             base_log, over = math.inf, math.inf
@@ -230,7 +227,7 @@ class Bucket:
             if log_us + change < now.log_us(1):
                 self.graph = graph
 
-    def _choose_limit(self, known: Mapping[ArmId, Curve], stakes: Stakes, base: Curve) -> None:
+    def _choose_limit(self, known: Mapping[ArmId, Arm], stakes: Stakes, base: Arm) -> None:
         """Choose up to how many tokens eager is used rather than the graph."""
         eager = known.get(self.band) if self.band else None
         graph = known.get(self.graph) if self.graph else None

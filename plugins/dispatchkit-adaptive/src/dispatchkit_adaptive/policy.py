@@ -31,7 +31,7 @@ from dispatchkit.files import real_target
 from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
 
-from dispatchkit_adaptive.arms import FIRST_NOISE, Arm, Curve, Watch
+from dispatchkit_adaptive.arms import FIRST_NOISE, Arm, Watch
 from dispatchkit_adaptive.buckets import (
     ArmId,
     Bucket,
@@ -68,9 +68,8 @@ _WORTH_SAVING = 8.0
 # How many times what it risks has to be there before fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
-# Weight of a steady outcome in the share of steps that found the device idle; how many times that
-# share such steps count; and by how much that has to move for all buckets to be chosen again.
-_IDLE_AVERAGING, _IDLE_COUNTS, _IDLE_MOVE = 0.02, 8.0, 0.05
+# Of the latest outcomes in a row, so many in a state of the stream that make it the usual one.
+_REGIME_CHANGE = 8
 # Parts are tried in place of one graph where they compute at most this share of its tokens.
 _WORTH_SPLITTING = 0.75
 # What an arm that was never measured is taken to cost, in times of the one in use.
@@ -137,9 +136,8 @@ class AdaptivePolicy:
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
         self.pace: int = 1
         self._random = random.Random(seed)
-        self._clock = "device"
-        self._idle = self.idle_weight = 1.0
-        self._steady = 0
+        self._regime: Regime = ("device", False)
+        self._other_regime = 0
         self._arms: dict[Regime, dict[ArmId, Arm]] = {}
         self._eager_watches: dict[Regime, Watch] = {}
         self._arm_ids: dict[ArmId, ArmId] = {}
@@ -264,8 +262,10 @@ class AdaptivePolicy:
             return self._choose_some()
         self._step = arm.last_step = outcome.step or self._step + 1
         changed = self._learn(arm, ran, regime, batch.num_tokens, us)
+        if outcome.won:
+            changed |= self._note_regime(regime)
         self._calm = 0 if changed else self._calm + 1
-        if (outcome.won and self._note_state(outcome)) or changed:
+        if changed:
             latest = sorted(self._buckets.values(), key=lambda one: -one.last_step)
             self._to_choose = deque(latest)
         if bucket is None or not outcome.won:
@@ -276,13 +276,9 @@ class AdaptivePolicy:
         bucket.last_step = self._step
         self._account(bucket, outcome, arm, expected, us, is_base=ran == bucket.base_arm)
         self.pace = self._next_pace(arm)
-        # One thing at a time, since a step waits for it; what is left is done at the next outcome.
-        return (
-            self._choose(bucket)
-            or self._probe(bucket, batch, ran)
-            or bucket.drop_probes()
-            or self._choose_some()
-        )
+        # A step waits for this: what is left is done at later outcomes.
+        updates = self._choose(bucket) + self._probe(bucket, batch, ran)
+        return updates or bucket.drop_probes() or self._choose_some()
 
     def record(
         self,
@@ -402,7 +398,7 @@ class AdaptivePolicy:
         found = self._buckets.values() if batch is None else [self._bucket_of.get(batch)]
         buckets = [bucket for bucket in found if bucket is not None and bucket.sizes[0]]
         return tuple(
-            describe(bucket, self._known(bucket), self._usual(bucket), self._step)
+            describe(bucket, self._known(bucket) or self._measured(bucket), self._step)
             for bucket in buckets
         )
 
@@ -445,62 +441,43 @@ class AdaptivePolicy:
             self._forget_measured()
         return arm
 
-    def _measured(self, bucket: Bucket) -> tuple[dict[ArmId, Arm], dict[ArmId, Arm]]:
-        """Return the arms of a bucket with samples: of idle steps, and of those behind others."""
+    def _measured(self, bucket: Bucket) -> dict[ArmId, Arm]:
+        """Return the arms of a bucket that today's regime has samples of."""
         if bucket.measured is None:
-            idle = self._arms.get((self._clock, False), {})
-            queued = self._arms.get((self._clock, True), {})
-            bucket.measured = (
-                {ident: idle[ident] for ident in bucket.arms if ident in idle},
-                {ident: queued[ident] for ident in bucket.arms if ident in queued},
-            )
+            arms = self._arms.get(self._regime, {})
+            bucket.measured = {ident: arms[ident] for ident in bucket.arms if ident in arms}
         return bucket.measured
-
-    def _usual(self, bucket: Bucket) -> dict[ArmId, Arm]:
-        """Return the arms of a bucket with samples of the kind of steps that counts for more."""
-        return self._measured(bucket)[self.idle_weight < 0.5]
 
     def _forget_measured(self) -> None:
         for bucket in self._buckets.values():
             bucket.measured = None
 
-    def _known(self, bucket: Bucket) -> dict[ArmId, Curve]:
-        """Return what is expected of the arms of a bucket, to compare; none without the base's.
-
-        Where both kinds of steps are known of the arms, by the weights that they have now.
-        """
-        idle, queued = map(_known_of, self._measured(bucket))
-        weight = self.idle_weight
-        first, second = (queued, idle) if weight < 0.5 else (idle, queued)
-        if 0.0 < weight < 1.0:
-            both = {
-                ident: curve.mixed(idle[ident], weight)
-                for ident, curve in queued.items()
-                if ident in idle
-            }
-            if len(both) > 1 and bucket.base_arm in both:
-                return both
-        for known in (first, second):
+    def _known(self, bucket: Bucket) -> dict[ArmId, Arm]:
+        """Return the arms of a bucket to compare: all of one regime, today's if it is known."""
+        known = _known_of(self._measured(bucket))
+        if len(known) > 1 and bucket.base_arm in known:
+            return known
+        for regime in self._regimes()[1:]:
+            arms = self._arms.get(regime, {})
+            known = _known_of({ident: arms[ident] for ident in bucket.arms if ident in arms})
             if len(known) > 1 and bucket.base_arm in known:
                 return known
         return {}
 
+    def _regimes(self) -> list[Regime]:
+        """Return the regimes that may have samples, today's first."""
+        return [self._regime, *(each for each in self._arms if each != self._regime)]
+
     def _buckets_with(self, ident: ArmId) -> Iterator[Bucket]:
         return (bucket for bucket in self._buckets.values() if ident in bucket.arms)
 
-    def _note_state(self, outcome: Outcome) -> bool:
-        """Follow how often the device is found idle; return whether choices may change by it."""
-        if outcome.clock != self._clock:
-            self._clock = outcome.clock
-            self._forget_measured()
-        if not outcome.decision.one_shot:
-            self._steady += 1
-            weight = max(_IDLE_AVERAGING, 1.0 / self._steady)
-            self._idle += weight * ((not outcome.queued) - self._idle)
-        weight = min(1.0, _IDLE_COUNTS * self._idle)
-        if abs(weight - self.idle_weight) < _IDLE_MOVE:
+    def _note_regime(self, regime: Regime) -> bool:
+        """Follow the state the stream is mostly found in; return whether it changed."""
+        self._other_regime = 0 if regime == self._regime else self._other_regime + 1
+        if self._other_regime < _REGIME_CHANGE:
             return False
-        self.idle_weight = weight
+        self._regime, self._other_regime = regime, 0
+        self._forget_measured()
         return True
 
     def _learn(self, arm: Arm, ident: ArmId, regime: Regime, num_tokens: int, us: float) -> bool:
@@ -525,7 +502,7 @@ class AdaptivePolicy:
         """Choose again in a bucket; return the cells whose answer changes."""
         known, ledger = self._known(bucket), self.ledger
         base = known.get(bucket.base_arm)
-        typical = 0.0 if base is None else base.us(size_of(bucket.base_arm))
+        typical = 0.0 if base is None else base.expect(size_of(bucket.base_arm)) or 0.0
         room = ledger.allowance(typical) - _at_risk_us(bucket)
         horizon = ledger.horizon()
         return bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
@@ -561,23 +538,22 @@ class AdaptivePolicy:
                 ledger.lead_us -= bucket.unproven_us * faster
                 bucket.unproven_us = 0.0
             return
-        base = self._measured(bucket)[outcome.queued].get(bucket.base_arm)
-        curve = self._known(bucket).get(bucket.base_arm) if base is None else base.curve
-        if curve is None:
+        base = self._known(bucket).get(bucket.base_arm) or self._measured(bucket).get(
+            bucket.base_arm
+        )
+        if base is None:
             # Nothing is known to compare with: taken for a loss of all it took.
             ledger.account(steps, us, 2.0 * us)
             return
-        base_us = curve.us(size)
+        base_us = base.expect(size) or us
         if before is not None and not 0.4 < us / before < 2.5:
             us = before  # an outlier, which would have come under the base as well
-        ledger.account(steps, base_us * (1.0 - curve.error(size)), us)
+        ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 
     def _next_pace(self, arm: Arm) -> int:
         """Return how seldom steps are to be measured from now on."""
         ledger, plain = self.ledger, self.ledger.spacing / self.pace
-        if _IDLE_MOVE < self.idle_weight < 1.0:
-            return 1  # between host and device, what is best changes with how often one waits
         if arm.watch.is_suspicious or plain < _WORTH_SAVING or not ledger.steps:
             return 1  # an odd time: look again soon
         pace, mean_us = 1, ledger.base_us / ledger.steps
@@ -596,7 +572,7 @@ class AdaptivePolicy:
             return []
         size = batch.num_tokens
         current = bucket.choice(size)
-        arms = self._usual(bucket)
+        arms = self._measured(bucket)
         now = arms.get(current)
         if now is None:
             return []
@@ -609,7 +585,7 @@ class AdaptivePolicy:
         base = arms.get(bucket.base_arm)
         if base is not None and bucket.base_arm != current:
             # Somewhat before the account is used up where it costs little, and else at the last.
-            behind = math.expm1(base.curve.log_us(size) - now.curve.log_us(size))
+            behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
                 return self._send(bucket, batch, bucket.base_arm)
         for ident in bucket.arms:
@@ -635,18 +611,17 @@ class AdaptivePolicy:
     def _guess(self, ident: ArmId, current: ArmId, num_tokens: int) -> float:
         """Return how many times as long an arm may take of which little is known.
 
-        What is known of the arm itself in steps of the other kind says most, then what is known
-        of the arm that is most like it.
+        What is known of the arm itself in another regime says most, then what is known of the
+        arm that is most like it.
         """
         for is_like in (False, True):
-            for queued in (self.idle_weight < 0.5, self.idle_weight >= 0.5):
-                arms = self._arms.get((self._clock, queued), {})
+            for regime in self._regimes():
+                arms = self._arms.get(regime, {})
                 one, other = arms.get(ident), arms.get(current)
                 if is_like:
                     one, other = _most_like(ident, arms), _most_like(current, arms)
                 if one is not None and other is not None:
-                    gap = one.curve.log_us(num_tokens) - other.curve.log_us(num_tokens)
-                    return 1.2 * math.exp(gap)
+                    return 1.2 * math.exp(one.log_us(num_tokens) - other.log_us(num_tokens))
         return _UNKNOWN_COST
 
     def _send(self, bucket: Bucket, batch: Batch, ident: ArmId) -> list[CellUpdate]:
@@ -663,8 +638,8 @@ def _at_risk_us(bucket: Bucket) -> float:
     return bucket.unproven_us * (1.0 - 1.0 / DRIFT)
 
 
-def _known_of(measured: Mapping[ArmId, Arm]) -> dict[ArmId, Curve]:
-    return {ident: arm.curve for ident, arm in measured.items() if arm.is_known}
+def _known_of(measured: Mapping[ArmId, Arm]) -> dict[ArmId, Arm]:
+    return {ident: arm for ident, arm in measured.items() if arm.is_known}
 
 
 def _most_like(ident: ArmId, arms: Mapping[ArmId, Arm]) -> Arm | None:

@@ -9,7 +9,7 @@ import attrs
 
 from dispatchkit import Batch
 
-from dispatchkit_adaptive.arms import Arm, Curve
+from dispatchkit_adaptive.arms import Arm
 from dispatchkit_adaptive.buckets import ArmId, Bucket, name_of
 
 __all__ = ["ArmReport", "BucketReport", "describe"]
@@ -84,24 +84,21 @@ class BucketReport:
         return "\n".join(lines)
 
 
-def describe(
-    bucket: Bucket, known: Mapping[ArmId, Curve], measured: Mapping[ArmId, Arm], step: int
-) -> BucketReport:
-    """Put together what is known of a bucket: what is expected, and the samples behind it."""
+def describe(bucket: Bucket, known: Mapping[ArmId, Arm], step: int) -> BucketReport:
+    """Put together what is known of a bucket."""
     low, high = bucket.sizes
     current = bucket.choice(high)
-    curves = known or {ident: arm.curve for ident, arm in measured.items()}
-    in_use = curves.get(current)
+    in_use = known.get(current)
     arms = []
     for ident in sorted(bucket.arms, key=lambda one: one != current):
-        arm, curve = measured.get(ident), curves.get(ident)
-        gap = None if curve is None or in_use is None else curve.log_us(high) - in_use.log_us(high)
+        arm = known.get(ident)
+        gap = None if arm is None or in_use is None else arm.log_us(high) - in_use.log_us(high)
         arms.append(
             ArmReport(
                 arm=name_of(ident),
                 samples=0 if arm is None else arm.samples,
-                median_us=None if curve is None else curve.us(high),
-                error=1.0 if curve is None else curve.error(high),
+                median_us=None if arm is None else arm.expect(high),
+                error=1.0 if arm is None else arm.error(high),
                 margin=None if gap is None else math.expm1(gap),
                 age=0 if arm is None else step - arm.last_step,
             )
