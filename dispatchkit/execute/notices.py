@@ -1,4 +1,4 @@
-"""What a runner tells observers of: cold events, through its plugins."""
+"""Notifications of a runner's observers about rare events."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 class Notices:
-    """Tells the observers of one runner.
+    """Notifies the observers of one runner.
 
     Args:
-        plugins: Whose hooks and observers; None: nobody listens.
+        plugins: The plugins with the observers, or None.
     """
 
     def __init__(self, plugins: PluginSet | None) -> None:
         self._plugins = plugins
 
     def tell(self, event: object) -> None:
-        """Tell of an event; what observers raise is contained."""
+        """Send an event; exceptions of observers are logged, not raised."""
         if self._plugins is not None:
             self._plugins.notifier.notify(event)
 
     def policy_swapped(self, policy: str, previous: str | None, epoch: int) -> None:
-        """Tell that a policy, or a configuration, is in force."""
+        """Send the event of a policy or configuration that took effect."""
         self.tell(PolicySwappedEvent(policy=policy, epoch=epoch, previous=previous))
 
     def policy_at_fault(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
-        """Tell that a policy raised or broke a hard constraint."""
+        """Send the event of a policy that raised or broke a hard constraint."""
         self.tell(
             PolicyErrorEvent(
                 policy=error.policy,

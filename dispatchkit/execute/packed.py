@@ -1,8 +1,8 @@
-"""A runner for items of different length: packed into steps, results by item.
+"""Run items of different lengths, packed into steps, with results per item.
 
-Texts, images and clips of one call differ in length. Padded one by one to the longest, most of a
-batch is padding. Packed, the tokens of several items lie one behind the other in one step, and the
-step is told where each begins. A packer chooses which items share a step (``dispatch/packing``).
+Texts, images and clips of one call differ in length. If each is padded to the longest, most of a
+batch is padding. Instead, the tokens of several items are concatenated in one step, which gets the
+offset of each item. A packer chooses the items that share a step (``dispatch/packing``).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from dispatchkit.execute.runner import GraphRunner
 
 Results = Literal["token", "item"]
 
-#: Inputs that are made for a step that declares them: where each item begins (and the last one
-#: ends), how long each is, the item of each token in its bin, and its place in the item.
+#: Inputs created for a step that declares them: the offset of each item (and the end of the last),
+#: the length of each, the item of each token in its bin, and the token's position in the item.
 MADE_INPUTS: Final = ("offsets", "lengths", "item_of_token", "positions")
 
 
 class PackedRunner:
-    """Calls a runner on items of different length, several of them in one step.
+    """Calls a runner on items of different lengths, several of them per step.
 
     Args:
         runner: Its rows are tokens; an axis counts the items of a step. Inputs named ``offsets``,
-            ``lengths``, ``item_of_token`` and ``positions`` are made where it declares them. Its
-            outputs must be owned, since a later bin would overwrite them.
+            ``lengths``, ``item_of_token`` and ``positions`` are created if it declares them. Its
+            outputs must be owned, since a later bin would overwrite views.
         packer: Divides the items of a call into steps.
         items: Name of the axis that counts items.
         results: What the rows of the step's outputs are: ``token`` or ``item``; one for all
-            tensors, or one for each, in their order.
+            tensors, or one per tensor, in order.
 
     Raises:
-        ConfigError: The runner is no GraphRunner (but one of ranks, say), has no such axis, or its
-            outputs are views.
+        ConfigError: The runner is not a GraphRunner (for example, one of ranks), has no such axis,
+            or its outputs are views.
 
-    Thread safety: as the runner's.
+    Thread safety: that of the runner.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class PackedRunner:
                 "runner",
                 type(runner).__name__,
                 "a GraphRunner",
-                "One that agrees on steps with other ranks cannot be packed: ranks divide their "
-                "items into different numbers of steps. Pack before, and call it once for each "
-                "bin, with idle() where a rank has fewer.",
+                "A runner that agrees on steps with other ranks cannot be packed, since ranks "
+                "divide their items into different numbers of steps. Pack before, and call it "
+                "once per bin, with idle() on ranks with fewer bins.",
             )
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
@@ -70,7 +70,7 @@ class PackedRunner:
             raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items")
         kinds = (results,) if isinstance(results, str) else tuple(results)
         if not kinds or set(kinds) - {"token", "item"}:
-            raise ConfigError("results", results, "'token' or 'item', or one for each output")
+            raise ConfigError("results", results, "'token' or 'item', or one of these per output")
         self.runner: GraphRunner = runner
         self._packer, self._items = packer, items
         self._results: Results | tuple[Results, ...] = (
@@ -99,16 +99,16 @@ class PackedRunner:
         self._device = torch.device(runner.backend.torch_device)
 
     def __call__(self, **inputs: Sequence[Any]) -> list[Any]:
-        """Run the step on all items and return what it computes for each, in their order.
+        """Run the step on all items and return the results of each, in order.
 
         Args:
-            inputs: For each input of tokens, a tensor of each item, of the item's length. For each
-                input of items, a value of each item.
+            inputs: For each input of tokens, one tensor per item, of the item's length. For each
+                input of items, one value per item.
 
         Raises:
-            InputError: An input is missing or unknown, has another number of items than another, or
-                an item has no tokens, or other numbers of them in two inputs.
-            PolicyError: The packer's answer cannot be run.
+            InputError: An input is missing or unknown, inputs differ in their numbers of items, or
+                an item has no tokens or different numbers of them in two inputs.
+            PolicyError: The packer's answer is invalid.
         """
         lengths = self._checked(inputs)
         if not lengths:
@@ -133,13 +133,11 @@ class PackedRunner:
         for name in (*wanted, *inputs):
             if name not in inputs or name not in wanted:
                 allowed = ", ".join(wanted)
-                raise InputError(
-                    name, f"Packed calls take {allowed}, a sequence of items for each."
-                )
+                raise InputError(name, f"Packed calls take {allowed}, each as a sequence of items.")
         num_items = {name: len(values) for name, values in inputs.items()}
         if len(set(num_items.values())) > 1:
             raise InputError(
-                wanted[0], f"All inputs have the same number of items, not {num_items}."
+                wanted[0], f"All inputs must have the same number of items, got {num_items}."
             )
         lead = self._of_tokens[0]
         lengths = [int(value.shape[0]) for value in inputs[lead]]
@@ -150,7 +148,7 @@ class PackedRunner:
                     raise InputError(name, f"Item {item} has no tokens; leave it out.")
                 if length != lengths[item]:
                     raise InputError(
-                        name, f"Item {item} has {length} tokens, and {lengths[item]} in {lead!r}."
+                        name, f"Item {item} has {length} tokens, but {lengths[item]} in {lead!r}."
                     )
         return lengths
 

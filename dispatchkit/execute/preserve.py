@@ -1,4 +1,4 @@
-"""Run a step any number of times without a trace: what it changes is put back at the end."""
+"""Run a step any number of times and undo its effects at the end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 
 @contextmanager
 def preserved_state(runner: GraphRunner) -> Iterator[None]:
-    """Put back at the end what the runner's step changes, declared or found at capture.
+    """Restore at the end all state that the runner's step changes, declared or detected at capture.
 
-    That is its state (a key/value cache), undeclared writes that its graphs keep alive, and
-    random generators. The device is waited for first.
+    This includes its state (a key/value cache), undeclared writes that its graphs keep alive, and
+    random generators. It first waits for the device.
 
     Args:
-        runner: Captured, so that its undeclared writes are known.
+        runner: A captured runner, so that its undeclared writes are known.
     """
     state = runner.spec.state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)

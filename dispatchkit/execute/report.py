@@ -1,4 +1,4 @@
-"""What a runner shows: the ladder of its keys, and a progress bar while it captures."""
+"""The text of a runner: its keys with their states, and a progress bar for captures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ladder(executors: Sequence[Executor]) -> str:
     mode, asked = first.dispatcher.config.mode, first.asked_mode
     resolved = "" if mode is asked else f" (asked: {asked})"
     can_split = first.work.step.can_split
-    pieces = "FULL and PIECEWISE" if can_split else "FULL alone: the step is not split"
+    pieces = "FULL and PIECEWISE" if can_split else "FULL only: the step is not split"
     policy = first.dispatcher.policy_name
     modes = ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
     lines = [
@@ -38,7 +38,7 @@ def ladder(executors: Sequence[Executor]) -> str:
     rows = []
     for key in sorted(first.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
         entry = first.registry.get(key)
-        if entry is None:  # a swap has just taken it away
+        if entry is None:  # a swap has just removed it
             continue
         state = _state(executors, key) + ("" if first.registry.is_enabled(key) else ", disabled")
         misses = _misses(executors, key)
@@ -67,11 +67,11 @@ def ladder(executors: Sequence[Executor]) -> str:
 
 
 def _state(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return the state of a key, and on which lanes where it is not the same on all."""
+    """Return the state of a key, with lanes if it differs between them."""
     lanes: dict[str, list[str]] = {}
     for index, member in enumerate(executors):
         entry = member.registry.get(key)
-        # A graph that was registered by hand is known on the first lane alone.
+        # A graph registered by hand is known only on the first lane.
         state = "unknown" if entry is None else str(entry.state)
         lanes.setdefault(state, []).append(str(index))
     if len(lanes) == 1:
@@ -80,13 +80,13 @@ def _state(executors: Sequence[Executor], key: GraphKey) -> str:
 
 
 def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return what is known against padding batches to a key, or of its segments, in words."""
+    """Describe what is known about padding batches to a key, or about its segments."""
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
-            return f"replays {key.num_tokens} rows alone, {step.rows.reason}: {step.rows.finding}"
+            return f"replays only {key.num_tokens} rows, {step.rows.reason}: {step.rows.finding}"
         if step is not None and step.rows.min_rows > 1:
-            return f"replays {step.rows.min_rows} rows or more: fewer have other outputs"
+            return f"replays {step.rows.min_rows} rows or more: outputs of fewer differ"
         if step is not None and step.rows.coupling:
             return f"serves no part of a split batch: {step.rows.coupling}"
         if step is not None and step.pieces is not None and step.pieces.segments:
@@ -100,7 +100,7 @@ def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]
 
 @contextmanager
 def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
-    """Give what shows the progress of a capture session on stderr: a bar, lines, or nothing."""
+    """Return the progress display of a capture session on stderr: a bar, lines, or none."""
     if callable(progress):
         yield progress
     elif not progress:
@@ -118,7 +118,7 @@ def _what(key: GraphKey | None) -> str:
 def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-    # Overwrites itself; the spaces rub out a longer line before it.
+    # Overwrites itself; the spaces erase a longer previous line.
     end = "\n" if key is None else ""
     sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_what(key):<24}{end}")
     sys.stderr.flush()

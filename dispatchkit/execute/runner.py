@@ -1,4 +1,4 @@
-"""GraphRunner: a step function, the graphs of it, and the policy that chooses among them."""
+"""GraphRunner: a step function, its graphs, and the policy that chooses among them."""
 
 from __future__ import annotations
 
@@ -46,51 +46,51 @@ def _remake(spec: RunnerSpec) -> GraphRunner:
 
 
 class GraphRunner:
-    """Run a step through captured graphs, padded to the nearest size, or eager.
+    """Runs a step through captured graphs, padded to the next size, or eager.
 
-    A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
-    every step runs under ``torch.no_grad()``, eager ones too. A padded step that draws random
-    numbers draws for the rows of padding too: see docs/how-to/steps.md. Python effects of the step
-    (appends, attribute writes, prints) happen in warmup and capture, not at replay.
+    A call returns what the step itself returns for the same inputs. Graphs do not support
+    gradients: every step, including eager ones, runs under ``torch.no_grad()``. A padded step that
+    draws random numbers also draws for padding rows: see docs/how-to/steps.md. Python effects of
+    the step (appends, attribute writes, prints) happen in warmup and capture, not at replay.
 
     Args:
         step: A function of the named inputs, a module, or a list of ``graph_piece(fn)`` and
             ``eager_piece(fn)``.
-        inputs: Static inputs by name. A ``SlotState`` among them is state of sessions: calls name
-            slots, and the step is given the rows of these.
-        example: One tensor for each input, in place of ``inputs``.
+        inputs: Static inputs by name. A ``SlotState`` among them is state of sessions: calls pass
+            slots, and the step gets their rows.
+        example: One tensor per input, instead of ``inputs``.
         sizes: Capture sizes in tokens, by default derived from ``max_num_tokens``.
         max_num_tokens: Largest batch in tokens.
         mode: Which runtime modes decode and mixed batches use.
-        axes: Further facts that graphs are made for; each call gives their values by name.
+        axes: User-defined axes that graphs are captured for; each call passes their values by name.
         policy: Name of the policy, or an object; by default the one that a plugin selects
-            for the configuration, else ``vllm``. With plugins of your own:
+            for the configuration, else ``vllm``. With your own plugins:
             ``plugins.with_policy("vllm")``.
         backend: ``auto``, a backend's name, or an object.
-        outputs: ``owned``: each call returns fresh tensors. ``view``: what it returns is
-            valid until the runner's next call, and what a lane returns until that lane's next.
+        outputs: ``owned``: each call returns fresh tensors. ``view``: results are valid until the
+            runner's next call, and a lane's results until the lane's next step.
         state: Tensors the step changes, such as a KV cache, or a ``StepState`` of these,
             scratch tensors and generators. They are saved around warmups.
-        lazy: Capture a key when a call asks for it.
-        lanes: Streams that ``submit`` spreads steps over, each with buffers, graphs, table and
-            budget of its own; ``Lanes(4, policy)`` for a lane policy that is an object,
-            ``Lanes(memory=memory)`` for a ``GraphMemory`` that runners share.
+        lazy: Capture a key when a call needs it.
+        lanes: Streams that ``submit`` spreads steps over, each with its own buffers, graphs, table
+            and budget; ``Lanes(4, policy)`` for a lane policy object, ``Lanes(memory=memory)`` for
+            a ``GraphMemory`` that runners share.
         options: All other settings.
 
     Attributes:
         backend: The device.
         buffers: The static inputs by name, for callers that write them themselves; see
             ``run_in_place``.
-        controls: Capture, freeze, evict, and what is asked for seldom: warm-ups beforehand,
-            graphs from elsewhere, keys switched off, how a graph is launched.
-        lanes: The lanes, each an executor with a dispatcher, graphs and counters of its own.
-        taps: What follows the decisions of steps: recordings, listeners, watchers.
+        controls: Capture, freeze, evict, and rarely used operations: warmup in advance, foreign
+            graphs, switching keys off, how a graph is launched.
+        lanes: The lanes, each an executor with its own dispatcher, graphs and counters.
+        taps: Recordings, listeners and watchers of steps.
         decisions: Steps that are decided first and run later, as ranks do.
-        swapper: Changes what decides, while steps run.
+        swapper: Swaps policy, configuration or limits while steps run.
 
     Raises:
-        ConfigError: A setting cannot be used, or two contradict each other.
-        UnknownNameError: No policy, backend, mode or dtype goes by a given name.
+        ConfigError: A setting is invalid, or two contradict each other.
+        UnknownNameError: There is no policy, backend, mode or dtype of a given name.
 
     Thread safety: any thread may call it; steps run one at a time.
     """
@@ -135,7 +135,7 @@ class GraphRunner:
             mode=mode,
             axes=axes,
         )
-        # What was asked for: copies, lanes and swaps are made from it.
+        # The specification, from which copies, lanes and swaps are made.
         spec = RunnerSpec(
             step=step,
             inputs=inputs,
@@ -163,7 +163,7 @@ class GraphRunner:
         self.taps: StepTaps = StepTaps(executors, lock)
         self.decisions: DecisionRunner = DecisionRunner(self._executor, reader, self.taps, lock)
         self.swapper: Swapper = Swapper(self._executor, self.taps, len(executors), lock)
-        # Found once, since a step asks for each of them.
+        # Looked up once, since each step needs them.
         self._axes, self._is_special = work.axes, reader.is_special
         self._bind, self._to_arrays, self._check = reader.bind, reader.to_arrays, reader.check
         self._is_capturing = self.backend.is_capturing
@@ -181,24 +181,24 @@ class GraphRunner:
         ceiling: int = 2,
         **inputs: Any,
     ) -> Any:
-        """Run one step; it runs exactly once, whatever fails.
+        """Run one step, exactly once, whatever fails.
 
         Args:
             args: Inputs in declared order, or
             inputs: Inputs, and values of axes, by name.
-            num_reqs: Requests in the batch; 0 where they are not known.
-            uniform: True for a uniform decode batch: every request is past its prompt and brings
-                exactly ``query_len`` tokens. False for a mixed batch, as any with a chunk of a
-                prompt is, the last one too, whatever its length.
+            num_reqs: Requests in the batch; 0 if unknown.
+            uniform: True for a uniform decode batch: every request is past its prompt and has
+                exactly ``query_len`` tokens. False for a mixed batch, which includes any batch with
+                a chunk of a prompt, even the last chunk, whatever its length.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
 
         Returns:
-            What the step returns for these inputs.
+            The step's results for these inputs.
 
         Raises:
             InputError: An input is missing, unknown, or of another type, device or shape.
-            DescriptorError: A fact of the batch is impossible or above its limit.
+            DescriptorError: A property of the batch is impossible or above its limit.
             NoGraphError: Eager is not allowed, or a downgrade in a strict runner.
             ReplayError: A replay failed after the step may have changed something.
         """
@@ -212,7 +212,7 @@ class GraphRunner:
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
             return executor.eager.run_inside_capture(tensors, num_tokens)
-        # A signal's exception may come behind a call of acquire(), and not in a with statement.
+        # A signal handler may raise after a call of acquire(), but not inside a with statement.
         with self._lock:
             try:
                 plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -235,10 +235,10 @@ class GraphRunner:
         loras: int = 0,
         ceiling: int = 2,
     ) -> Any:
-        """Run one step on what is in ``buffers`` already: decide and launch, no more.
+        """Run one step on the contents of ``buffers``: only decide and launch.
 
-        Rows from ``num_tokens`` on need not be written: the runner sets those that its earlier
-        steps used back to fill. Everything else is as in a call.
+        Rows from ``num_tokens`` on need not be written: the runner refills those used by its
+        earlier steps. Everything else is as in a call.
 
         Raises:
             InputError: No graph serves the batch, and it is larger than the buffers.
@@ -272,10 +272,10 @@ class GraphRunner:
         priority: int = 0,
         **inputs: Any,
     ) -> StepHandle:
-        """Queue one step on a lane and return at once; it runs exactly once.
+        """Queue one step on a lane and return immediately; it runs exactly once.
 
-        The step waits for what the current stream holds now. Inputs on the device must not be
-        written before the step is done: let the writing stream ``wait`` for the handle. Host
+        The step waits for the work now queued on the current stream. Inputs on the device must not
+        be written before the step is done: make the writing stream ``wait`` for the handle. Host
         inputs are copied before this returns.
 
         Args:
@@ -285,7 +285,7 @@ class GraphRunner:
             uniform: Kind of batch.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed.
-            priority: How urgent the step is, for lane policies that care.
+            priority: Urgency of the step, for lane policies that use it.
 
         Raises:
             InputError: As in a call.
@@ -311,62 +311,61 @@ class GraphRunner:
         progress: bool | Callable[[int, int, GraphKey | None], None] = False,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys that have no graph yet, largest first; failures are contained.
+        """Capture the keys without a graph, largest first; failures are recorded, not raised.
 
-        A policy that learns is then given the timed runs it asks for, see ``CalibrationRuns``.
+        A learning policy then gets the timed runs it requests, see ``CalibrationRuns``.
 
         Args:
-            keys: Which; all declared ones by default. Each lane captures those that have a
-                home on it by its lane policy.
+            keys: The keys; by default all declared ones. Each lane captures those that the lane
+                policy assigns to it.
             progress: Show a progress bar on stderr, or call this with (done, total, key).
-            again: Also those that failed so often that they are left alone: for when the
-                cause has been mended.
+            again: Also retry keys that failed too often, after the cause was fixed.
         """
         return self.controls.capture(keys, progress=progress, again=again)
 
     def freeze(self, *, strict: bool | None = None) -> None:
-        """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
+        """Stop capturing; keys without a graph run eager, or raise in strict mode."""
         return self.controls.freeze(strict=strict)
 
     def unfreeze(self) -> None:
-        """Allow captures again, lazy ones where the runner is lazy: to wake up after a sleep."""
+        """Allow captures again, including lazy ones in a lazy runner."""
         return self.controls.unfreeze()
 
     def evict(self, key: GraphKey) -> None:
-        """Give up the graphs of a key.
+        """Evict the graphs of a key.
 
         Raises:
-            RegistryError: It has none.
+            RegistryError: It has no graph.
         """
         return self.controls.evict(key)
 
     def clear(self) -> None:
-        """Give up all graphs."""
+        """Evict all graphs."""
         return self.controls.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Give up all graphs because what they read was replaced; capture them again after.
+        """Release all graphs because memory they read was replaced, and allow recapturing them.
 
-        Weights that are copied in place need none of this.
+        Not needed for weights that are copied in place.
 
         Returns:
-            How many graphs there were.
+            The number of graphs released.
         """
         return self.controls.invalidate(reason)
 
     def drain(self, *, wait: bool = False) -> int:
-        """Give the outcomes of measured steps that are done to the policy; how many."""
+        """Pass outcomes of finished measured steps to the policy; return their number."""
         return self.controls.drain(wait=wait)
 
     # -- reading ------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the graphs take: their pool, and the outputs they share."""
+        """Bytes of the graphs: their pool and their shared outputs."""
         return self.controls.num_bytes
 
     def stats(self) -> RunnerStats:
-        """Return what has been done so far, on all lanes together."""
+        """Return the counters of all lanes together."""
         return self.controls.stats()
 
     def explain(
@@ -380,27 +379,27 @@ class GraphRunner:
         cost_model: CostModel | str | None = None,
         **axes: int,
     ) -> Explanation:
-        """Say what would happen to a batch and why, without running or counting anything.
+        """Explain what would happen to a batch, without running or counting anything.
 
-        It says what such steps took, where the policy had some timed and they were read
-        (``drain`` does that too).
+        It includes times of equal steps, if the policy had some measured and they were read
+        (``drain`` also reads them).
 
         Args:
             num_tokens: Tokens of the batch.
             num_reqs: Requests in it; 0 where they are not known.
-            uniform: True for a uniform decode batch: every request is past its prompt and brings
-                exactly ``query_len`` tokens. False for a mixed batch, as any with a chunk of a
-                prompt is, the last one too, whatever its length.
+            uniform: True for a uniform decode batch: every request is past its prompt and has
+                exactly ``query_len`` tokens. False for a mixed batch, which includes any batch with
+                a chunk of a prompt, even the last chunk, whatever its length.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
-            cost_model: Say what the step costs by this model too: an object, such as one that
-                ``calibrate`` made of this runner. With dispatchkit-plan installed also the name
-                of a model that it brings, or a file.
-            axes: The value of each axis, by its name.
+            cost_model: Also show the step's cost by this model: an object, such as one created by
+                ``calibrate`` from this runner. With dispatchkit-plan installed, also the name of
+                one of its models, or a file.
+            axes: The value of each axis, by name.
 
         Raises:
             DescriptorError: The batch is impossible.
-            ConfigError: ``cost_model`` is not one.
+            ConfigError: ``cost_model`` is invalid.
             MissingDistributionError: It is a name or a file, and dispatchkit-plan is missing.
             UnknownNameError: There is no such cost model.
         """
@@ -410,22 +409,22 @@ class GraphRunner:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """Decides; on the first lane."""
+        """The dispatcher of the first lane."""
         return self._executor.dispatcher
 
     @property
     def registry(self) -> GraphRegistry:
-        """The keys and their graphs; on the first lane."""
+        """The keys and their graphs, on the first lane."""
         return self._executor.registry
 
     @property
     def config(self) -> DispatchConfig:
-        """Sizes, limits and modes in force; without PIECEWISE where the step is whole."""
+        """Sizes, limits and modes in force; without PIECEWISE if the step is not split."""
         return self._executor.dispatcher.config
 
     @property
     def spec(self) -> RunnerSpec:
-        """What it is asked to be: copies are made from it."""
+        """The specification, from which copies are made."""
         return self._executor.spec
 
     # -- while serving ------------------------------------------------------------------
@@ -445,37 +444,38 @@ class GraphRunner:
         eviction: str | None = None,
         ahead: bool | None = None,
     ) -> SwapReport:
-        """Change what decides, or its limits, while other threads run steps.
+        """Swap policy, configuration or limits while other threads run steps.
 
-        Every step runs exactly once: those that have begun under what was in force, those that
-        begin later under the new. Graphs that both use stay. While new graphs are captured,
-        old and new together are held to the larger of the old and the new limits.
+        Every step runs exactly once: steps that have begun run under the old settings, later ones
+        under the new. Graphs that both use stay. While new graphs are captured, old and new graphs
+        together must satisfy the larger of the old and new limits.
 
         Args:
-            policy: Name of the policy, or an object that is in force nowhere; by default a copy
-                of the one in force, with what it has learnt.
-            policy_options: Options for a policy by name; alone, for the one in force.
-            config: A whole configuration, in place of the next four.
+            policy: Name of the policy, or an object not in force anywhere; by default a copy of the
+                current policy, including what it has learned.
+            policy_options: Options for a policy given by name, or, without one, for the current
+                policy.
+            config: A complete configuration, instead of the next four arguments.
             sizes: Capture sizes.
-            max_num_tokens: Largest batch in tokens; sizes that were given stay as they are.
+            max_num_tokens: Largest batch in tokens; sizes that were given do not change.
             max_num_seqs: Most requests of a batch.
             mode: Which runtime modes decode and mixed batches use.
             max_graphs: Most live graphs; None for no limit.
             max_bytes: Most bytes of graph memory; None for no limit.
             eviction: ``lru`` or ``benefit``.
-            ahead: Capture new graphs before they can be chosen; by default unless the runner
-                is lazy. False: their steps run eager until ``capture()``, or capture them
-                where the runner is lazy.
+            ahead: Capture new graphs before they can be chosen; by default unless the runner is
+                lazy. False: their steps run eager until ``capture()``, or capture them in a lazy
+                runner.
 
         Returns:
-            What changed.
+            The report of the swap.
 
         Raises:
-            SwapError: A new graph could not be captured, or finds no room. As with all other
-                errors here, what was in force stays so.
-            ConfigError: A setting cannot be used, nothing is asked for, or a size is larger
-                than the static inputs have room for.
-            UnknownNameError: No policy goes by that name.
+            SwapError: A new graph could not be captured or exceeds a budget. As with all errors
+                here, the old settings stay in force.
+            ConfigError: A setting is invalid, nothing would change, or a size is larger than the
+                static inputs.
+            UnknownNameError: There is no policy of that name.
             PolicyError: The policy is refused.
             RegistryError: The runner is frozen, and new graphs would be needed.
         """
@@ -494,13 +494,13 @@ class GraphRunner:
         )
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record what each step is dispatched with, in place of an earlier recording.
+        """Record the arguments of each step's dispatch, replacing an earlier recording.
 
         Args:
             capacity: Steps to keep; the oldest are overwritten, and counted.
 
         Returns:
-            What is filled from now on: ``recorder.save(path)`` writes a step trace.
+            The recorder; ``recorder.save(path)`` writes a step trace.
 
         Raises:
             ConfigError: ``capacity`` is not a whole number of at least 1.
@@ -508,11 +508,11 @@ class GraphRunner:
         return self.taps.start_recording(capacity)
 
     def stop_recording(self) -> None:
-        """Record no more steps."""
+        """Stop recording steps."""
         return self.taps.stop_recording()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy, or send to another process: the same settings, own buffers and no graphs."""
+        """Copy or pickle: the same settings, with new buffers and without graphs."""
         return _remake, (self._executor.spec,)
 
     def __str__(self) -> str:

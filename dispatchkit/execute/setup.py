@@ -1,4 +1,4 @@
-"""Choosing what a runner is made of: configuration, backend, policy."""
+"""Resolve the configuration, backend and policy of a runner."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _OWN_DISTRIBUTION = "dispatchkit"
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunnerSpec:
-    """What a runner was asked to be: the arguments that make another one like it.
+    """The specification of a runner: the arguments that create an equal one.
 
     Attributes:
-        step: What it runs.
+        step: The step.
         inputs: Static inputs by name, one of them perhaps a ``SlotState``; or
         example: one tensor for each input.
-        policy: A name or an object, with or without plugins; None where plugins select it.
+        policy: A name or an object, with or without plugins; None if plugins select it.
         backend: A name or an object.
         outputs: ``owned`` or ``view``.
-        state: What the step changes.
-        lazy: Whether keys are captured when they are asked for.
-        lanes: How many, with or without objects that choose among them and hold their memory.
-        options: All other settings; ``options.config`` holds sizes, limits, modes and axes as
-            they were asked for.
+        state: The state that the step changes.
+        lazy: Whether keys are captured on demand.
+        lanes: The number of lanes, possibly with a lane policy and memory.
+        options: All other settings; ``options.config`` has sizes, limits, modes and axes as
+            requested.
     """
 
     step: Any
@@ -64,7 +64,7 @@ class RunnerSpec:
 
     @property
     def static_inputs(self) -> dict[str, StaticInput]:
-        """What is declared of each input, with that of slots."""
+        """The declarations of all inputs, including that of slots."""
         if self.inputs is None:
             return inputs_from_example(self.example or {})
         return {
@@ -74,7 +74,7 @@ class RunnerSpec:
 
     @property
     def slots(self) -> tuple[str, SlotState] | None:
-        """The input that names slots, and their state.
+        """The input of slots, with their state.
 
         Raises:
             ConfigError: There are several.
@@ -89,23 +89,23 @@ class RunnerSpec:
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes the runner has."""
+        """Number of the runner's lanes."""
         return self.lanes.count if isinstance(self.lanes, Lanes) else self.lanes
 
     @property
     def memory_group(self) -> MemoryGroup | None:
-        """The group of runners that it shares a pool with; None: it shares nothing."""
+        """The group of runners that it shares a pool with, or None."""
         return MemoryGroup.of(self.lanes.memory) if isinstance(self.lanes, Lanes) else None
 
     def without_memory(self) -> RunnerSpec:
-        """Return the same with pools of its own."""
+        """Return the specification with separate pools."""
         if not isinstance(self.lanes, Lanes):
             return self
         return attrs.evolve(self, lanes=attrs.evolve(self.lanes, memory=None))
 
     @property
     def named_policy(self) -> str | Policy | None:
-        """The policy that was asked for, without its plugins."""
+        """The requested policy, without its plugins."""
         found = self.policy
         return found.policy if isinstance(found, PolicyWithPlugins) else found
 
@@ -115,7 +115,7 @@ class RunnerSpec:
         return self.policy.plugins if isinstance(self.policy, PolicyWithPlugins) else None
 
     def having_policy(self, policy: str | Policy, options: Mapping[str, Any] | None) -> RunnerSpec:
-        """Return the same with another policy and its options, from the same plugins."""
+        """Return the specification with another policy and its options, from the same plugins."""
         return attrs.evolve(
             self,
             policy=policy if self.plugins is None else self.plugins.with_policy(policy),
@@ -127,19 +127,19 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
     """Return a configuration with the arguments of a runner that are settings of it.
 
     Raises:
-        ConfigError: A setting is given in both places, or cannot be used.
+        ConfigError: A setting is given in both places, or is invalid.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     there = given_in(config)
     for name, value in given.items():
         if name in there:
-            hint = f"options.config has {name}={there[name]!r} too."
-            raise ConfigError(name, value, "given in one place alone", hint)
+            hint = f"options.config also has {name}={there[name]!r}."
+            raise ConfigError(name, value, "given in only one place", hint)
     return attrs.evolve(config, **given) if given else config
 
 
 def asked_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
-    """Return the mode that is asked for; without one, FULL where one graph serves any batch."""
+    """Return the requested mode; without one, FULL if one graph serves any batch."""
     if config.is_mode_given:
         return config.mode
     is_whole = all(
@@ -151,10 +151,10 @@ def asked_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
 def resolve_supported_mode(
     config: DispatchConfig, step: Step, backend: GraphBackend
 ) -> tuple[DispatchConfig, tuple[str, ...]]:
-    """Return the configuration with the closest mode that step and backend can do, and why.
+    """Return the configuration with the closest supported mode, and the reasons.
 
     Raises:
-        ConfigError: FULL was asked for mixed batches, and a piece can never be captured.
+        ConfigError: FULL was requested for mixed batches, and a piece can never be captured.
     """
     supported = mode_for_pieces(
         step.pieces,
@@ -171,13 +171,13 @@ def resolve_supported_mode(
 def check_slot_state(
     name: str, state: SlotState, device: torch.device, options: RunnerOptions
 ) -> None:
-    """Refuse slot state that steps of a runner cannot use.
+    """Reject slot state that a runner's steps cannot use.
 
     Args:
-        name: The input that names slots.
-        state: Theirs.
-        device: Where steps run.
-        options: Those of the runner.
+        name: The input of slots.
+        state: The slots' state.
+        device: The device of steps.
+        options: The runner's options.
 
     Raises:
         ConfigError: It is on another device; steps address its banks; or batches may be split, and
@@ -189,21 +189,24 @@ def check_slot_state(
         raise ConfigError(setting, state, "a SlotState without RawBanks", hint)
     if state.device != device:
         hint = f"SlotState(..., device={str(device)!r})."
-        raise ConfigError(setting, str(state.device), f"on {device}, as the steps are", hint)
+        raise ConfigError(setting, str(state.device), f"on {device}, the device of the steps", hint)
     if state.compact and options.rows_independent:
         raise ConfigError(
-            "rows_independent", True, "False with compact sessions", "A part reads no first slots."
+            "rows_independent",
+            True,
+            "False with compact sessions",
+            "Parts of a batch do not read the first slots.",
         )
 
 
 def make_backend(
     backend: str | GraphBackend, device: str | torch.device | None, plugins: PluginSet | None
 ) -> GraphBackend:
-    """Return the backend that a name, or a device, stands for; an object is one already.
+    """Return the backend for a name or a device, or the object given.
 
     Raises:
-        ConfigError: Name and device contradict each other, or the object is no backend.
-        UnknownNameError: No backend goes by that name.
+        ConfigError: Name and device contradict each other, or the object is not a backend.
+        UnknownNameError: There is no backend of that name.
         BackendUnavailableError: It cannot run here.
     """
     if device is not None:
@@ -223,14 +226,14 @@ def make_backend(
     factories = {}
     if plugins is not None:
         for name, one in plugins.backends.items():
-            # A built-in name is another's only where its replacement was asked for at loading.
+            # A built-in name belongs to a plugin only if its replacement was requested at loading.
             if one.origin.distribution != _OWN_DISTRIBUTION:
                 factories[name] = functools.partial(_create, plugins, name)
     return resolve_backend(backend, device=device, registered=factories)
 
 
 def _create(plugins: PluginSet, name: str, *, device: Any) -> GraphBackend:
-    """Make a plugin's backend; one that takes no device is given none."""
+    """Create a plugin's backend, without a device if it does not take one."""
     return plugins.create_backend(name, **({} if device is None else {"device": device}))
 
 
@@ -247,22 +250,22 @@ def make_policy(
     config: DispatchConfig,
     plugins: PluginSet | None,
 ) -> tuple[Policy, str, PluginSet | None]:
-    """Return the policy that a name stands for, where it comes from, and the plugins.
+    """Return the policy for a name, its origin, and the plugins.
 
     Args:
-        policy: A name or an object; None for the one that a plugin selects for the
-            configuration, else the default.
-        options: For the factory of a named policy.
-        config: What it is selected for.
-        plugins: Loaded when a name must be found.
+        policy: A name or an object; None for the one that a plugin selects for the configuration,
+            or else the default.
+        options: Options for the factory of a named policy.
+        config: The configuration to select it for.
+        plugins: The plugins; loaded if needed for a name.
 
     Raises:
         ConfigError: Options were given without a name, or its factory does not take them.
-        UnknownNameError: No policy goes by that name; the nearest are named.
-        PluginError: The hook that selects one raised, or answered with no name.
+        UnknownNameError: There is no policy of that name; the message lists the closest ones.
+        PluginError: The selecting hook raised or did not return a name.
     """
     if options and not isinstance(policy, str):
-        raise ConfigError("policy_options", options, "given with a policy's name alone")
+        raise ConfigError("policy_options", options, "given only with the name of a policy")
     if policy is not None and not isinstance(policy, str):
         return policy, "", plugins
     if plugins is None:

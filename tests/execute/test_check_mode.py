@@ -339,7 +339,7 @@ def test_bad_setting(make_runner, value):
     ("plant", "says"),
     [
         (baked_scalar, "4 of 8 elements of .*state .* factor was 2.0 and is 5.0"),
-        (baked_branch, "1 of 1 elements of .*state .*: 4 by the replay, 6 by eager"),
+        (baked_branch, "1 of 1 elements of .*state .*: 4 in the replay, 6 in eager"),
         (freed_memory, "4 of 8 elements of .*state .* table moved"),
     ],
 )
@@ -412,7 +412,7 @@ def test_rows_of_fill_that_write_where_batches_do_are_found(make_runner, quiet):
     """Slot 0 is a row's own: padding overwrites it."""
     runner, cache = writing(make_runner, fill=0)
     runner(torch.ones(4, 4), torch.arange(4))
-    with pytest.warns(CheckWarning, match=r"4 of 68 .*Rows of fill changed what rows .* use"):
+    with pytest.warns(CheckWarning, match=r"4 of 68 .*Padding rows changed state that rows .* use"):
         runner(torch.full((3, 4), 2.0), torch.arange(4, 7))
     assert cache[0].tolist() == [1.0] * 4
 
@@ -423,7 +423,7 @@ def test_rows_of_fill_that_write_where_an_eager_step_did_are_found(make_runner, 
         runner, cache = writing(make_runner, fill=0, sizes=(1, 2, 4), max_num_tokens=12)
     runner(torch.ones(12, 4), torch.arange(12))
     assert runner.stats().eager_by_reason == {"above_largest_size": 1}
-    with pytest.warns(CheckWarning, match=r"4 of 68 .*Rows of fill changed what rows .* use"):
+    with pytest.warns(CheckWarning, match=r"4 of 68 .*Padding rows changed state that rows .* use"):
         runner(torch.full((3, 4), 2.0), torch.arange(12, 15))
     assert cache[0].tolist() == [1.0] * 4
 
@@ -503,8 +503,8 @@ def test_comparing_large_state_takes_little_memory(monkeypatch):
         saved = before.saved(kept.untyped_storage(), kept.dtype)
         with Largest([kept, replayed["kept"], saved]) as largest:
             found = check.difference(before, replayed, is_padded=is_padded)
-        assert found.startswith("10 of 65536 elements of kept differ, the first at 6000: 7.0 by")
-        assert "Rows of fill" not in found
+        assert found.startswith("10 of 65536 elements of kept differ, the first at 6000: 7.0 in")
+        assert "Padding rows" not in found
         assert largest.num_bytes <= size
 
 

@@ -65,7 +65,7 @@ def test_a_graph_that_was_given_up_is_not_replaced(make_runner, keys):
     runner.capture()
     decision = runner.dispatcher.dispatch(3)
     runner.evict(keys.full(4))
-    with pytest.raises(ReplayError, match="given up"):
+    with pytest.raises(ReplayError, match="was evicted"):
         runner.decisions.run(decision, {"tokens": torch.arange(3)})
 
 
@@ -106,7 +106,7 @@ def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
     for decision in (Decision.replay(keys.full(4)), other.dispatcher.dispatch(3)):
         with pytest.raises(ConfigError, match="this runner's dispatcher"):
             runner.decisions.run(decision, tokens)
-    with pytest.raises(InputError, match="3 rows; the decision is for 2"):
+    with pytest.raises(InputError, match="3 rows, but the decision is for 2"):
         runner.decisions.run(runner.dispatcher.dispatch(2), tokens)
     with pytest.raises(InputError):
         runner.decisions.run(runner.dispatcher.dispatch(3), {})
@@ -123,7 +123,7 @@ def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet
     decision = runner.dispatcher.dispatch(3, loras=runner.config.variant(length=20))
     given = {"tokens": torch.arange(3), "length": 20}
     assert runner.decisions.run(decision, given).tolist() == [32, 33, 34]
-    with pytest.raises(InputError, match=r"buckets \(16,\); the decision is for \(32,\)"):
+    with pytest.raises(InputError, match=r"buckets \(16,\), but the decision is for \(32,\)"):
         runner.decisions.run(decision, given | {"length": 16})
     with pytest.raises(InputError, match="no value"):
         runner.decisions.run(decision, {"tokens": torch.arange(3)})

@@ -433,7 +433,7 @@ def test_it_prints_where_memory_has_gone(make):
 
 @pytest.mark.parametrize("given", [1 << 30, MemoryOptions(max_bytes=1), "default"])
 def test_only_a_memory_is_taken_for_one(make, given):
-    with pytest.raises(ConfigError, match="a GraphMemory, or a group of one"):
+    with pytest.raises(ConfigError, match="a GraphMemory, or one of its groups"):
         make(network(0), given)
 
 

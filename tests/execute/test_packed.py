@@ -136,8 +136,8 @@ def test_bins_replay_and_are_counted_as_steps():
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        ({"x": [torch.randn(2, WIDTH)]}, "a sequence of items for each"),
-        ({"x": [torch.randn(2, WIDTH)], "scale": [], "y": []}, "a sequence of items for each"),
+        ({"x": [torch.randn(2, WIDTH)]}, "each as a sequence of items"),
+        ({"x": [torch.randn(2, WIDTH)], "scale": [], "y": []}, "each as a sequence of items"),
         ({"x": [torch.randn(2, WIDTH)], "scale": []}, "same number of items"),
         ({"x": [torch.randn(0, WIDTH)], "scale": [torch.zeros(())]}, "Item 0 has no tokens"),
     ],

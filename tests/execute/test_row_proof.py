@@ -467,7 +467,7 @@ def test_the_finding_is_shown_before_a_step_and_in_the_report():
     assert (explained.decision.key, explained.decision.reason) == (None, "rows_depend")
     assert runner.explain(4).decision.key is not None
     found = "rows_depend: output 0 of 3 rows depends on the rows after them"
-    assert f"replays 8 rows alone, {found}" in str(runner)
+    assert f"replays only 8 rows, {found}" in str(runner)
 
 
 def test_a_lazy_runner_captures_no_more_graphs_that_padding_would_spoil():

@@ -199,7 +199,7 @@ def test_step_that_is_not_split_has_no_piecewise(make_runner, model, backend, mo
     assert runner.stats().eager_by_reason == {"piecewise_unsupported": 1}
     assert runner.explain(3).decision.reason == Reason.PIECEWISE_UNSUPPORTED
     assert "asked: PIECEWISE" in str(runner)
-    assert "FULL alone" in str(runner)
+    assert "FULL only" in str(runner)
 
 
 def test_step_that_is_not_split_replays_whole_unless_a_mode_is_given(backend, model):
@@ -308,7 +308,7 @@ class TestSettings:
             GraphRunner(runner, TWO)
 
     def test_setting_is_given_in_one_place(self, model):
-        with pytest.raises(ConfigError, match=r"options.config has sizes=\(1, 2\) too"):
+        with pytest.raises(ConfigError, match=r"options.config also has sizes=\(1, 2\)"):
             GraphRunner(
                 model,
                 TWO,
@@ -343,7 +343,7 @@ class TestSettings:
             GraphRunner(model, TWO, policy="vlm", backend="tape")
 
     def test_options_need_a_named_policy(self, make_runner, model):
-        with pytest.raises(ConfigError, match="policy's name"):
+        with pytest.raises(ConfigError, match="name of a policy"):
             make_runner(model, TWO, options=RunnerOptions(policy_options={"a": 1}))
 
     def test_unknown_backend(self, make_runner, model):

@@ -208,7 +208,7 @@ def test_sleep_waits_for_steps_and_is_refused_in_one():
     asking = runner_of(nosy, memory)
     with pytest.warns(RuntimeWarning):
         torch.testing.assert_close(asking(rows_of(2)), rows_of(2) * 2)
-    assert "in a step" in problems[0]
+    assert "inside a step" in problems[0]
 
 
 def test_a_graphed_module_sleeps_with_its_memory():

@@ -208,7 +208,7 @@ def test_output_that_cannot_be_cut_serves_full_buckets_with_the_way_out(make_run
         same(runner(torch.arange(3)), step(torch.arange(3)))
     same(runner(torch.arange(4)), step(torch.arange(4)))
     assert runner.stats().eager_by_reason == {"rows_not_the_bucket": 1}
-    assert "replays 4 rows alone, rows_not_the_bucket: output 0 has no dim" in str(runner)
+    assert "replays only 4 rows, rows_not_the_bucket: output 0 has no dim" in str(runner)
 
 
 def test_declared_batch_dimensions(make_runner):
@@ -767,7 +767,7 @@ class TestOverlappingInputs:
 @pytest.mark.parametrize("name", ["x", "length"])
 def test_row_count_is_no_name_that_something_else_has(name):
     """The runner gives it in place of the caller's tensor, and results would be wrong."""
-    with pytest.raises(ConfigError, match="row_count must be a name that no input and no axis"):
+    with pytest.raises(ConfigError, match="row_count must be a name that no input or axis"):
         GraphRunner(
             lambda x, length: x + length,
             {"x": StaticInput((None, 2), "float32")},

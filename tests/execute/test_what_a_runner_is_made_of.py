@@ -278,5 +278,5 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
         runner.swap(sizes=4)
     with pytest.raises(ConfigError, match="watcher must be None, or an object with enter"):
         runner.taps.watch_steps(print)
-    with pytest.raises(ConfigError, match="decision must be one that this runner's"):
+    with pytest.raises(ConfigError, match="decision must be a decision of this runner's"):
         runner.decisions.run(None, {})

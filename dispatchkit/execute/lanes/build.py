@@ -1,4 +1,4 @@
-"""Making the lanes of a runner: an executor for each, under one lock."""
+"""Create the lanes of a runner: an executor for each, under one lock."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DEFAULT_LANE_POLICY = "round-robin"
 
 
 def check_lanes(spec: RunnerSpec) -> None:
-    """Validate the number of lanes; refuse options that need a single lane.
+    """Validate the number of lanes; reject options that need a single lane.
 
     Raises:
-        ConfigError: What is wrong.
+        ConfigError: The number or an option is invalid.
     """
     count = spec.num_lanes
     if type(count) is not int or count < 1:
@@ -45,14 +45,14 @@ def check_lanes(spec: RunnerSpec) -> None:
             "check",
             spec.options.check,
             "0 with several lanes",
-            "Steps are compared on one: leave lanes out.",
+            "Steps are compared on a single lane, so omit lanes.",
         )
     if isinstance(spec.named_policy, LearningPolicy):
         raise ConfigError(
             "policy",
             policy_name(spec.named_policy),
             "given by name with several lanes",
-            "It learns, and each lane learns for itself.",
+            "It learns, and each lane learns separately.",
         )
 
 
@@ -74,7 +74,7 @@ def make_executors(work: Workload) -> tuple[Executor, ...]:
 
 
 def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
-    """Return the pool of each lane: one that other runners share, where that is right."""
+    """Return the pool of each lane, shared with other runners if possible."""
     group, backend, lock = work.spec.memory_group, work.backend, threading.RLock()
     turns = Turns(lock, backend.torch_device)
     if group is None:
@@ -91,8 +91,8 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 def _why_apart(work: Workload, number: int) -> str:
     """Return why lanes must not share a pool with those of other runners; empty if they may.
 
-    Steps of such lanes would overlap, or something of theirs would be read from the pool while
-    another runner's steps write there.
+    Steps of such lanes would overlap, or their results would be read from the pool while another
+    runner's steps write there.
     """
     options = work.spec.options
     if number > 1:
@@ -102,17 +102,17 @@ def _why_apart(work: Workload, number: int) -> str:
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
         return "views of outputs in the pool"
     if options.memory.max_bytes is not None:
-        return "max_bytes of its own"
+        return "its own max_bytes"
     return ""
 
 
 def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHomes]:
-    """Make executors the lanes of one runner; returns what chooses a lane, and keys' homes.
+    """Make executors the lanes of one runner; return the lane chooser, and keys' lanes.
 
     Raises:
         ConfigError: Streams of the device are not distinct.
-        UnknownNameError: No lane policy goes by the name.
-        PolicyError: The lane policy answers with something that cannot be.
+        UnknownNameError: There is no lane policy of that name.
+        PolicyError: The lane policy returns something invalid.
     """
     first, number = executors[0], len(executors)
     spec, backend = first.spec, first.work.backend
@@ -121,10 +121,10 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
     if number == 1 and not (has_policy or options.lane_policy or options.lane_policy_options):
         return None, KeyHomes(None, first.registry, 1)
     policy, origin, plugins = _lane_policy(spec, first.plugins)
-    if number == 1:  # nothing to choose from, but a name that is wrong is said at once
+    if number == 1:  # nothing to choose from, but an unknown name must raise immediately
         return None, KeyHomes(None, first.registry, 1)
     homes = KeyHomes(policy, first.registry, number, origin=origin)
-    homes.by_key()  # at once, so that a wrong answer is known before the first capture
+    homes.by_key()  # immediately, so that an invalid answer is detected before the first capture
     priorities = lane_priorities(policy, number, name=policy_name(policy), origin=origin)
     chain = Chain(backend, disjoint_state=spec.options.lanes.disjoint_state)
     lanes = [one.lane for one in executors]
@@ -162,8 +162,8 @@ def _lane_policy(
     if isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None:
         policy = spec.lanes.policy
         if options.lane_policy is not None or options.lane_policy_options:
-            hint = "Lanes has a policy already."
-            raise ConfigError("lane_policy", options.lane_policy, "given in one place alone", hint)
+            hint = "Lanes already has a policy."
+            raise ConfigError("lane_policy", options.lane_policy, "given in only one place", hint)
         if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
             raise ConfigError("lane policy", policy, "an object with choose()")
         return policy, "", plugins

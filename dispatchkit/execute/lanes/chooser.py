@@ -1,4 +1,4 @@
-"""LaneChooser: which lane a step is given to."""
+"""LaneChooser: chooses the lane of each step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dispatchkit.errors import PolicyError
 
 
 class LaneChooser:
-    """Ask a lane policy for the lane of each step, and check what it answers.
+    """Asks a lane policy for the lane of each step, and validates the answer.
 
     Args:
         policy: The lane policy.
         origin: Where it comes from, for error messages.
-        router: For policies that want to know the key of a step: decides as if every declared
-            graph were there. It says where a key belongs, not what runs.
+        router: For policies that need the key of a step: a dispatcher that decides as if every
+            declared graph were captured. It determines where a key belongs, not what runs.
     """
 
     def __init__(self, policy: LanePolicy, origin: str, router: Dispatcher | None) -> None:
@@ -34,7 +34,7 @@ class LaneChooser:
         """Return the number of a lane.
 
         Raises:
-            PolicyError: The policy raised, or named no lane.
+            PolicyError: The policy raised or returned an invalid lane.
         """
         key = None if self._router is None else self._router.dispatch(*batch).key
         try:

@@ -1,1 +1,1 @@
-"""What is changed and recorded while a runner serves."""
+"""Changing and recording a runner while it serves."""

@@ -1,4 +1,4 @@
-"""DecisionRunner: steps whose decision was made before, by all ranks together."""
+"""DecisionRunner: runs steps under decisions made earlier, by all ranks together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dispatchkit.keys.batch import GraphKey
 
 
 class DecisionRunner:
-    """Decide steps first, and run them under those decisions later.
+    """Decides steps first, and runs them under these decisions later.
 
     Args:
         executor: Decides and runs them.
@@ -31,29 +31,30 @@ class DecisionRunner:
         self, executor: Executor, reader: CallReader, taps: StepTaps, lock: threading.RLock
     ) -> None:
         self._executor, self._reader, self._taps, self._lock = executor, reader, taps, lock
-        # What watches the values that graphs have built in, and at which change of keys.
+        # The watch of values built into graphs, and the registry's change count when it was
+        # created.
         self._watches: tuple[ValueWatch, ...] = ()
         self._found_at = -1
 
     def decide(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision of a step that ``run`` is to run, as of any other.
+        """Return the decision of a step that ``run`` will run, as for any other.
 
-        Recordings and listeners see it too. The arguments and errors are those of
+        It is recorded and passed to listeners, too. Arguments and errors are those of
         ``Dispatcher.dispatch``.
         """
         with self._lock:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def drop_replaced(self) -> str:
-        """Put the graphs out of use if what they have built in was replaced: before deciding.
+        """Invalidate graphs whose built-in values were replaced; call it before deciding.
 
-        A call finds that by itself, when it is decided already. It is looked for as often as in
-        calls, so that most times this compares two numbers.
+        A call detects this itself, but only after its decision. Values are checked as often as in
+        calls, so that this mostly compares two numbers.
 
         Returns:
-            The reason to run eager; empty if nothing was found.
+            The reason to run eager; empty if nothing was replaced.
         """
         executor = self._executor
         lane, registry, lifecycle = executor.lane, executor.registry, executor.lifecycle
@@ -69,47 +70,49 @@ class DecisionRunner:
         return ""
 
     def run(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
-        """Run one step under a decision, that way or not at all.
+        """Run one step exactly as decided, or raise.
 
-        A call runs eager where a graph turns out not to be usable. Here that raises: other
-        ranks may be in the collectives of that graph, and would wait for this one for ever.
+        A call runs eager if a graph turns out to be unusable. This raises instead: other ranks may
+        be in the collectives of that graph, and would wait for this one forever.
 
         Args:
-            decision: One that this runner's dispatcher made, for as many tokens as the inputs
-                have.
+            decision: A decision of this runner's dispatcher, for as many tokens as the inputs have.
             inputs: Inputs, and values of axes, by name.
 
         Returns:
-            What the step returns for these inputs.
+            The step's results for these inputs.
 
         Raises:
             ConfigError: The decision is not one of this runner's dispatcher.
-            InputError: An input is missing, unknown, of another type, device or shape, or has
-                another number of rows, or other buckets, than the decision. Nothing has run.
-            ReplayError: The graph was given up, was captured under other facts (autocast,
-                training mode), or its launch failed; or this stream is being captured.
+            InputError: An input is missing, unknown, of a wrong dtype, device or shape, or its
+                number of rows or buckets differ from the decision. Nothing has run.
+            ReplayError: The graph was evicted, was captured under other modes (autocast, training),
+                or its launch failed; or this stream is capturing.
         """
         executor, reader = self._executor, self._reader
         eager, backend = executor.eager, executor.work.backend
         plan = getattr(decision, "plan", None)
         if plan is None or plan.eager is not eager:
-            raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
+            raise ConfigError("decision", decision, "a decision of this runner's dispatcher")
         tensors, num_tokens, readable = reader.read((), dict(inputs))
         if reader.axes is not None and decision.key is not None:
             buckets, own = reader.axes.buckets(tensors), decision.key.descriptor.axes
             if buckets != own:
                 raise InputError(
-                    "", f"The values of axes are in buckets {buckets}; the decision is for {own}."
+                    "",
+                    f"The values of axes are in buckets {buckets}, but the decision is for {own}.",
                 )
         if num_tokens != decision.num_tokens:
             raise InputError(
-                "", f"The inputs have {num_tokens} rows; the decision is for {decision.num_tokens}."
+                "",
+                f"The inputs have {num_tokens} rows, but the decision is for "
+                f"{decision.num_tokens}.",
             )
         stream = backend.current_stream_handle()
         if stream and backend.is_capturing():
             raise ReplayError(
-                "A decision was run inside a capture that is not the runner's own, which no "
-                "decided graph can be part of. Call the step itself there."
+                "A decision was run inside a capture that is not the runner's own and cannot "
+                "contain the decided graph. Call the step itself there."
             )
         with self._lock:
             watcher = self._taps.watcher
@@ -135,14 +138,14 @@ class DecisionRunner:
     def known_axis_cuts(
         self, values: Sequence[int], key: GraphKey | None
     ) -> tuple[AxisCut, ...] | None:
-        """Return which dimensions of outputs follow an axis, as far as captures measured it.
+        """Return the dimensions of outputs that follow an axis, as measured by captures.
 
         Args:
-            values: Those of all axes.
-            key: What runs; None: eager.
+            values: The values of all axes.
+            key: The key that runs; None for eager.
 
         Returns:
-            Indices of output, dimension and axis; None where they were not measured.
+            Indices of output, dimension and axis; None if they were not measured.
         """
         return self._executor.warmups.known_axis_cuts(values, key)
 
@@ -153,7 +156,7 @@ class DecisionRunner:
             inputs: Inputs, and values of axes, by name.
 
         Raises:
-            InputError: An input is missing, unknown, of another type, device, shape or number
-                of rows than it should be.
+            InputError: An input is missing, unknown, or of a wrong dtype, device, shape or number
+                of rows.
         """
         return self._reader.read((), dict(inputs))[1]

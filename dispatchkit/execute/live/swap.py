@@ -1,9 +1,9 @@
-"""Swaps while serving: another policy, other options, sizes or limits, without a lost step.
+"""Swaps while serving: change policy, options, sizes or limits without losing a step.
 
-A swap has three parts. What is asked for is checked and tried, and nothing changes. New graphs
-are captured ahead, one at a time between steps, unseen by the policy that is still in force.
-Then, between two steps, the new policy with an empty table takes over, and what only the old
-one used is let go of. Whatever fails before that leaves everything as it was.
+A swap has three stages. First the request is checked and tried, without changes. Then new graphs
+are captured ahead, one at a time between steps, hidden from the policy still in force. Finally,
+between two steps, the new policy takes over with an empty table, and everything used only by the
+old one is released. A failure before that leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
-# How often what was captured ahead may be given up again (weights replaced, a byte budget)
-# before the swap is.
+# How often graphs captured ahead may be lost again (weights replaced, a byte budget) before the
+# swap fails.
 _MAX_ROUNDS = 3
 
 
 @attrs.frozen(kw_only=True)
 class SwapReport:
-    """What a swap did.
+    """The report of a swap.
 
     Attributes:
         epoch: Number of the table in force.
         policy: Name of the policy in force.
         previous: Name of the policy before.
         added: Keys that are new.
-        captured: Those of them that have a graph.
-        removed: Keys that are gone, with their graphs.
+        captured: New keys that have a graph.
+        removed: Keys that were removed, with their graphs.
         seconds: Time of the whole swap.
-        paused_s: Time of it in which no step could run, but for captures.
-        num_bytes: Bytes that the graphs take now.
+        paused_s: Time during which no step could run, not counting captures.
+        num_bytes: Bytes of the graphs now.
     """
 
     epoch: int
@@ -69,12 +69,12 @@ class SwapReport:
 
 
 class Swapper:
-    """Change what decides, while steps run.
+    """Swaps policy, configuration or limits while steps run.
 
     Args:
-        executor: Where it is in force.
+        executor: The executor.
         taps: What follows the steps.
-        num_lanes: How many lanes the runner has.
+        num_lanes: Number of the runner's lanes.
         lock: Held by each step.
     """
 
@@ -88,13 +88,13 @@ class Swapper:
 
     @property
     def asked_config(self) -> DispatchConfig:
-        """The configuration that was asked for; its mode may be more than is in force."""
+        """The requested configuration; the mode in effect may be a downgrade."""
         return self._requests.asked_config
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return the settings the runner goes by, by their names in a settings file.
+        """Return the runner's settings, by their names in a settings file.
 
-        Those of plugins and costs are not its own. An object goes by its own name.
+        Settings of plugins and costs are not included. An object is represented by its name.
         """
         return self._requests.settings_in_force()
 
@@ -109,7 +109,7 @@ class Swapper:
         max_num_seqs: int | None = None,
         mode: CUDAGraphMode | str | None = None,
     ) -> Proposal:
-        """Return the policy and configuration that such a ``swap`` would install; it is not made.
+        """Return the policy and configuration that a ``swap`` would install, without swapping.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``swap``.
@@ -144,7 +144,7 @@ class Swapper:
         eviction: str | None = None,
         ahead: bool | None = None,
     ) -> SwapReport:
-        """Change what decides, or its limits, while other threads run steps.
+        """Swap policy, configuration or limits while other threads run steps.
 
         See ``GraphRunner.swap``.
         """
@@ -188,7 +188,7 @@ class Swapper:
     # -- new graphs ---------------------------------------------------------------------
 
     def _capture_ahead(self, change: Change, ahead: bool) -> list[GraphKey]:
-        """Declare the new keys and capture them, between steps; on failure undo both."""
+        """Declare and capture the new keys between steps; undo both on failure."""
         executor, lifecycle = self._executor, self._executor.lifecycle
         proposal, before = change.proposal, lifecycle.budget
         if proposal is None:
@@ -200,7 +200,7 @@ class Swapper:
         try:
             if ahead:
                 self._capture_all_of(new, proposal)
-            # What was measured so far is the old policy's.
+            # Earlier measurements belong to the old policy.
             executor.timings.drain()
         except BaseException:
             with self._lock:
@@ -219,7 +219,7 @@ class Swapper:
             for key in missing:
                 self._capture_one(key, proposal)
                 _let_steps_run()
-        raise self._refusal(proposal, {str(missing[0]): "was given up while others were captured"})
+        raise self._refusal(proposal, {str(missing[0]): "was evicted while others were captured"})
 
     def _capture_one(self, key: GraphKey, proposal: Proposal) -> None:
         with self._lock:
@@ -236,21 +236,20 @@ class Swapper:
         why = "; ".join(f"{key}: {reason}" for key, reason in failed.items())
         in_force = self._executor.dispatcher.policy_name
         return SwapError(
-            f"Swap to policy {policy_name(proposal.policy)!r} refused, and "
-            f"{in_force!r} stays in force as it was. No graph for {why}. "
-            "Mend the step, leave the size out, widen max_graphs or max_bytes, or swap with "
-            "ahead=False.",
+            f"Swap to policy {policy_name(proposal.policy)!r} refused, and {in_force!r} stays in "
+            f"force. No graph for {why}. Fix the step, omit the size, raise max_graphs or "
+            "max_bytes, or swap with ahead=False.",
             failed=failed,
         )
 
     # -- the switch ---------------------------------------------------------------------
 
     def _switch(self, change: Change) -> list[GraphKey]:
-        """Put a change in force; the caller holds the runner's lock, so that no step runs."""
+        """Install a change; the caller holds the runner's lock, so that no step runs."""
         executor = self._executor
         removed: list[GraphKey] = []
         if change.proposal is not None:
-            executor.timings.clear()  # the new policy learns nothing from steps of the old
+            executor.timings.clear()  # the new policy does not learn from steps of the old one
             removed = sorted(executor.dispatcher.install(change.proposal), key=largest_first)
             executor.mode_reasons = change.mode_reasons
             asked = change.spec.options.config
@@ -264,12 +263,12 @@ class Swapper:
 
 
 def _let_steps_run() -> None:
-    """Let threads that wait for the runner have it: who releases a lock would get it again."""
+    """Let waiting threads get the lock, which the releasing thread would otherwise get again."""
     time.sleep(0)
 
 
 def _wider(one: MemoryOptions, other: MemoryOptions) -> MemoryOptions:
-    """Return limits that hold wherever either does."""
+    """Return limits that satisfy both given limits."""
 
     def larger(first: int | None, second: int | None) -> int | None:
         return None if first is None or second is None else max(first, second)

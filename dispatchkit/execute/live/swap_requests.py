@@ -1,4 +1,4 @@
-"""What a swap is asked for: settings put together, checked and tried; nothing changes here."""
+"""Requests of swaps: combine, check and try settings, without changing anything."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
-#: Stands for a limit that stays as it is, since None means that there is none.
+#: Means that a limit does not change, since None means that there is no limit.
 UNCHANGED: Final[Any] = object()
 
 
 @attrs.frozen(kw_only=True)
 class Change:
-    """What is asked for, checked.
+    """A checked request.
 
     Attributes:
-        mode_reasons: Why the mode in force will be less.
-        proposal: What is to be installed; None where only limits change.
+        mode_reasons: Reasons for a downgrade of the mode.
+        proposal: The policy and configuration to install; None if only limits change.
         budget: The limits.
-        spec: What would make such a runner.
+        spec: The specification of an equal runner.
     """
 
     mode_reasons: tuple[str, ...]
@@ -40,12 +40,12 @@ class Change:
 
 
 class SwapRequests:
-    """Check what a runner is asked to change to.
+    """Checks requests to change a runner.
 
     Args:
-        executor: What is in force there.
+        executor: The executor.
         taps: What follows the steps.
-        num_lanes: How many lanes the runner has.
+        num_lanes: Number of the runner's lanes.
     """
 
     def __init__(self, executor: Executor, taps: StepTaps, num_lanes: int) -> None:
@@ -53,13 +53,13 @@ class SwapRequests:
 
     @property
     def asked_config(self) -> DispatchConfig:
-        """The configuration that was asked for; its mode may be more than ``config`` has."""
+        """The requested configuration; the mode of ``config`` may be a downgrade."""
         return self._executor.spec.options.config
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return the settings the runner goes by, by their names in a settings file.
+        """Return the runner's settings, by their names in a settings file.
 
-        Those of plugins and costs are not its own. An object goes by its own name.
+        Settings of plugins and costs are not included. An object is represented by its name.
         """
         executor, spec = self._executor, self._executor.spec
         options = attrs.evolve(
@@ -78,10 +78,10 @@ class SwapRequests:
         }
 
     def budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> MemoryOptions:
-        """Return the limits in force with those that are asked for; see ``UNCHANGED``.
+        """Return the current limits with the requested changes; see ``UNCHANGED``.
 
         Raises:
-            ConfigError: A limit cannot be used, or bytes are limited where others share them.
+            ConfigError: A limit is invalid, or limits bytes of a shared pool.
         """
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
@@ -92,8 +92,8 @@ class SwapRequests:
             raise ConfigError(
                 "max_bytes",
                 budget.max_bytes,
-                "None where other runners share the pool",
-                "The budget is that of their GraphMemory.",
+                "None if other runners share the pool",
+                "Their GraphMemory has the budget.",
             )
         return budget
 
@@ -104,14 +104,14 @@ class SwapRequests:
         asked: DispatchConfig,
         budget: MemoryOptions,
     ) -> Change:
-        """Return a change, checked and tried; nothing is in force yet.
+        """Return a checked and tried change, which is not in force yet.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``Swapper.swap``.
         """
         executor = self._executor
         if self._num_lanes > 1:
-            hint = "Each lane decides by itself; make the runner anew to change all of them."
+            hint = "Each lane decides by itself. Create a new runner to change all of them."
             raise ConfigError("lanes", self._num_lanes, "1 for a swap", hint)
         options_now = attrs.evolve(executor.spec.options, config=asked, memory=budget)
         spec = attrs.evolve(executor.spec, options=options_now)
@@ -134,7 +134,7 @@ class SwapRequests:
                 policy, options, in_force, executor.plugins
             )
             if chosen is executor.dispatcher.policy:
-                hint = "Give a new one, or leave it out: then it is copied."
+                hint = "Give a new one, or omit it to use a copy."
                 raise ConfigError("policy", policy_name(chosen), "not the object in force", hint)
             spec = spec.having_policy(policy, options)
         proposal = executor.dispatcher.propose(chosen, in_force, origin)
@@ -142,10 +142,10 @@ class SwapRequests:
         return Change(mode_reasons=reasons, proposal=proposal, budget=budget, spec=spec)
 
     def config(self, config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
-        """Return the configuration that is asked for, whole or by single settings.
+        """Return the requested configuration, given as a whole or by single settings.
 
         Raises:
-            ConfigError: It cannot be used, or is for other inputs than the runner has.
+            ConfigError: It is invalid, or does not match the runner's inputs.
         """
         changes = {name: value for name, value in settings.items() if value is not None}
         if config is None:
@@ -157,24 +157,24 @@ class SwapRequests:
             raise ConfigError("config", config, "a DispatchConfig")
         has_others = config.axes and config.max_loras != self.asked_config.max_loras
         if config.axes != self.asked_config.axes or has_others:
-            hint = "The inputs are made for them; make a new runner."
-            raise ConfigError("axes", config.axes, "as they are, and max_loras with them", hint)
+            hint = "The inputs depend on them. Create a new runner."
+            raise ConfigError("axes", config.axes, "unchanged, together with max_loras", hint)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.asked_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
-            hint = "Stop recording first: recorded query classes would mean others."
-            raise ConfigError("query_lens", config.query_lens, "as before while recording", hint)
+            hint = "Stop recording first, since recorded query classes would change their meaning."
+            raise ConfigError("query_lens", config.query_lens, "unchanged while recording", hint)
         return config
 
     def _policy_name(self) -> str:
-        """Return the name that the policy was asked for by, or else the one that it has."""
+        """Return the name by which the policy was requested, or else its own name."""
         named = self._executor.spec.named_policy
         return named if isinstance(named, str) else self._executor.dispatcher.policy_name
 
     def _copied_policy(self) -> Policy:
-        """Return a copy of the policy in force, which a swap that fails must not have changed."""
+        """Return a copy of the policy in force, which a failed swap must not change."""
         current = self._executor.dispatcher.policy
         try:
-            with self._executor.registry.lock:  # nothing is learnt meanwhile
+            with self._executor.registry.lock:  # nothing is learned meanwhile
                 return copy.deepcopy(current)
         except Exception as error:
             hint = f"It cannot be copied: {type(error).__name__}: {error}"
@@ -190,11 +190,11 @@ class SwapRequests:
                 "sizes",
                 largest,
                 f"at most {room}, the rows of the static inputs",
-                "Make the runner with options=RunnerOptions(buffers=BufferOptions(buffer_rows="
-                f"{largest})) to have room for it later.",
+                "Create the runner with "
+                f"options=RunnerOptions(buffers=BufferOptions(buffer_rows={largest})) to allow it.",
             )
 
 
 def no_change() -> ConfigError:
-    """Return the error of a swap to what is in force already."""
-    return ConfigError("swap", "no change", "asked for something that is not so already")
+    """Return the error for a swap to a state that is already in force."""
+    return ConfigError("swap", "no change", "a request that changes something")

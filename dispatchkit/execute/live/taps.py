@@ -1,4 +1,4 @@
-"""StepTaps: what follows the decisions of steps; steps that nothing follows pay nothing."""
+"""StepTaps: record and watch steps, at no cost while nothing does."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Dispatch = Callable[..., Decision]
 
 
 class StepWatcher(Protocol):
-    """Is called when each step begins and ends, on the thread that runs it."""
+    """Called when each step begins and ends, on the thread that runs it."""
 
     def enter(self, decision: Decision, lane: int) -> None:
-        """A step begins: what was decided for it, and the number of its lane."""
+        """Begin a step, with its decision and the number of its lane."""
 
     def leave(self, *, failed: bool) -> None:
-        """It has been handed over to the device, or it raised."""
+        """End the step, which was launched or raised."""
 
 
 class StepTaps:
-    """Record and watch the steps of a runner.
+    """Records and watches the steps of a runner.
 
-    Each executor is asked for decisions by its ``decide``. What follows steps is put around
-    ``Dispatcher.dispatch`` there, and taken away again.
+    Decisions are requested through each executor's ``decide``. Wrappers of ``Dispatcher.dispatch``
+    are installed there and removed again.
 
     Args:
-        executors: Whose steps.
-        lock: Keeps steps out while that changes.
+        executors: The executors of the steps.
+        lock: Held while wrappers change, to keep steps out.
 
     Attributes:
-        watcher: What watches steps; None for nothing.
+        watcher: The watcher of steps, or None.
     """
 
     def __init__(self, executors: Sequence[Executor], lock: threading.RLock) -> None:
@@ -48,7 +48,7 @@ class StepTaps:
         self.watcher: StepWatcher | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record what each step is dispatched with, in place of an earlier recording.
+        """Record the arguments of each step's dispatch, replacing an earlier recording.
 
         See ``GraphRunner.start_recording``.
         """
@@ -59,31 +59,31 @@ class StepTaps:
         return recorder
 
     def stop_recording(self) -> None:
-        """Record no more steps."""
+        """Stop recording steps."""
         with self._lock:
             self._recorder = None
             self._connect()
 
     def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
-        """Call something with the decision of each step, before it runs; None: nothing more.
+        """Set a function to call with the decision of each step before it runs, or None.
 
-        It runs in the step, under the runner's lock: it must be quick, and what it raises is
-        raised by the step.
+        It runs in the step, under the runner's lock: it must be fast, and the step raises its
+        exceptions.
         """
         with self._lock:
             self._listener = listener
             self._connect()
 
     def watch_steps(self, watcher: StepWatcher | None) -> None:
-        """Have each step watched from now on; None: no more.
+        """Set the watcher of each step, or None.
 
         Args:
-            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or anything else with
-                their ``enter`` and ``leave``. It runs in the step, under the runner's lock: it
-                must be quick, and what it raises is raised by the step.
+            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or any object with ``enter``
+                and ``leave``. It runs in the step, under the runner's lock: it must be fast, and
+                the step raises its exceptions.
 
         Raises:
-            ConfigError: It lacks one of the two.
+            ConfigError: It lacks one of these methods.
         """
         if watcher is not None:
             for name in ("enter", "leave"):
@@ -101,9 +101,9 @@ class StepTaps:
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision of a step that is run later, followed as that of any other.
+        """Return the decision of a step that runs later, recorded like any other.
 
-        The watcher alone is left out: the step has not begun.
+        Only the watcher is not called, since the step has not begun.
         """
         followed = self._followed(self._executors[0])
         return followed(num_tokens, num_reqs, uniform, loras, ceiling)
@@ -138,7 +138,7 @@ def _heard(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Dispatch
 
 
 class _WatchedPlan:
-    """A plan between the two calls of a watcher."""
+    """A plan that runs between the two calls of a watcher."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _WatchedPlan:
         failed = True
         try:
             result = self._decision.plan.run(tensors, stream, readable)
-            if result is AGAIN:  # what runs then is the same step
+            if result is AGAIN:  # then the same step runs
                 result = run_again(
                     self._dispatcher, self._eager, tensors, stream, readable, *self._batch
                 )
@@ -174,7 +174,7 @@ def _watched(
     dispatcher: Dispatcher,
     eager: EagerRunner,
 ) -> Callable[..., Any]:
-    # Not the executor, which holds what is returned here.
+    # Not the executor, which references the returned function.
     def dispatch_and_watch(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Any:

@@ -1,4 +1,4 @@
-"""Where the memory of a device has gone since an object of ``GraphMemory`` began to count."""
+"""Account of a device's memory since a ``GraphMemory`` began to count."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ class PoolAccount:
 
 @attrs.frozen(kw_only=True)
 class MemoryAccount:
-    """What graphs take on one device, in bytes, and what else is gone since counting began.
+    """Memory of graphs on one device, in bytes, and other memory taken since counting began.
 
     Attributes:
         device: The device.
         max_bytes: The budget; None for no limit.
-        pools: What graphs work in, and outputs that they keep.
-        output_bytes: Outputs that graphs of a lane share.
+        pools: Memory of intermediates, and of outputs that graphs keep.
+        output_bytes: Outputs shared by the graphs of a lane.
         static_bytes: Static inputs.
-        workspace_bytes: What libraries work in on the streams of the pools.
-        driver_bytes: What the driver took while graphs were captured, less what it gave back
-            when they were released.
-        library_bytes: What the driver took during warmups, which load kernels and libraries. No
-            graph's eviction gives it back, and eager steps need it too: not in the budget.
-        other_bytes: Further memory of torch: weights, activations, and what its allocator keeps.
-        unexplained_bytes: The rest of what is gone: the driver at other times, and processes
-            beside this one. Negative where some of what was there before was given back.
-        is_metered: The backend says what the device has handed out. Otherwise the last five are
-            0, and so is what they would add to a budget.
+        workspace_bytes: Workspaces of libraries on the streams of the pools.
+        driver_bytes: Memory that the driver took while graphs were captured, less the memory it
+            freed when they were released.
+        library_bytes: Memory that the driver took during warmups, which load kernels and libraries.
+            Evicting graphs does not free it, and eager steps need it, too, so it is not in the
+            budget.
+        other_bytes: Other memory of torch: weights, activations, and memory cached by its
+            allocator.
+        unexplained_bytes: The rest: the driver at other times, and other processes. Negative if
+            earlier memory was freed.
+        is_metered: The backend reports the device memory in use. Otherwise the last five are 0 and
+            add nothing to a budget.
     """
 
     device: str
@@ -65,7 +67,7 @@ class MemoryAccount:
 
     @property
     def num_bytes(self) -> int:
-        """What counts in the budget: pools, outputs, static inputs, workspaces, driver."""
+        """Bytes that count in the budget: pools, outputs, static inputs, workspaces, driver."""
         return (
             self.pool_bytes
             + self.output_bytes
@@ -76,11 +78,11 @@ class MemoryAccount:
 
     @property
     def gone_bytes(self) -> int:
-        """What the device has handed out since counting began."""
+        """Device memory taken since counting began."""
         return self.num_bytes + self.library_bytes + self.other_bytes + self.unexplained_bytes
 
     def lines(self) -> dict[str, int]:
-        """Return the bytes by what they are for, in the order in which they are printed."""
+        """Return the bytes by purpose, in the order of printing."""
         lines = {
             "pools": self.pool_bytes,
             "outputs": self.output_bytes,
@@ -101,7 +103,7 @@ class MemoryAccount:
         rows = [f"Graphs on {self.device}: {_mib(self.num_bytes)}{limit}"]
         for name, num_bytes in self.lines().items():
             if name == "libraries":
-                rows.append("  beside the budget:")
+                rows.append("    outside the budget:")
             rows.append(f"  {name:<24}{_mib(num_bytes):>14}")
             if name == "pools":
                 rows += [

@@ -1,9 +1,9 @@
-"""GraphMemory: what the runners of a process share of their memory, and the budget of all.
+"""GraphMemory: memory shared by the runners of a process, with a common budget.
 
-Runners that are given one object share a pool wherever that is right. Evicting one graph of a
-shared pool frees next to nothing, so that it is pools that go to make room, each as a group: the
-one whose lanes have been idle for longest. Put runners into groups of one name that are used, and
-can be spared, together.
+Runners with the same object share a pool wherever possible. Evicting one graph of a shared pool
+frees almost nothing, so whole pools are evicted to free memory, each as a group, beginning with the
+one whose lanes have been idle longest. Put runners that are used and can be evicted together into
+one group.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dispatchkit.execute.memory.pool_group import PoolGroup
 from dispatchkit.execute.memory.turns import Turns
 from dispatchkit.keys.checks import check_count, check_flag
 
-#: Name of the group of runners that are given no other.
+#: Name of the default group of runners.
 DEFAULT_GROUP = "default"
 
-#: What to do where memory cannot sleep.
+#: Advice if memory cannot sleep.
 _INSTEAD = (
-    "Without it, runner.invalidate() gives the memory of graphs back, and runner.capture() brings "
+    "Without it, runner.invalidate() frees the memory of graphs, and runner.capture() captures "
     "them again."
 )
 
@@ -42,12 +42,12 @@ _INSTEAD = (
 class GraphMemory:
     """The memory of the graphs of several runners: ``lanes=Lanes(memory=memory)``.
 
-    ``print(memory)`` shows where the memory of each device has gone.
+    ``print(memory)`` shows how the memory of each device is used.
 
     Args:
-        max_bytes: Most bytes, on each device, of pools, outputs, static inputs, workspaces and of
-            what the driver keeps for graphs; None for no limit.
-        sleeps: Its memory can be given back for a while, see ``sleep``.
+        max_bytes: Most bytes, per device, of pools, outputs, static inputs, workspaces and the
+            driver's memory for graphs; None for no limit.
+        sleeps: Its memory can be released temporarily, see ``sleep``.
 
     Raises:
         ConfigError: ``max_bytes`` is not a whole number of at least 0.
@@ -63,21 +63,21 @@ class GraphMemory:
         self._guard = threading.RLock()
         self._backends: dict[tuple[str, str], GraphBackend] = {}
         self._open: dict[tuple[str, int], PoolGroup] = {}
-        # Those of lanes that share with nobody: gone with their runners.
+        # Groups of lanes that do not share, which are freed with their runners.
         self._apart: weakref.WeakSet[PoolGroup] = weakref.WeakSet()
         self._devices: dict[str, _Device] = {}
         self._num_looks = 0
 
     def group(self, name: str) -> MemoryGroup:
-        """Return what is given to runners that share a pool, and are spared, together.
+        """Return a group for runners that share a pool and are evicted together.
 
         Raises:
-            ConfigError: It is not a name.
+            ConfigError: The name is invalid.
         """
         return MemoryGroup(self, name)
 
     def account(self) -> tuple[MemoryAccount, ...]:
-        """Return where memory has gone, for each device that a runner uses."""
+        """Return the memory account of each device that a runner uses."""
         with self._guard:
             devices = tuple(self._devices.values())
         return tuple(self._account_of(device) for device in devices)
@@ -86,32 +86,35 @@ class GraphMemory:
         """Return the bytes that count in the budget.
 
         Args:
-            device: Of one device, such as ``cuda:0``; None: of all.
+            device: One device, such as ``cuda:0``; None for all devices.
         """
         with self._guard:
             devices = tuple(self._devices.values())
         return sum(self._bytes_of(one) for one in devices if device is None or one.name == device)
 
     def sleep(self) -> int:
-        """Give the memory of pools, static inputs and outputs back to the device for a while.
+        """Temporarily release the memory of pools, static inputs and outputs.
 
-        Addresses stay, so that graphs need not be captured again. Waits until no step runs and
-        all work of the devices is done. Until ``wake`` a step that would use the memory raises
-        ``ReplayError``; results that are views of it, and ``runner.buffers``, must not be touched.
+        Addresses stay, so that graphs need not be captured again. Waits until no step runs and all
+        work of the devices is done. Until ``wake``, a step that would use the memory raises
+        ``ReplayError``, and results that are views of it, and ``runner.buffers``, must not be
+        accessed.
 
         Returns:
-            The bytes that were given back.
+            The bytes released.
 
         Raises:
-            ConfigError: It was not made with ``sleeps=True``.
-            ReplayError: It is called in a step.
+            ConfigError: It was not created with ``sleeps=True``.
+            ReplayError: It was called inside a step.
         """
         if not self._sleeps:
-            raise ConfigError("sleeps", False, "True for a memory that sleeps", _INSTEAD)
+            raise ConfigError("sleeps", False, "True for a memory that can sleep", _INSTEAD)
         total = 0
         for group in self._groups():
             if _is_held_here(group.lock):
-                raise ReplayError("sleep() was called in a step, whose memory it would take.")
+                raise ReplayError(
+                    "sleep() was called inside a step, whose memory it would release."
+                )
             with group.lock:
                 group.turns.wait()
                 num_bytes = group.sleep()
@@ -120,15 +123,15 @@ class GraphMemory:
         return total
 
     def wake(self) -> None:
-        """Have memory again, at the addresses of before.
+        """Map memory to the same addresses again.
 
-        Static inputs hold their fill again, host inputs what they held, and declared state is
-        where it was all the time. Everything else that lay in the memory is lost: outputs, and
-        rows that were written to ``runner.buffers``, until the next step computes or writes them.
+        Static inputs hold their fill again, host inputs keep their contents, and declared state is
+        not affected. Other contents of the memory are lost: outputs, and rows written to
+        ``runner.buffers``, until the next step computes or writes them.
 
         Raises:
-            ReplayError: The device has not enough free memory. What could not wake up sleeps on;
-                free some, and call it again.
+            ReplayError: The device does not have enough free memory. Memory that could not be
+                mapped stays asleep; free some and call it again.
         """
         for group in self._groups():
             with group.lock:
@@ -138,18 +141,18 @@ class GraphMemory:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether any of it is given back now."""
+        """Whether any of it is currently asleep."""
         return any(group.is_asleep for group in self._groups())
 
     # -- for runners --------------------------------------------------------------------
 
     def shared_backend(self, backend: GraphBackend) -> GraphBackend:
-        """Return the one backend of a name and device that runners share, so that pools can be."""
+        """Return the shared backend of a name and device, which allows sharing pools."""
         with self._guard:
             return self._backends.setdefault((backend.name, backend.torch_device), backend)
 
     def open_group(self, backend: GraphBackend, name: str) -> PoolGroup:
-        """Return the pool that lanes of a group share on a device; made for the first of them."""
+        """Return the pool that a group's lanes share on a device, created for the first of them."""
         with self._guard:
             place = (name, id(backend))
             group = self._open.get(place)
@@ -166,7 +169,7 @@ class GraphMemory:
     def closed_group(
         self, backend: GraphBackend, name: str, lock: threading.RLock, turns: Turns
     ) -> PoolGroup:
-        """Return a pool of its own for a lane, in this budget."""
+        """Return a separate pool for a lane, within this budget."""
         with self._guard:
             self._begin_on(backend)
             sleeper = self._sleeper(backend)
@@ -175,22 +178,22 @@ class GraphMemory:
             return group
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return what a capture in a group may take beside its pool and outputs.
+        """Return the memory that a capture in a group may take besides its pool and outputs.
 
-        As far as can be told by the captures before: a driver takes whole blocks, now and then.
+        Estimated from earlier captures: a driver occasionally takes whole blocks.
         """
         return self._devices[group.backend.torch_device].driver_step
 
     def make_room(self, group: PoolGroup, num_bytes: int, what: str) -> None:
-        """Evict idle pools until so many bytes may be taken outside of any pool.
+        """Evict idle pools until this many bytes may be taken outside pools.
 
         Args:
-            group: Whose lane takes them.
-            num_bytes: How many.
-            what: What for, in an error.
+            group: The group of the lane that takes them.
+            num_bytes: The bytes.
+            what: Their purpose, for errors.
 
         Raises:
-            ConfigError: There is no room.
+            ConfigError: They exceed the budget.
         """
         if self.max_bytes is None:
             return
@@ -200,16 +203,16 @@ class GraphMemory:
                     "max_bytes",
                     self.max_bytes,
                     f"at least {need}, with {num_bytes} bytes of {what}",
-                    "Raise max_bytes of the GraphMemory, or make fewer or smaller runners.",
+                    "Raise max_bytes of the GraphMemory, or use fewer or smaller runners.",
                 )
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool that has been idle for longest; False if there is none.
+        """Evict all graphs of the pool idle longest; return False if there is none.
 
         A pool whose lanes are running a step is not idle, and not waited for.
 
         Args:
-            keep: The group that needs the memory, which goes last and not here.
+            keep: The group that needs the memory, which is not evicted here.
         """
         device = keep.backend.torch_device
         with self._guard:
@@ -225,7 +228,7 @@ class GraphMemory:
 
     @contextmanager
     def measuring(self, backend: GraphBackend, part: str) -> Iterator[None]:
-        """Note what the driver takes in a block, or gives back.
+        """Record memory that the driver takes or frees in a block.
 
         Args:
             backend: The device.
@@ -241,10 +244,10 @@ class GraphMemory:
     # -- inside -------------------------------------------------------------------------
 
     def _sleeper(self, backend: GraphBackend) -> SleepingBackend | None:
-        """Return the backend where its memory is to sleep.
+        """Return the backend if its memory is to sleep.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: Its memory cannot sleep.
         """
         if not self._sleeps:
             return None
@@ -305,14 +308,14 @@ class GraphMemory:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process: the same budget, and nothing in it."""
+        """Pickle with the same budget, without contents."""
         return _remake, (self.max_bytes, self._sleeps)
 
     def __copy__(self) -> GraphMemory:
         return self
 
     def __deepcopy__(self, memo: Any) -> GraphMemory:
-        """Be the same in copies of a runner: its memory comes from this process, too."""
+        """Return itself: copies of a runner use the same memory."""
         return self
 
     def __str__(self) -> str:
@@ -329,7 +332,7 @@ def _remake(max_bytes: int | None, sleeps: bool) -> GraphMemory:
 
 @attrs.frozen
 class MemoryGroup:
-    """Runners of one ``GraphMemory`` that share a pool; made by ``memory.group(name)``.
+    """Runners of one ``GraphMemory`` that share a pool; created by ``memory.group(name)``.
 
     Attributes:
         memory: The memory.
@@ -346,7 +349,7 @@ class MemoryGroup:
 
     @classmethod
     def of(cls, given: Any) -> MemoryGroup | None:
-        """Return the group that a runner was given, the default one for a memory alone.
+        """Return the group given to a runner, or the default group of a memory.
 
         Raises:
             ConfigError: It is neither.
@@ -358,16 +361,16 @@ class MemoryGroup:
         raise ConfigError(
             "memory",
             type(given).__name__,
-            "a GraphMemory, or a group of one",
+            "a GraphMemory, or one of its groups",
             "Limits of this runner alone go into options=RunnerOptions(memory=MemoryOptions(...)).",
         )
 
 
 def _clear_if_free(group: PoolGroup) -> bool:
-    """Evict all graphs of a pool, unless its lanes are running a step; True if that was done.
+    """Evict all graphs of a pool unless its lanes run a step; return whether it was done.
 
-    It is not waited for: its thread may be waiting for ours. Where a signal's exception comes
-    between any two instructions, the lock is released nevertheless.
+    It does not wait for the step, whose thread may be waiting for this one. The lock is released
+    even if a signal handler raises between any two instructions.
     """
     lock = group.lock
     try:
@@ -393,7 +396,7 @@ def _is_held_here(lock: Any) -> bool:
 
 
 class _Device:
-    """What is counted on one device.
+    """Counts memory on one device.
 
     Args:
         backend: A backend of the device.
@@ -409,20 +412,20 @@ class _Device:
         self.driver_step = 0
 
     def now(self) -> DeviceMemory:
-        """Return what the device has handed out."""
+        """Return the device memory in use."""
         if self.meter is None:
             return DeviceMemory(0, 0, 0)
         found = self.meter.device_memory()
-        # What sleeps is no memory, and the allocator does not know it.
+        # Sleeping memory takes no space, which the allocator does not know.
         return found._replace(reserved_bytes=found.reserved_bytes - self.asleep_bytes)
 
     def outside(self) -> int:
-        """Return what the device has handed out past torch's allocator."""
+        """Return the device memory in use outside torch's allocator."""
         now = self.now()
         return now.used_bytes - now.reserved_bytes
 
     def note(self, part: str, num_bytes: int) -> None:
-        """Add what was seen to be taken, or given back."""
+        """Add memory that was seen to be taken or freed."""
         if part == "driver":
             self.driver_step = max(self.driver_step, num_bytes)
             self.driver_bytes = max(0, self.driver_bytes + num_bytes)
@@ -430,12 +433,12 @@ class _Device:
             self.library_bytes = max(0, self.library_bytes + num_bytes)
 
     def reconcile(self) -> None:
-        """Take off what the driver gave back unseen, such as for graphs of a dropped runner."""
+        """Subtract memory that the driver freed unnoticed, as for graphs of a dropped runner."""
         gone = self.outside() - self.start.used_bytes + self.start.reserved_bytes
         self.driver_bytes -= min(
             self.driver_bytes, max(0, self.driver_bytes + self.library_bytes - gone)
         )
 
     def workspace(self, group: PoolGroup) -> int:
-        """Return the bytes that libraries work in on the stream of a group."""
+        """Return the bytes of libraries' workspaces on the stream of a group."""
         return 0 if self.meter is None else self.meter.workspace_bytes(group.stream)

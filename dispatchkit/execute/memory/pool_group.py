@@ -1,16 +1,15 @@
-"""PoolGroup: lanes whose graphs lie in one pool, and run one after another.
+"""PoolGroup: lanes whose graphs are in one pool and run one after the other.
 
-Graphs of one pool share their memory: a replay overwrites what others work in, and what graphs
-that were captured after it have returned. So lanes may share a pool only if their steps never
-overlap, and if nothing that a step returns is read from the pool after the next one has begun:
+Graphs of one pool share their memory: a replay overwrites the intermediates of others, and the
+outputs of graphs captured after it. So lanes may share a pool only if their steps never overlap,
+and if no result of a step is read from the pool after the next step has begun:
 
-- The host gives their steps out under one lock, and a step on another stream than the last waits
-  for that one (``order``).
-- Results are copied out at once, or lie in memory of the lane (``io.outputs``).
+- The host launches their steps under one lock, and a step on another stream than the last step's
+  waits for that stream (``order``).
+- Results are copied out immediately, or are in memory of the lane (``io.outputs``).
 
-Whoever joins lanes to a group sees to the second; see ``lanes.build``. Memory that torch has freed
-in a pool is used again on the same stream alone, so that a group also shares the stream that
-graphs are captured on.
+The code that adds lanes to a group ensures the second; see ``lanes.build``. torch reuses freed
+memory of a pool only on the same stream, so a group also shares the stream for captures.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class SharedBudget(Protocol):
-    """What a group counts in; see ``GraphMemory``, which says what its methods do."""
+    """The budget of a group; see ``GraphMemory`` for its methods."""
 
     max_bytes: int | None
 
@@ -41,19 +40,19 @@ class SharedBudget(Protocol):
         ...
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return what a capture in a group may take beside its pool and outputs."""
+        """Return the memory that a capture in a group may take besides its pool and outputs."""
         ...
 
     def make_room(self, group: PoolGroup, num_bytes: int, what: str) -> None:
-        """Evict idle pools until so many bytes may be taken outside of any pool."""
+        """Evict idle pools until this many bytes may be taken outside pools."""
         ...
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool that has been idle for longest."""
+        """Evict all graphs of the pool idle longest."""
         ...
 
     def measuring(self, backend: GraphBackend, part: str) -> AbstractContextManager[None]:
-        """Note what the driver takes in a block, or gives back."""
+        """Record memory that the driver takes or frees in a block."""
         ...
 
 
@@ -61,7 +60,7 @@ def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
     """Return a stream of a priority.
 
     Raises:
-        ConfigError: The device gives no more streams, or its backend knows no priorities.
+        ConfigError: The device has no more streams, or its backend does not support priorities.
     """
     if not priority:
         return backend.new_stream()
@@ -72,21 +71,21 @@ def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
 
 
 class OrderedLane(Protocol):
-    """A lane, as far as others of its group must know it.
+    """The interface of a lane to its group.
 
     Attributes:
-        handle: Raw handle of the stream of its last step; None makes the next step ask.
+        handle: Raw handle of the stream of its last step; None makes the next step call ``order``.
     """
 
     handle: int | None
 
     def refill(self) -> None:
-        """Fill its static inputs, whose memory has lost what it held."""
+        """Fill its static inputs, whose memory has lost its contents."""
         ...
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the outputs that its graphs share, outside the pool."""
+        """Bytes of its graphs' shared outputs, outside the pool."""
         ...
 
     @property
@@ -99,42 +98,42 @@ class PoolMember(Protocol):
     """The graphs that one lane has in the pool of its group."""
 
     def num_graphs_in_pool(self) -> int:
-        """Return how many keys have one."""
+        """Return the number of keys with a graph."""
         ...
 
     def num_steps(self) -> int:
-        """Return how many steps the lane has run."""
+        """Return the number of steps that the lane has run."""
         ...
 
     def evict_all(self) -> list[GraphKey]:
-        """Evict them, for others to have the memory; returns the keys that lost their graph."""
+        """Evict them to free memory for others; return the keys that lost their graph."""
         ...
 
     def capture_again(self, keys: Iterable[GraphKey]) -> None:
-        """Capture those of some keys that are wanted, as far as there is room."""
+        """Capture the wanted ones of some keys, within the budget."""
         ...
 
 
 class PoolGroup:
-    """One pool, the stream that its graphs are captured on, and the lanes that have graphs there.
+    """One pool, the stream for its captures, and the lanes with graphs in it.
 
     Args:
         backend: The device.
         lock: Held by each step of its lanes.
-        name: What an account calls it.
-        memory: Whose budget it counts in; None where nothing is shared.
+        name: Its name in accounts.
+        memory: The budget it counts in; None if nothing is shared.
         is_open: Further lanes may join.
-        turns: Of the lock, where groups have one lock.
-        sleeper: The backend, where its memory is to be able to sleep.
+        turns: The turns of the lock, if groups share a lock.
+        sleeper: The backend, if its memory must be able to sleep.
 
     Attributes:
-        turns: Lets steps run while a capture in the background is under way.
-        pool: The pool; another one after ``start_pool``.
-        stream: Where graphs are warmed up and captured.
+        turns: Lets steps run during a background capture.
+        pool: The pool; replaced by ``start_pool``.
+        stream: The stream for warmup and capture.
         last_stream: The stream of the last step of any lane.
-        idle_since: At which look its lanes had last run steps (see ``note_use``).
-        is_asleep: Its memory is given back for a while, and nothing may use it.
-        is_limited: A budget of bytes counts its memory: what nobody uses must be free at once.
+        idle_since: The check at which its lanes had last run steps (see ``note_use``).
+        is_asleep: Its memory is temporarily released and must not be used.
+        is_limited: A budget in bytes counts its memory, so unused memory must be freed immediately.
     """
 
     def __init__(
@@ -156,20 +155,20 @@ class PoolGroup:
         self.is_asleep = False
         self.stream: Stream = backend.new_stream()
         self.pool: Any = self._new_pool()
-        # Of static inputs and outputs.
+        # The pools of static inputs and outputs.
         self._tensors: Any = None if sleeper is None else sleeper.new_sleeping_pool()
         self.last_stream: Stream | None = None
         self.idle_since = 0
         self.is_limited = False
         self._num_steps_seen = 0
-        # Memory of before, for as long as somebody holds outputs in it.
+        # Earlier pools, while outputs in them are referenced.
         self._earlier: list[Any] = []
-        # Weakly: memory must go with its runner, at once.
+        # Weak references: memory must be freed with its runner.
         self._lanes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add_lane(self, lane: OrderedLane) -> None:
-        """Let the steps of a lane be ordered with those of the others."""
+        """Order the steps of a lane with those of the others."""
         self._lanes.add(lane)
 
     def add_member(self, member: PoolMember) -> None:
@@ -178,23 +177,23 @@ class PoolGroup:
 
     @property
     def members(self) -> tuple[PoolMember, ...]:
-        """Those that may have graphs in the pool."""
+        """The members that may have graphs in the pool."""
         return tuple(self._members)
 
     def order(self, lane: OrderedLane, handle: int) -> Stream:
-        """Make the current stream wait for the last step of the group; returns that stream.
+        """Make the current stream wait for the last step of the group; return that stream.
 
         Args:
-            lane: Whose step is next.
+            lane: The lane of the next step.
             handle: Raw handle of the current stream.
 
         Raises:
-            ReplayError: The group's memory sleeps.
+            ReplayError: The group's memory is asleep.
         """
         self.refuse_asleep()
         current = self.backend.current_stream()
         if self.last_stream is not None:
-            # Also covers what the old stream's user queued there to read views of outputs.
+            # This also covers work queued on the old stream to read views of outputs.
             current.wait_stream(self.last_stream)
         self.last_stream = current
         for other in tuple(self._lanes):
@@ -203,10 +202,10 @@ class PoolGroup:
         return current
 
     def use_priority(self, priority: int) -> None:
-        """Capture on a stream of a priority; before anything is captured.
+        """Use a stream of a priority for captures; call it before the first capture.
 
         Raises:
-            ConfigError: The device gives no more streams, or its backend knows no priorities.
+            ConfigError: The device has no more streams, or its backend does not support priorities.
         """
         del self.stream  # first, so that there are never more streams than lanes
         self.stream = new_stream(self.backend, priority)
@@ -214,10 +213,10 @@ class PoolGroup:
     # -- memory -------------------------------------------------------------------------
 
     def allocate(self, make: Callable[[], _T]) -> _T:
-        """Call what makes static inputs or outputs; their memory sleeps with the pool.
+        """Call a function that creates static inputs or outputs, whose memory sleeps with the pool.
 
         Raises:
-            ConfigError: It sleeps now.
+            ConfigError: It is asleep.
         """
         if self._sleeper is None:
             return make()
@@ -226,7 +225,7 @@ class PoolGroup:
         return self._sleeper.allocate(self._tensors, make)
 
     def sleep(self) -> int:
-        """Give its memory back, which no step may use from now on; the caller holds the lock.
+        """Release its memory, which no step may then use; the caller holds the lock.
 
         Returns:
             The bytes that were given back.
@@ -234,16 +233,16 @@ class PoolGroup:
         if self._sleeper is None or self.is_asleep:
             return 0
         for lane in tuple(self._lanes):
-            lane.handle = None  # so that the next step asks
+            lane.handle = None  # so that the next step calls ``order``
         num_bytes = self._sleeper.sleep(self._sleeping())
         self.is_asleep = True
         return num_bytes
 
     def wake(self) -> None:
-        """Have memory again, with static inputs as they were made; the caller holds the lock.
+        """Map memory again and reset static inputs; the caller holds the lock.
 
         Raises:
-            ReplayError: There is not enough; all of it sleeps on.
+            ReplayError: There is not enough memory; all of it stays asleep.
         """
         if self._sleeper is None or not self.is_asleep:
             return
@@ -254,14 +253,14 @@ class PoolGroup:
         self.backend.synchronize()  # steps on any stream find it done
 
     def refuse_asleep(self) -> None:
-        """Raise where its memory sleeps.
+        """Raise if its memory is asleep.
 
         Raises:
-            ReplayError: It does.
+            ReplayError: Its memory is asleep.
         """
         if self.is_asleep:
             raise ReplayError(
-                "The memory of the graphs sleeps, and a step was to use it. Call memory.wake() "
+                "A step needs the memory of the graphs, which is asleep. Call memory.wake() "
                 "before the first step."
             )
 
@@ -278,32 +277,32 @@ class PoolGroup:
         return self._sleeper.new_sleeping_pool()
 
     def start_pool(self) -> None:
-        """Capture into a new pool from here on; graphs of the old one keep theirs."""
+        """Use a new pool for later captures; graphs in the old one keep it."""
         self._earlier.append(self.pool)
         self.pool = self._new_pool()
         self._forget_earlier()
         if self.is_limited and (self._earlier or self.shared_bytes()):
-            gc.collect()  # something in a ring of references still holds outputs of it
+            gc.collect()  # a reference cycle may still hold outputs in it
 
     def clear(self) -> dict[PoolMember, list[GraphKey]]:
-        """Evict all graphs and start a new pool; returns the keys that lost theirs, by member.
+        """Evict all graphs and start a new pool; return the keys that lost theirs, by member.
 
-        Graphs of one pool share memory: evicting some of them frees next to nothing.
+        Graphs of one pool share memory, so evicting some of them frees almost nothing.
         """
         lost = {member: member.evict_all() for member in self.members}
         self.start_pool()
         return lost
 
     def num_graphs(self) -> int:
-        """Return how many graphs lie in the pool."""
+        """Return the number of graphs in the pool."""
         return sum(member.num_graphs_in_pool() for member in self.members)
 
     def num_lanes(self) -> int:
-        """Return how many lanes are alive."""
+        """Return the number of lanes alive."""
         return len(self._lanes)
 
     def note_use(self, look: int) -> None:
-        """Note whether its lanes have run steps since the last look; no step notes anything."""
+        """Record whether its lanes have run steps since the last check, at no cost to steps."""
         steps = sum(member.num_steps() for member in self.members)
         if steps != self._num_steps_seen:
             self._num_steps_seen, self.idle_since = steps, look
@@ -317,7 +316,7 @@ class PoolGroup:
         return sum(self.backend.pool_bytes(pool) for pool in pools)
 
     def shared_bytes(self) -> int:
-        """Return the bytes of outputs that graphs share, of all lanes."""
+        """Return the bytes of the shared outputs of all lanes."""
         if self.is_asleep:
             return 0
         return sum(lane.shared_bytes for lane in tuple(self._lanes))

@@ -1,15 +1,14 @@
-"""Turns: a capture in the background and the steps of other threads, under one lock.
+"""Turns: a background capture alternates with other threads' steps under one lock.
 
-Steps run under the lock of their pool's group, and so does a capture: a step that comes meanwhile
-waits for all of it. A capture in the background releases the lock between its parts (warmup,
-capture, the replays of a proof), for as long as the driver ends and instantiates the graph, and
-between two operators where that was asked for. That is right where nothing that the capture runs,
-or puts back at its end, is read or written by a step; see ``Capturer.allows_turns``. On the device
-they do not overlap: what a part queued is done before a step is let in, and what comes next waits
-for that step.
+Steps and captures hold the lock of their pool's group, so a step must wait for a whole capture. A
+background capture releases the lock between its phases (warmup, capture, the replays of a proof),
+while the driver ends and instantiates the graph, and, if requested, between two operators. That is
+correct if steps neither read nor write anything that the capture runs on or restores at its end;
+see ``Capturer.allows_turns``. On the device they do not overlap: queued work of a phase is done
+before a step is let in, and the next phase waits for that step.
 
-While such a capture is under way nothing else is captured, and nothing is evicted, on its device
-by steps: who would wait for the capture, with the lock that it waits for, would wait for good.
+During a background capture, steps do not capture or evict anything on its device: they would wait
+for the capture while holding the lock that it waits for, a deadlock.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ import attrs
 
 _T = TypeVar("_T")
 
-#: How long a capture stays off the lock where no step is known to wait for it: the time that a
-#: waiting thread needs to wake up. One that wakes up too late waits for another part.
+#: How long a capture releases the lock if no step is known to wait for it: the time that a waiting
+#: thread needs to wake up. A thread that wakes up too late waits for another phase.
 GAP_S: float = 100e-6
 
 
 @attrs.frozen
 class LongPause:
-    """One time that a capture held steps up for longer than it was to.
+    """A pause of steps by a capture that was longer than requested.
 
     Attributes:
-        key: What was captured, as text.
-        part: Which part of the capture it was.
-        us: How long it was, in microseconds.
-        operators: Which of its operators, where steps were let in between them.
-        is_free: Steps were free to run, but a driver may hold launches up meanwhile.
+        key: The key being captured, as text.
+        part: The phase of the capture.
+        us: Its length in microseconds.
+        operators: Its operators, if steps were let in between operators.
+        is_free: Steps were free to run, but a driver may have delayed launches.
     """
 
     key: str
@@ -56,7 +55,7 @@ class LongPause:
 
 
 class _Devices:
-    """On which devices a capture in the background is under way."""
+    """Devices on which a background capture is in progress."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -79,14 +78,14 @@ _all: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 class Turns:
-    """Lets steps run while a capture in the background is under way.
+    """Lets steps run during a background capture.
 
     Args:
         lock: Held by each step.
-        device: Of its captures.
+        device: The device of its captures.
 
     Attributes:
-        is_under_way: A capture in the background is.
+        is_under_way: Whether a background capture is in progress.
     """
 
     def __init__(self, lock: threading.RLock, device: str) -> None:
@@ -99,13 +98,13 @@ class Turns:
         _all.add(self)
 
     def forget(self) -> None:
-        """Be as if no capture were under way: its thread is not in a forked process."""
+        """Reset in a forked process, which does not have the capture's thread."""
         self._changed = threading.Condition(self._lock)
         self.is_under_way, self._pacer = False, None
 
     @property
     def pacer(self) -> Pacer | None:
-        """What this thread's capture is paced by; None where it is not in the background."""
+        """The pacer of this thread's capture; None if it is not a background capture."""
         pacer = self._pacer
         return pacer if pacer is not None and pacer.thread == threading.get_ident() else None
 
@@ -114,12 +113,12 @@ class Turns:
         return not _devices.is_busy(self._device) or self.pacer is not None
 
     def wait(self) -> None:
-        """Wait until no capture in the background is under way; the caller holds the lock."""
+        """Wait until no background capture is in progress; the caller holds the lock."""
         while self.is_under_way and self.pacer is None:
             self._changed.wait()
 
     def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
-        """Call what captures, in turns with steps; the caller holds the lock, once."""
+        """Run a capture in turns with steps; the caller holds the lock, once."""
         self.wait()
         self.is_under_way, self._pacer = True, pacer
         _devices.change(self._device, 1)
@@ -133,7 +132,7 @@ class Turns:
             self._changed.notify_all()
 
     def give_way(self) -> None:
-        """Let waiting steps run; the lock is held again at the end."""
+        """Let waiting steps run, then hold the lock again."""
         self._changed.wait(GAP_S)
 
     def release(self) -> None:
@@ -141,23 +140,23 @@ class Turns:
         self._saved = self._lock._release_save()
 
     def take_back(self) -> None:
-        """Wait for the step under way, and hold the lock again."""
+        """Wait for the step in progress, and hold the lock again."""
         self._lock._acquire_restore(self._saved)
 
 
 class Pacer:
-    """Measures how long a capture in the background holds steps up, and lets them in.
+    """Measures how long a background capture delays steps, and lets them in.
 
     Args:
-        turns: Whose lock it holds.
-        key: What is captured, as text.
-        max_pause_us: How long it may hold the lock at a time.
-        allows_turns: It may release the lock between its parts, before its end.
-        between_operators: And between the operators of a part.
+        turns: The turns of the lock.
+        key: The key being captured, as text.
+        max_pause_us: Longest time that it may hold the lock, in microseconds.
+        allows_turns: It may release the lock between its phases.
+        between_operators: It may also release the lock between operators.
 
     Attributes:
-        thread: Which thread captures.
-        pauses: Times that were too long.
+        thread: The capturing thread.
+        pauses: Pauses that were too long.
     """
 
     def __init__(
@@ -184,31 +183,31 @@ class Pacer:
         self._since = time.perf_counter()
 
     def finish(self) -> None:
-        """Note that the lock is released for good."""
+        """Note that the lock is finally released."""
         self._note("its end" if self.allows_turns else "warmup and capture, in one piece")
 
     def end_part(self, part: str) -> None:
-        """Let steps run: a part is done, and so is what it has queued."""
+        """Let steps run after a phase and its queued work are done."""
         self._note(part)
         self._turns.give_way()
         self.resume()
 
     def end_operator(self, part: str, operator: Any) -> bool:
-        """Let steps run if the lock was held for as long as it may be; return whether they might.
+        """Let steps run if the lock was held long enough; return whether any may have run.
 
         Args:
-            part: Which part is under way.
-            operator: What of it has just been done.
+            part: The phase in progress.
+            operator: The operator that has just finished.
         """
         self._operators = [*self._operators[:1], operator]
-        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # to wake up takes time, too
+        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # waking up takes time, too
             return False
         self.end_part(part)
         self._operators = [operator]
         return True
 
     def release(self, part: str) -> None:
-        """Release the lock until ``take_back``: a part is done, and the driver's is next."""
+        """Release the lock until ``take_back``: a phase is done, and the driver's is next."""
         self._note(part)
         self._is_released = True
         self._turns.release()
@@ -218,7 +217,7 @@ class Pacer:
         """Hold the lock again, if it was released.
 
         Args:
-            part: What was done meanwhile; a driver may hold launches up for as long.
+            part: The phase in between, during which a driver may delay launches.
         """
         if self._is_released:
             self._note(part, is_free=True)
@@ -240,5 +239,5 @@ def _begin_child() -> None:
         turns.forget()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_begin_child)

@@ -1,1 +1,1 @@
-"""How a step runs once its graph exists: plans, launches, timing, checks."""
+"""Running steps with existing graphs: plans, launches, timing, checks."""

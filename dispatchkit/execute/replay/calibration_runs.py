@@ -1,4 +1,4 @@
-"""Calibration runs: steps that a learning policy has timed right after a capture."""
+"""Calibration runs: steps timed for a learning policy right after a capture."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from dispatchkit.observe.counters import StepCounters
 
 
 class CalibrationRuns:
-    """Time the runs that the policy of a dispatcher asks for.
+    """Times the runs that a dispatcher's policy requests.
 
     Args:
-        dispatcher: Whose policy.
-        planner: Makes the plans of graphs that run ahead.
+        dispatcher: The dispatcher of the policy.
+        planner: Creates the plans of graphs that run ahead.
         lifecycle: The graphs.
-        timings: What is measured goes there.
-        lane: Where the runs are.
-        warmups: Knows what the step changes.
+        timings: Receives the measurements.
+        lane: The lane of the runs.
+        warmups: Has the state that the step changes.
         inputs: The static inputs.
-        counters: Left as they were.
+        counters: Counters, which do not change.
         is_off: Nothing is measured here, as in check mode.
     """
 
@@ -59,20 +59,20 @@ class CalibrationRuns:
         self._backend = lane.backend
 
     def run(self) -> int:
-        """Run what the policy asks for; the caller holds the runner's lock.
+        """Run what the policy requests; the caller holds the runner's lock.
 
-        A policy asks by ``calibration_runs(graphs)``, which returns runs (batch, decision, how
-        often) until it knows enough. Each is done twice as often, on dummy rows: first
-        with nothing ahead on the stream, then right behind the one before; eager behind the
-        largest graph too, so that the device is not done before all of it is submitted.
-        Nothing of it is counted, and what the step changes is put back. With axes nothing is
-        run: what the policy knows of them is the dispatcher's to say.
+        ``calibration_runs(graphs)`` of the policy returns runs (batch, decision, number) until it
+        has learned enough. Each is run twice as often, on dummy rows: first with an idle stream,
+        then right after the previous one; eager also after the largest graph, so that the device is
+        not done before everything is submitted. Runs are not counted, and state that the step
+        changes is restored. With axes nothing is run, since only the dispatcher translates them for
+        the policy.
 
         Returns:
-            How many steps were run.
+            The number of steps run.
 
         Raises:
-            PolicyError: The policy raised when it was asked. Graphs that were captured stay.
+            PolicyError: The policy raised. Captured graphs stay.
         """
         wants = self._dispatcher.policy_parts.calibration_runs
         if wants is None or self._is_off or self._dispatcher.config.axes:
@@ -83,8 +83,8 @@ class CalibrationRuns:
                 try:
                     steps += self._run_all(runs)
                 except ReplayError:
-                    # Its graph is marked as failed, what it changed is put back, and no step of
-                    # the caller's was lost: a capture does not fail for it.
+                    # Its graph is marked as failed, its changes are undone, and no step of the
+                    # caller was lost, so the capture does not fail.
                     break
         return steps
 
@@ -109,7 +109,7 @@ class CalibrationRuns:
         largest = max(live.items(), key=lambda item: item[0].num_tokens, default=None)
         for run in runs:
             if any(key not in self._lifecycle.live() for key in run.decision.keys):
-                continue  # a runner that captures lazily: nothing is captured for this
+                continue  # in a lazy runner, nothing is captured for this
             ceiling, uniform, loras, num_tokens = cell_of_batch(dispatcher.config, run.batch)
             tensors = self._sample(num_tokens)
             ahead: Callable[[], Any] | None = None

@@ -1,7 +1,7 @@
-"""Check mode: replays compared with eager, and views of earlier results spoilt.
+"""Check mode: compare replays with eager, and overwrite views of earlier results.
 
-A checked step runs twice, from the same state and the same random numbers; results and state
-are compared, and what stays of both is eager's. A graph that gave something else is not used again.
+A checked step runs twice, from the same state and the same random numbers. Results and state are
+compared, and eager's are kept. A graph that differed is not used again.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import FIRST
 
-# A bucket is another shape than the batch, and other kernels may compute it: results differ
-# by rounding. What check mode is for (old values, wrong rows) differs by far more.
+# A bucket has a different shape than the batch, and different kernels may compute it, so results
+# differ by rounding. The errors that check mode looks for (old values, wrong rows) differ by far
+# more.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
 
-#: Compare the first replay of each graph, and its first padded one; nothing after that.
+#: Compare the first replay of each graph and its first padded replay, nothing later.
 
 
 class CheckWarning(RuntimeWarning):
-    """A replay gave something else than eager; its key is not used any more."""
+    """A replay differed from eager; its key is no longer used."""
 
 
 class Checker:
     """Compares sampled replays with eager.
 
     Args:
-        every: Compare each so many replays; 1 is all of them; or ``FIRST``.
-        snapshot: Returns a snapshot of all that the step is known to change.
-        state: Returns what that is, to be compared.
-        facts: Returns the addresses and numbers of the step as they are now.
-        save_rows: Saves the rows of the sessions that a step names, where there are slots.
+        every: Compare one replay in this many, 1 for all, or ``FIRST``.
+        snapshot: Returns a snapshot of all state that the step is known to change.
+        state: Returns that state, for comparison.
+        facts: Returns the current addresses and numbers of the step.
+        save_rows: Saves the rows of a step's sessions, if there are slots.
 
     Raises:
         ConfigError: ``every`` is neither.
@@ -73,7 +74,7 @@ class Checker:
         self._every, self._snapshot, self._facts = number, snapshot, facts
         self._state = StateCheck(state, RELATIVE, ABSOLUTE)
         self._save_rows = save_rows
-        #: Steps that run eager are to be noted: only where every replay is compared.
+        #: Whether eager steps are recorded, too: only if every replay is compared.
         self.notes_eager: bool = number == 1 and not self._is_first_alone
         # Steps compared already: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedKey], ...] = (WeakSet(), WeakSet())
@@ -81,7 +82,7 @@ class Checker:
         self._handed_out: list[torch.Tensor] = []
 
     def is_due(self, step: CapturedKey, num_tokens: int) -> bool:
-        """Return whether this replay is to be compared."""
+        """Return whether to compare this replay."""
         is_padded = num_tokens != step.key.num_tokens
         if self._is_first_alone:
             if step in self._compared[is_padded]:
@@ -100,20 +101,20 @@ class Checker:
     ) -> tuple[Any, str]:
         """Run a step both ways, from the same state.
 
-        A graph that draws random numbers for padding too draws others than eager does, so
-        that it alone is run then.
+        A graph that also draws random numbers for padding draws different ones than eager, so only
+        the graph runs then.
 
         Args:
-            step: What is replayed. Outputs in the lane's memory are spoilt before: what the
-                graph does not write shows.
+            step: The captured key. Outputs in the lane's memory are overwritten before, which
+                reveals outputs that the graph does not write.
             num_tokens: Rows of the batch.
-            replay: Runs it by its graph and returns results of their own memory. Nothing is
-                compared where it ran eager.
-            eager: Runs it plainly.
+            replay: Runs the graph and returns results in separate memory. Nothing is compared if
+                the step ran eager.
+            eager: Runs the step eager.
             tensors: The call; None for a step in place.
 
         Returns:
-            Eager's result, if it was run, and what differed in words (empty if nothing did).
+            Eager's result, if it ran, and a description of the difference (empty if none).
         """
         step.lane.order()
         before = self._snapshot()
@@ -123,9 +124,9 @@ class Checker:
                 leaf.fill_(_poison(leaf.dtype))
         hits = step.hits
         got = replay()
-        if step.hits == hits:  # it ran eager: a value was found replaced, or the launch failed
+        if step.hits == hits:  # it ran eager: a value was replaced, or the launch failed
             return got, ""
-        # Asked after the replay: of graphs nobody watched it is the first one that tells.
+        # Read after the replay, since for unwatched graphs the first replay determines it.
         is_padded = num_tokens != step.key.num_tokens
         if is_padded and any(one.has_random_state for one in step.graphs):
             return got, ""
@@ -134,7 +135,7 @@ class Checker:
         before.restore()
         if rows is not None:
             rows.restore()
-        notes, self.notes_eager = self.notes_eager, False  # of this one it is known anyway
+        notes, self.notes_eager = self.notes_eager, False  # known anyway for this one
         try:
             want = eager()
         finally:
@@ -153,24 +154,24 @@ class Checker:
         return want, self._moved(step)
 
     def note_eager(self, run: Callable[[], Any]) -> Any:
-        """Run a step that no graph serves, and note what its rows change."""
+        """Run a step that no graph serves, and record what its rows change."""
         before = self._state.now()
         result = run()
         self._state.note(before)
         return result
 
     def _moved(self, step: CapturedKey) -> str:
-        """Say so where a graph gave the right thing from memory that is not read any more."""
+        """Report a graph whose correct result came from memory that is no longer in use."""
         where = (
             "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))
         )
-        return f"The same for now, but since the capture: {where}." if where else ""
+        return f"The results agree for now, but since the capture: {where}." if where else ""
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return copies of views to give to the caller, spoiling those of the call before.
+        """Return copies of views for the caller, overwriting those of the previous call.
 
-        Whoever reads an earlier view then reads NaN, or the largest number of its type,
-        rather than plausible values of another call.
+        An earlier view then reads as NaN, or the largest number of its dtype, rather than plausible
+        values of another call.
         """
         if self._is_first_alone:
             return list(leaves)
@@ -182,30 +183,32 @@ class Checker:
 
 
 def _assert_close(got: Any, want: Any) -> None:
-    """Raise what tells how two results differ; floats of one byte are rounded as coarsely."""
+    """Raise a description of how two results differ, with a tolerance for one-byte floats."""
     ours, structure = flatten(got)
     theirs, other_structure = flatten(want)
     if structure != other_structure:
-        raise AssertionError(f"The replay returned {structure}, and eager {other_structure}.")
+        raise AssertionError(
+            f"The replay returned {structure}, but eager returned {other_structure}."
+        )
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             _assert_tensors_close(one, other, f"Output {index}: " if len(ours) > 1 else "")
         elif not _is_close(one, other):
             raise AssertionError(
-                f"Output {index} is {one!r:.60} by the replay, and {other!r:.60} by eager."
+                f"Output {index} is {one!r:.60} in the replay, but {other!r:.60} in eager."
             )
 
 
 def _assert_rows_close(
     replayed: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise what tells how the rows of sessions differ."""
+    """Raise a description of how the rows of sessions differ."""
     for name, rows in replayed.items():
         _assert_tensors_close(rows, wanted[name], f"{name}: ")
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return whether two values are the same, numbers with a fraction within tolerance."""
+    """Return whether two values are equal, floats within tolerance."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or one != one != other
     return is_same_value(one, other)

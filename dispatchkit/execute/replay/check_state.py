@@ -1,9 +1,9 @@
-"""What check mode compares of the state that a step changes.
+"""Compare the state that a step changes, for check mode.
 
-Rows of fill may write to a place that no row of a batch uses, a sink, and eager does not write
-there. Where that is need not be declared: it is what fill alone has ever changed. Once both have
-changed the same element, the fill of some input names a place that is not free. What rows change in
-steps that nobody looks at (``check`` of more than 1 or ``"first"``, other runners) does not count.
+Padding rows may write to a sink that no row of a batch uses, and eager does not write there. The
+sink need not be declared: it is the elements that only padding has ever changed. If both have
+changed an element, the fill of some input refers to a place that is in use. Changes in steps that
+are not checked (``check`` above 1 or ``"first"``, other runners) do not count.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import torch
 
 from dispatchkit.execute.step.state import Snapshot, typed
 
-#: Storages that a step changes, by name, with the type of what is in them.
+#: Storages that a step changes, by name, with the dtype of their contents.
 State = Mapping[str, tuple[torch.UntypedStorage, torch.dtype]]
 
-#: Elements compared at a time: what a comparison needs besides is a few such parts, however
-#: large the state.
+#: Elements compared at a time, which bounds the memory of a comparison.
 _CHUNK: Final = 1 << 22
 
 
 @attrs.define
 class _Wrong:
-    """What differs between a replay and eager.
+    """Differences between a replay and eager.
 
     Attributes:
-        number: How many elements.
+        number: Number of elements.
         first: Index of the first.
         is_any_by_rows: Eager changed one of them in this step.
     """
@@ -40,7 +39,7 @@ class _Wrong:
     is_any_by_rows: bool = False
 
     def add(self, wrong: torch.Tensor, by_rows: torch.Tensor, offset: int) -> None:
-        """Count those of one part, which starts at an offset."""
+        """Count the differences in one part, which starts at an offset."""
         number = int(torch.count_nonzero(wrong))
         if number and not self.number:
             self.first = offset + int(wrong.view(torch.uint8).argmax())
@@ -49,23 +48,23 @@ class _Wrong:
 
 
 class StateCheck:
-    """Compares the state after a replay with the state after the same step run eager.
+    """Compares the state after a replay with the state after the same step in eager.
 
-    State of a type that torch cannot compare (quantized, bits, floats of four bits) is left out.
+    State of dtypes that torch cannot compare (quantized, bits, four-bit floats) is left out.
 
     Args:
-        state: Returns what the step is known to change.
-        relative: Relative tolerance of numbers with a fraction.
-        absolute: Absolute tolerance of them.
+        state: Returns the state that the step is known to change.
+        relative: Relative tolerance for floats.
+        absolute: Absolute tolerance for floats.
     """
 
     def __init__(self, state: Callable[[], State], relative: float, absolute: float) -> None:
         self._state, self._relative, self._absolute = state, relative, absolute
-        # For each element, whether rows of a batch have changed it so far.
+        # For each element, whether rows of a batch have ever changed it.
         self._changed: dict[str, torch.Tensor] = {}
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies of the state as it is."""
+        """Return copies of the current state."""
         return {
             name: typed(storage, dtype).clone()
             for name, (storage, dtype) in self._state().items()
@@ -75,12 +74,12 @@ class StateCheck:
     def difference(
         self, before: Snapshot, replayed: Mapping[str, torch.Tensor], *, is_padded: bool
     ) -> str:
-        """Return in words how the state is another than after the replay; empty if it is not.
+        """Describe how the state differs from that after the replay; empty if equal.
 
         Args:
-            before: The state before the step, to which both ways were run.
-            replayed: What ``now`` gave after the replay.
-            is_padded: The replay had rows of fill.
+            before: The state before the step, from which both ran.
+            replayed: The result of ``now`` after the replay.
+            is_padded: The replay had padding rows.
         """
         found = []
         for name, (storage, dtype) in self._state().items():
@@ -96,17 +95,19 @@ class StateCheck:
                 got, eager = (comparable(one[wrong.first]).item() for one in (replayed[name], want))
                 found.append(
                     f"{wrong.number} of {want.numel()} elements of {name} differ, the first at "
-                    f"{wrong.first}: {got} by the replay, {eager} by eager."
+                    f"{wrong.first}: {got} in the replay, {eager} in eager."
                 )
                 if not wrong.is_any_by_rows:
-                    found.append("Rows of fill changed what rows of a batch use: give them a sink.")
+                    found.append(
+                        "Padding rows changed state that rows of a batch use: give them a sink."
+                    )
         return " ".join(found)
 
     def note(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Note what rows have changed in a step that ran eager alone.
+        """Record what rows have changed in a step that ran only eager.
 
         Args:
-            before: What ``now`` gave before the step.
+            before: The result of ``now`` before the step.
         """
         for name, (storage, dtype) in self._state().items():
             if name in before:
@@ -115,7 +116,7 @@ class StateCheck:
                     self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
-        """Say so where sizes differ, and start anew with who has changed what."""
+        """Report differing sizes, and reset the record of changed elements."""
         changed = self._changed.get(name)
         before = old if changed is None else changed
         sizes = [one.numel() for one in (before, old, got, want)]
@@ -163,13 +164,13 @@ def is_coarse(value: Any) -> bool:
 
 
 def tolerance(dtype: torch.dtype, relative: float) -> float:
-    """Return the relative tolerance of a type: neighbours of a float of one byte are far apart."""
+    """Return the relative tolerance of a dtype: neighbouring one-byte floats are far apart."""
     is_float = dtype.is_floating_point and dtype.itemsize == 1
     return max(relative, torch.finfo(dtype).eps) if is_float else relative
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a type that torch compares: not floats of one byte, or half complex."""
+    """Return a comparable tensor, converting one-byte floats and half complex."""
     if tensor.dtype is torch.complex32:
         return tensor.to(torch.complex64)
     return tensor.float() if is_coarse(tensor) else tensor
@@ -177,11 +178,11 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def is_comparable(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch can compare numbers of a type on a device."""
+    """Return whether torch can compare a dtype on a device."""
     try:
         one = comparable(torch.empty(1, dtype=dtype, device=device))
         torch.isclose(one, one)
         torch.equal(one, one)
-    except RuntimeError:  # NotImplementedError is one
+    except RuntimeError:  # includes NotImplementedError
         return False
     return not one.is_quantized

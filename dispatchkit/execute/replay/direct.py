@@ -1,4 +1,4 @@
-"""How the graph of a captured step is launched: by the runtime itself, or by its own replay."""
+"""Launch a captured step's graph: directly through the runtime, or by its own replay."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dispatchkit.execute.lane import Chain, Lane
 
 
 def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, Any] | str:
-    """Return the call and the graph to launch it directly, or why its replay must do it.
+    """Return the function and the handle for a direct launch, or why ``replay`` is needed.
 
-    A graph that draws random numbers needs torch, which tells it where the generator is. One
-    whose operations nobody watched counts as such until its first replay has told.
+    A graph that draws random numbers needs torch, which passes it the generator's state. A graph
+    whose operations were not watched counts as one until its first replay shows otherwise.
     """
     if step.pieces is not None:
         return "made of pieces"
@@ -26,23 +26,23 @@ def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, A
     launches = features_of(backend).direct_launches
     if launches is None:
         return "this backend has no direct launch"
-    return launches.direct_launch(graph) or "the backend launches this graph by its replay only"
+    return launches.direct_launch(graph) or "the backend launches this graph only by replay"
 
 
 def launch_path(backend: GraphBackend, step: CapturedKey) -> str:
-    """Return how a step is launched, as text: ``direct``, or ``replay`` and why."""
+    """Describe how a step is launched: ``direct``, or ``replay`` with the reason."""
     direct = direct_call(backend, step)
     return f"replay: {direct}" if isinstance(direct, str) else "direct"
 
 
 def refused(code: int, step: CapturedKey) -> LaunchError:
-    """Return the error of a direct launch that gave an error code."""
+    """Return the error for a direct launch that returned an error code."""
     cause = ReplayError(f"The launch of {step.key} failed with CUDA error {code}.")
     return LaunchError(cause, has_effect=step.has_effect)
 
 
 def noting(launch: LaunchCall, staging: Staging, lane: Lane) -> LaunchCall:
-    """Return a launch that also notes until when the pinned memory of host inputs is read."""
+    """Return a launch that also records until when the pinned memory of host inputs is read."""
 
     def launch_and_note(graph: Any, stream: Any) -> int | None:
         code = launch(graph, stream)
@@ -54,13 +54,13 @@ def noting(launch: LaunchCall, staging: Staging, lane: Lane) -> LaunchCall:
 
 
 def in_turn(launch: LaunchCall, chain: Chain, lane: Lane) -> LaunchCall:
-    """Return a launch that waits for its turn among the steps of all lanes."""
+    """Return a launch that takes turns with the steps of all lanes."""
 
     def launch_in_turn(graph: Any, stream: Any) -> int | None:
         own = chain.begin(lane)
         try:
             return launch(graph, stream)
-        finally:  # what raised may have queued a part
+        finally:  # a failed launch may have queued a part
             chain.end(own)
 
     return launch_in_turn

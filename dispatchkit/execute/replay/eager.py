@@ -1,4 +1,4 @@
-"""EagerRunner: the step without a graph, and graphs that must not be used any more."""
+"""EagerRunner: runs steps eager, and disables graphs that must no longer be used."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ _ABOUT_PADDING = (
 
 
 class EagerRunner:
-    """Run the step eager, with a counted reason.
+    """Runs the step eager, with a counted reason.
 
-    This is all that a plan needs to know of what is around it: a step that no graph serves runs
-    here, and a graph whose replay failed, or differed from eager, is put out of use here.
+    It is the only interface that plans need: steps that no graph serves run here, and graphs whose
+    replay failed or differed from eager are disabled here.
 
     Args:
-        warmups: What is known of the step and of the state it changes.
-        inputs: Its static inputs; where there are axes, at their smallest buckets.
-        axes: Its axes, where it has some.
-        row_count: Name of the input that holds the true number of rows.
+        warmups: What is known about the step and the state it changes.
+        inputs: Its static inputs; with axes, at their smallest buckets.
+        axes: Its axes, if any.
+        row_count: Name of the input with the true number of rows.
         lane: Orders eager steps with replays.
         lifecycle: The graphs of the lane.
-        counters: Where steps are counted.
-        checker: Check mode, where it is on.
+        counters: Counters of steps.
+        checker: The checker, if check mode is on.
         strict: A downgrade to eager raises.
 
     Attributes:
-        strict: The same; it may change while serving.
-        exact: The decision that the step of now may only run by; None: it runs anyhow.
-        num_runs: Steps that ran eager so far.
+        strict: As given; it may change while serving.
+        exact: The only decision by which the current step may run; None: any.
+        num_runs: Number of steps that ran eager.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class EagerRunner:
         self.num_runs: int = 0
 
     def is_plain(self) -> bool:
-        """Return whether an eager step is no more than a call of the step without gradients.
+        """Return whether an eager step is only a call of the step without gradients.
 
-        No input is brought to the device, no state is ordered with other streams, and nothing
-        compares results or refuses eager steps.
+        That is, no input is copied to the device, no state is ordered with other streams, and
+        nothing compares results or refuses eager steps.
         """
         return (
             self._axes is None
@@ -100,7 +100,7 @@ class EagerRunner:
         )
 
     def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run a checked call, uncounted; None runs what the static inputs hold."""
+        """Run a checked call without counting; None runs the contents of the static inputs."""
         self._lane.tick += 1
         self.num_runs += 1
         if self._axes is not None:
@@ -121,17 +121,17 @@ class EagerRunner:
     def run_for(
         self, reason: str, tensors: Sequence[Any] | None, num_tokens: int, missed: GraphKey | None
     ) -> Any:
-        """Run a checked call, counted with a reason and warned of.
+        """Run a checked call, counted with a reason and warned about.
 
         Args:
             reason: Why no graph runs.
-            tensors: The call; None runs what the static inputs hold.
+            tensors: The call; None runs the contents of the static inputs.
             num_tokens: Its rows.
             missed: The graph that would have run.
 
         Raises:
             NoGraphError: The runner is strict and the reason is a downgrade.
-            ReplayError: The step may only run as it was decided.
+            ReplayError: The step may run only as decided.
         """
         self.refuse_if_exact(reason)
         if reason in DOWNGRADES:
@@ -146,8 +146,8 @@ class EagerRunner:
         """Run a checked call inside a capture that the caller began, which records it.
 
         Raises:
-            InputError: There are host inputs: every replay of the caller's graph would use
-                their values of now.
+            InputError: There are host inputs, whose current values every replay of the caller's
+                graph would use.
         """
         if self._inputs.host:
             name = self._inputs.names[self._inputs.host[0]]
@@ -160,7 +160,7 @@ class EagerRunner:
         return self.run_for(Reason.INSIDE_CAPTURE, tensors, num_tokens, None)
 
     def warn(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
-        """Warn of a downgrade, once for each reason; in a strict runner refuse it.
+        """Warn about a downgrade, once per reason; raise in a strict runner.
 
         Raises:
             NoGraphError: The runner is strict.
@@ -192,17 +192,17 @@ class EagerRunner:
         return self._lifecycle.is_under_way(missed)
 
     def _what_to_do(self, reason: str, missed: GraphKey | None) -> str:
-        """Return what to do about a downgrade; with what was found, where a key has no graph."""
+        """Return what to do about a downgrade, with details if a key has no graph."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
         if (what == reason and reason in REFUSED) or (found and reason == Reason.CAPTURE_FAILED):
             return found
         if what == REPLACED and reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
-            return f"{found} is another than at the capture. {NEXT_STEPS[reason]}"
+            return f"{found} differs from the capture. {NEXT_STEPS[reason]}"
         return NEXT_STEPS[reason]
 
     def warn_of_padded_draws(self, key: GraphKey, num_tokens: int) -> None:
-        """Warn once that a step which draws random numbers is padded."""
+        """Warn once that a step that draws random numbers is padded."""
         if self._once.first(PADDED_DRAWS):
             warn_at_call(
                 f"{PADDED_DRAWS} The first had {num_tokens} tokens, in {key}. If that matters, "
@@ -212,10 +212,10 @@ class EagerRunner:
             )
 
     def refuse_if_exact(self, why: str) -> None:
-        """Raise where a step may only run as it was decided.
+        """Raise if a step may run only as decided.
 
         Raises:
-            ReplayError: It is such a step.
+            ReplayError: The step may run only as decided.
         """
         if self.exact is not None:
             raise ReplayError(
@@ -224,20 +224,20 @@ class EagerRunner:
             )
 
     def replaced(self, step: CapturedKey) -> str:
-        """Put all graphs out of use if something that they have built in was replaced.
+        """Invalidate all graphs if a value built into them was replaced.
 
         Returns:
-            The reason to run eager; empty if nothing was.
+            The reason to run eager; empty if nothing was replaced.
         """
         return self._lifecycle.replaced(step)
 
     def replay_failed(
         self, step: CapturedKey, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
     ) -> Any:
-        """Put a graph whose launch failed out of use; run eager if the step still runs once.
+        """Disable a graph whose launch failed; run eager if the step has had no effect.
 
         Raises:
-            ReplayError: Something of the step may have taken effect.
+            ReplayError: Part of the step may have taken effect.
         """
         if isinstance(error.cause, DifferentResultError):
             return self._call_differs(step, error.cause, error.has_effect, tensors, num_tokens)
@@ -260,10 +260,10 @@ class EagerRunner:
         tensors: Sequence[Any] | None,
         num_tokens: int,
     ) -> Any:
-        """Run a step eager of which a call between segments was another than in the capture.
+        """Run a step eager because a call between segments differed from the capture.
 
         Raises:
-            ReplayError: Something of the step has taken effect.
+            ReplayError: Part of the step has taken effect.
         """
         self._counters.differing_calls[different.line] += 1
         if has_effect:
@@ -282,7 +282,7 @@ class EagerRunner:
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)
 
     def check_failed(self, step: CapturedKey, difference: str, result: Any, num_tokens: int) -> Any:
-        """Put a graph that gave another result than eager out of use; return eager's result."""
+        """Disable a graph whose result differed from eager; return eager's result."""
         self._lifecycle.graphs.fail_step(step, f"{Reason.CHECK_FAILED}: {difference}")
         count = self._counters.of_eager(Reason.CHECK_FAILED, step.key)
         count.steps += 1
@@ -304,7 +304,7 @@ class EagerRunner:
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device
             )
         had_grad = torch.is_grad_enabled()
-        try:  # two calls of C: a context of Python's could be interrupted before its end
+        try:  # two C calls: a Python context could be interrupted before its end
             torch._C._set_grad_enabled(had_grad and self._warmups.needs_gradients)
             return self._run_on_lane(given)
         except RuntimeError as error:
@@ -319,7 +319,7 @@ class EagerRunner:
         chain = lane.chain
         if chain is None and (handle == lane.handle or not self._warmups.writes()):
             return self._step(given)
-        # Inside a capture nothing outside can be waited for, and whoever captures orders it.
+        # Inside a capture, outside work cannot be waited for; the capturing code orders it.
         if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
             return self._step(given)
         if handle != lane.handle:

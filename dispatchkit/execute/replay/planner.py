@@ -1,4 +1,4 @@
-"""Planner: how the step of each cell of the table runs."""
+"""Planner: creates the plan of each cell of the table."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from dispatchkit.registry import KeyState
 
 
 class Planner:
-    """Make the plan of each decision that the dispatcher puts into its table.
+    """Creates the plan of each decision that the dispatcher stores in its table.
 
     Args:
-        dispatcher: Whose decisions. It is held weakly: its table holds the plans.
+        dispatcher: The dispatcher, referenced weakly, since its table holds the plans.
         lifecycle: The graphs.
-        lane: Where they run.
-        eager: Runs what no graph serves.
-        guard: Tells what graphs were made under.
-        counters: What steps are counted in.
-        timings: Measures steps where a decision asks for that.
-        checker: Check mode, where it is on; nothing is measured then, since steps run twice.
+        lane: Their lane.
+        eager: Runs steps that no graph serves.
+        guard: Reads the modes that graphs are captured under.
+        counters: Counters of steps.
+        timings: Measures steps if a decision requests it.
+        checker: The checker, if check mode is on; then nothing is measured, since steps run twice.
         inputs: The static inputs, or those with axes.
         axes: Names of the axes.
-        slots: Checks the slots that steps name, where they name some.
-        asked_mode: The mode that was asked for, where the one in force may be less.
+        slots: Checks the slots of steps, if any.
+        asked_mode: The requested mode, of which the one in force may be a downgrade.
         is_owned: Each call returns tensors of its own.
 
     Attributes:
-        asked_mode: The same; a swap changes it.
+        asked_mode: As given; a swap changes it.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Planner:
         return self._run_eager(num_tokens, reason, count, first, retry, timer)
 
     def refusal(self, decision: Decision, num_tokens: int) -> str:
-        """Return why a batch runs eager though a graph was chosen; empty if it does not.
+        """Return why a batch runs eager although a graph was chosen; empty if it does not.
 
-        That is where padding would change what the graph computes.
+        It does if padding would change the graph's results.
         """
         if decision.parts:
             return self._refusal_of_parts(decision)
@@ -133,7 +133,7 @@ class Planner:
     def shown(
         self, decision: Decision, num_tokens: int, missed: GraphKey | None = None
     ) -> Decision:
-        """Return a decision as the step of a batch runs, with the reason that is counted.
+        """Return the decision by which a batch really runs, with the reason to count.
 
         Args:
             decision: The dispatcher's.
@@ -147,7 +147,7 @@ class Planner:
     def replay(
         self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
     ) -> ReplayPlan:
-        """Return the plan that replays a captured step: measured or compared where asked for."""
+        """Return the plan that replays a captured step, measured or compared if requested."""
         count, is_owned = self._counters.of_keys(key), self._is_owned
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
         timed: TimeablePlan = replay if timer is None else TimedPlan(replay, timer)
@@ -155,7 +155,7 @@ class Planner:
             timed = ValuesPlan(timed, step, num_tokens, self._lifecycle)
         if not self._axes and self._checker is None:
             return timed
-        # What is compared has been cut, and cutting is no part of the time.
+        # Compared results are already cut, and cutting is not part of the time.
         plan = AxisPlan(timed, step, self._axes, is_owned=is_owned) if self._axes else timed
         if self._checker is None:
             return plan
@@ -197,7 +197,7 @@ class Planner:
         )
 
     def _part(self, rows: RowsOfBatch, step: CapturedKey, *, is_last: bool) -> PartPlan:
-        """Return a part of a split batch; the last one's results are read where they are."""
+        """Return a part of a split batch; the last one's results are read in place."""
         count, num_tokens = StepCount(), rows.num_tokens
         is_owned = not is_last
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
@@ -207,7 +207,7 @@ class Planner:
         return PartPlan(rows, plan, step, count)
 
     def _refusal_of_parts(self, decision: Decision) -> str:
-        """Return why a batch is not split though that was chosen; empty if it is."""
+        """Return why a batch is not split although that was chosen; empty if it is."""
         layouts = []
         for part in decision.parts:
             entry = self._registry.get(part.key)
@@ -222,7 +222,7 @@ class Planner:
         return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
     def own_reason(self, reason: str, missed: GraphKey | None = None) -> str:
-        """Return a reason in more detail than the dispatcher knows it.
+        """Return a more detailed reason than the dispatcher's.
 
         Args:
             reason: Of a decision to run eager.

@@ -1,7 +1,7 @@
-"""Plans: how a step of one cell of the table runs, ready to be called.
+"""Plans: callables that run the steps of one cell of the table.
 
-The dispatcher binds each of its decisions to a plan once; a step then only calls it. A plan
-is for an exact number of tokens, so that views of static inputs and outputs can be kept.
+The dispatcher binds each decision to a plan once; a step then only calls the plan. A plan is for an
+exact number of tokens, so that views of static inputs and outputs can be cached.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dispatchkit.observe.counters import StepCount
 
 
 class _Again:
-    """What a plan returns when the table must be asked again; nothing has been run."""
+    """A plan's result if the table must be consulted again; nothing has run."""
 
 
 AGAIN: Final = _Again()
 
-# Stands for a result that must be made.
+# Means a result that must be built.
 _NOT_READY: Final = object()
 
 # A third of the price of asking for one device type.
@@ -45,18 +45,18 @@ _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class EagerPlan:
-    """Run the step eager, at its exact size.
+    """Runs the step eager, at its exact size.
 
     Args:
         eager: Runs it.
         lifecycle: The graphs, one of which may be captured again first.
-        lane: Whose static inputs steps in place write.
+        lane: The lane whose static inputs steps in place write.
         num_tokens: Rows of the cell.
-        reason: Why, for counters.
-        count: What the step is counted in.
+        reason: The reason, for counters.
+        count: The counter of the step.
         missed: The smallest graph that could have served it, if any.
-        retry: A key that failed or is stale and may be captured again, if any.
-        timer: Measures it, where the decision asks for that.
+        retry: A failed or stale key that may be captured again, if any.
+        timer: Measures it if the decision requests it.
 
     Attributes:
         eager: The same.
@@ -106,7 +106,7 @@ class EagerPlan:
         return result
 
     def num_plain(self) -> int:
-        """Return how many of the next steps need nothing but the step itself, and to be counted."""
+        """Return how many of the next steps may run directly, only counted."""
         if self._timer is not None or not self.eager.is_plain():
             return 0
         if not self._is_downgrade or self._retry is None:
@@ -114,7 +114,7 @@ class EagerPlan:
         return self._lifecycle.steps_until_retry(self._retry)
 
     def note_plain(self, num_steps: int) -> None:
-        """Note that so many steps ran without it."""
+        """Count steps that ran without the plan."""
         if self._is_downgrade and self._missed is not None:
             self._lifecycle.note_missed(self._missed, num_steps)
             if self._retry is not None:
@@ -125,15 +125,15 @@ class EagerPlan:
 def inputs_kept(
     lane: Lane, tensors: Sequence[Any] | None, num_tokens: int
 ) -> Iterator[Sequence[Any] | None]:
-    """Give what a step has for inputs, and keep rows in place over a capture.
+    """Yield the inputs of a step, and preserve rows in place across a capture.
 
-    None of a step in place that is larger than the buffers.
+    None for a step in place that is larger than the buffers.
     """
     buffers = lane.buffers
     if tensors is None and num_tokens <= buffers.num_rows:
         with buffers.kept(num_tokens):
             yield buffers.copies(num_tokens)
-    elif tensors is not None and buffers.are_shared:  # a call may bring what lies in there
+    elif tensors is not None and buffers.are_shared:  # a call may pass values in there
         with buffers.kept(buffers.num_rows):
             yield buffers.apart(tensors)
     else:
@@ -141,12 +141,12 @@ def inputs_kept(
 
 
 class LazyPlan:
-    """A key that may run but has no graph yet: capture it, or run eager until it is due.
+    """A key without a graph yet: captures it, or runs eager until it is due.
 
     Args:
         eager: Runs the step until then.
         lifecycle: Captures the key.
-        lane: Whose static inputs steps in place write.
+        lane: The lane whose static inputs steps in place write.
         key: Which.
         num_tokens: Rows of the cell.
     """
@@ -164,7 +164,7 @@ class LazyPlan:
         self._key, self._num_tokens = key, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Capture and ask the table again, or run eager."""
+        """Capture and consult the table again, or run eager."""
         self.eager.refuse_if_exact("it has no graph yet")
         with inputs_kept(self._lane, tensors, self._num_tokens) as sample:
             reason = self._lifecycle.capture_if_due(self._key, sample)
@@ -174,12 +174,12 @@ class LazyPlan:
 
 
 class OpenPlan:
-    """A graph of which integer inputs have not shown yet whether padding changes its rows.
+    """A graph for which integer inputs have not yet shown whether padding changes its rows.
 
     Args:
         plan: Replays it.
-        step: What is replayed.
-        lifecycle: Finds it out.
+        step: The captured key.
+        lifecycle: Runs the proof.
         num_tokens: Rows of the cell.
     """
 
@@ -195,11 +195,11 @@ class OpenPlan:
         self._lifecycle, self._num_tokens = lifecycle, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Find out by this call and ask the table again, or replay."""
+        """Run the proof with this call and consult the table again, or replay."""
         step, lane = self._step, self._step.lane
         if step.released:
             return AGAIN
-        # Of several ranks none may be alone in the collectives of a trial.
+        # No single rank may run the collectives of a trial alone.
         if step.rows.open_calls and self.eager.exact is None:
             with inputs_kept(lane, tensors, self._num_tokens) as sample:
                 is_found = sample is not None and self._lifecycle.prove_rows(step, sample)
@@ -209,23 +209,23 @@ class OpenPlan:
 
 
 class GraphPlan:
-    """Replay a captured step: the path that nearly every step takes.
+    """Replays a captured step: the path that nearly every step takes.
 
-    What can be found once is found at the first run and kept: views of inputs and outputs at
-    the real size, how the graph is launched, what makes the result. A step then checks what
-    may have changed, copies in, launches and counts.
+    Everything possible is prepared at the first run and cached: views of inputs and outputs at the
+    real size, how the graph is launched, how the result is built. A step then checks what may have
+    changed, copies in, launches and counts.
 
     Args:
-        step: What is replayed.
+        step: The captured key.
         num_tokens: Rows of the cell, at most the size of the graph.
-        count: What the step is counted in.
-        eager: Runs the step where the graph must not, and where its launch fails.
-        guard: Tells whether the graph was made under the facts of now.
+        count: The counter of the step.
+        eager: Runs the step if the graph must not, or if its launch fails.
+        guard: Compares the current modes with those of the capture.
         is_owned: Each call returns tensors of its own.
 
     Attributes:
-        transport: Brings the inputs in; None until the first run, and again when there are
-            too many plans.
+        transport: Copies the inputs in; None until the first run, and again if there are too many
+            plans.
     """
 
     def __init__(
@@ -247,11 +247,12 @@ class GraphPlan:
         self._lane, self._values = step.lane, step.values
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = guard.watched(step.guard)
-        # None: by its own replay. A bound method of the plan here would be a reference cycle.
+        # None: by its own replay. Storing a bound method of the plan would create a reference
+        # cycle.
         self._launch: LaunchCall | None = None
         self._graph: Any = None
         self._chain: Chain | None = None
-        self._may_go_direct = True  # whether it draws random numbers: its first replay tells
+        self._may_go_direct = True  # whether it draws random numbers, which its first replay shows
         self._ready: Any = _NOT_READY
         self._make: Callable[[], Any] | None = None
         self._leaves: list[Any] | None = None
@@ -265,12 +266,12 @@ class GraphPlan:
         Args:
             tensors: The inputs; None if the rows are in the buffers already.
             stream: Raw handle of the current stream.
-            readable: As the check of the inputs returned it.
+            readable: As returned by the check of the inputs.
         """
         step, lane = self.step, self._lane
         if step.released:
             return AGAIN
-        # What is readable was seen to be without autocast, by the check of the inputs.
+        # If readable, the check of the inputs has seen that autocast is off.
         may_differ = self._had_autocast or (not readable and _is_any_autocast_enabled())
         for module, training, place_now, place in self._modules:
             if module.training is not training or place_now() != place:
@@ -316,19 +317,19 @@ class GraphPlan:
         return self._make_result() if make is None else make()
 
     def forget(self) -> None:
-        """Release what is kept; the next run finds it again."""
+        """Release cached objects; the next run prepares them again."""
         self.transport = None
         self._ready, self._leaves, self._make = _NOT_READY, None, None
         self._launch, self._graph, self._padded = None, None, ()
 
     def guard_reason(self) -> str:
-        """Return which fact is another than at the capture, as a reason; empty if none is."""
+        """Return the property that differs from the capture, as a reason; empty if none does."""
         return difference(self.step.guard, self._guard.now())
 
     # -- what is found once -------------------------------------------------------------
 
     def prepare(self) -> Transport:
-        """Find what is found once, and keep it; returns what brings the inputs in."""
+        """Prepare and cache everything possible; return the transport of the inputs."""
         step = self.step
         self._choose_launch()
         if step.pads_draws(self.num_tokens):
@@ -361,7 +362,7 @@ class GraphPlan:
         self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
-        """Keep the result itself where every call may have the same one, or what makes it."""
+        """Cache the result itself if every call may have the same one, or how to build it."""
         structure = self.step.layout.structure
         if self._is_owned and any(self.step.clones):
             if structure.is_leaf:
@@ -369,10 +370,10 @@ class GraphPlan:
         elif not self._has_mutable_values and (structure.is_leaf or structure.is_flat_tuple):
             self._ready = self._build(leaves)
 
-    # -- the ways that are not direct ---------------------------------------------------
+    # -- launches that are not direct ---------------------------------------------------
 
     def _replay(self) -> None:
-        """Launch by the graph itself; its first replay may tell that it can go directly."""
+        """Launch by the graph itself; the first replay may allow direct launches."""
         step, lane, chain = self.step, self._lane, self._chain
         staging = step.input_path.staging
         stream = None if chain is None else chain.begin(lane)
@@ -382,10 +383,10 @@ class GraphPlan:
             padded = step.launch(self.num_tokens)
             if staging is not None and lane.last_stream is not None:
                 staging.note_launch(lane.last_stream)
-        finally:  # what raised may have queued a part
+        finally:  # a failed launch may have queued a part
             if chain is not None:
                 chain.end(stream)
-        if not step.leaves:  # kept no longer than the graph where the graph has them
+        if not step.leaves:  # not kept longer than the graph, if the graph has them
             self._padded = padded
         if self._may_go_direct:
             self._choose_launch()
@@ -412,14 +413,14 @@ class GraphPlan:
 
 
 class ValuesPlan:
-    """Replay a captured step that returns Python values, at fewer rows than its size.
+    """Replays a captured step that returns Python values, at fewer rows than its size.
 
-    A replay runs no Python: what those values are at a number of rows is measured before the
-    first replay at it.
+    A replay runs no Python, so these values are measured before the first replay at a number of
+    rows.
 
     Args:
         plan: Replays it.
-        step: What is replayed.
+        step: The captured key.
         num_tokens: Rows of the cell.
         lifecycle: Measures.
     """
@@ -432,7 +433,7 @@ class ValuesPlan:
         self._lifecycle = lifecycle
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Replay as any other step does."""
+        """Replay like any other step."""
         step, num_tokens = self._step, self._num_tokens
         if num_tokens not in step.row_values and not step.released:
             with inputs_kept(step.lane, tensors, num_tokens):
@@ -441,9 +442,9 @@ class ValuesPlan:
 
 
 class TimedPlan:
-    """Replay a captured step that is measured when its turn comes.
+    """Replays a captured step that is measured when it is due.
 
-    Other steps of it cost one comparison more than those that nobody wants timed.
+    Its other steps cost one comparison more than steps that are never timed.
 
     Args:
         plan: Replays it.
@@ -457,14 +458,14 @@ class TimedPlan:
         self._is_always_due = timer.is_always_due
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Replay as any other step does, and perhaps measure it."""
+        """Replay like any other step, and measure it if due."""
         lane, plan = self._lane, self._plan
         if lane.tick < self._timings.due and not self._is_always_due:
             return plan.run(tensors, stream, readable)
         step = plan.step
         if step.released:
             return AGAIN
-        # Neither a wait for another stream nor what is found once is part of the step.
+        # Neither waiting for another stream nor one-time preparation is part of the step.
         if stream != lane.handle:
             lane.switch(stream)
         if plan.transport is None:
@@ -476,18 +477,18 @@ class TimedPlan:
             self._timings.fail(measurement)
             raise
         if step.hits == hits:
-            self._timings.fail(measurement)  # it ran another way
+            self._timings.fail(measurement)  # it did not run as planned
         else:
             self._timings.finish(measurement)
         return result
 
 
 class AxisPlan:
-    """Replay a captured step of a runner with axes, and cut the results to their values.
+    """Replays a captured step of a runner with axes, and cuts the results to their values.
 
     Args:
         plan: Replays it.
-        step: What is replayed.
+        step: The captured key.
         axes: Names of the axes.
         is_owned: Each call returns tensors of its own.
     """
@@ -504,10 +505,10 @@ class AxisPlan:
         self._plan, self._step, self._axes, self._is_owned = plan, step, axes, is_owned
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Replay as any other step does.
+        """Replay like any other step.
 
         Raises:
-            InputError: It is a step in place.
+            InputError: The step runs in place.
         """
         if tensors is None:
             raise refused_in_place(self._axes)
@@ -526,7 +527,7 @@ class AxisPlan:
 
 
 class CheckedPlan:
-    """Replay a captured step that check mode may compare with eager.
+    """Replays a captured step that check mode may compare with eager.
 
     Args:
         plan: Replays it; with axes, the plan that cuts its results.
@@ -547,7 +548,7 @@ class CheckedPlan:
         self._plan, self._replay, self._checker, self._is_owned = plan, replay, checker, is_owned
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Replay as any other step does, and perhaps compare it."""
+        """Replay like any other step, and compare it if due."""
         replay, eager, checker = self._replay, self.eager, self._checker
         step, num_tokens, count = replay.step, replay.num_tokens, replay.count
         if step.released:
@@ -555,7 +556,7 @@ class CheckedPlan:
         if replay.guard_reason() or not checker.is_due(step, num_tokens):
             hits = step.hits
             result = self._plan.run(tensors, stream, readable)
-            if self._is_owned or step.hits == hits:  # nothing is handed out, or it ran eager
+            if self._is_owned or step.hits == hits:  # nothing is returned, or it ran eager
                 return result
             return step.layout.structure.build(checker.hand_out(leaves_of(result)))
         steps, tokens = count.steps, count.tokens
@@ -567,13 +568,13 @@ class CheckedPlan:
             tensors,
         )
         if found:
-            # The caller gets eager's result: that is what is counted.
+            # The caller gets eager's result, so that is counted.
             count.steps, count.tokens = steps, tokens
             return eager.check_failed(step, found, result, num_tokens)
         return result
 
     def _own(self, result: Any) -> Any:
-        """Return a result in memory of its own."""
+        """Return a result in separate memory."""
         step, leaves = self._replay.step, leaves_of(result)
         if self._is_owned or len(leaves) != len(step.clones):
             return result
@@ -581,8 +582,8 @@ class CheckedPlan:
         return step.layout.structure.build(own)
 
 
-#: What replays a captured step, measured where that is asked for.
+#: A plan that replays a captured step, possibly measured.
 TimeablePlan = GraphPlan | TimedPlan | ValuesPlan
-#: The same with what is done to its results.
+#: Such a plan, possibly with processing of its results.
 ReplayPlan = TimeablePlan | AxisPlan | CheckedPlan
 Plan = EagerPlan | LazyPlan | OpenPlan | ReplayPlan

@@ -1,8 +1,8 @@
-"""Plans of split batches: rows of one batch by several graphs, joined in order.
+"""Plans of split batches: several graphs compute rows of one batch, joined in order.
 
-The parts run one after the other on the caller's stream, each by a plan of its own. What they
-return is joined by one ``cat`` for each output, into memory of the caller's own: the graphs of a
-lane write to the same memory, so that all parts but the last are copied out before the next runs.
+The parts run one after the other on the caller's stream, each with its own plan. Their results are
+joined by one ``cat`` per output, into the caller's own memory: the graphs of a lane write to the
+same memory, so that all parts but the last are copied out before the next one runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dispatchkit.registry import GraphRegistry, KeyState
 
 @attrs.frozen(eq=False)
 class RowsOfBatch:
-    """Which rows of a batch are a part.
+    """The rows of one part of a batch.
 
     Attributes:
         key: The graph that serves them.
-        start: The first of them.
-        num_tokens: How many.
+        start: Index of the first row.
+        num_tokens: Number of rows.
     """
 
     key: GraphKey
@@ -49,10 +49,10 @@ class PartPlan:
     """One part, ready to run.
 
     Attributes:
-        rows: Which rows.
+        rows: Its rows.
         plan: Replays them.
         step: What is replayed.
-        count: What the plan counts its replays in; nobody else reads it.
+        count: The plan's own counter of replays.
     """
 
     rows: RowsOfBatch
@@ -62,21 +62,21 @@ class PartPlan:
 
 
 class SplitPlan:
-    """Replay the parts of a batch, and join what they return.
+    """Replays the parts of a batch and joins their results.
 
-    A part whose graph turns out not to be usable runs eager, which for its rows is the same.
+    A part whose graph turns out to be unusable runs eager, with equal results.
 
     Args:
         parts: The parts in their order.
         num_tokens: Rows of the batch.
-        count: What a step of these graphs is counted in.
-        counters: Where its parts are counted if one of them ran eager.
+        count: The counter of steps of these graphs.
+        counters: Counters of its parts if one of them ran eager.
         inputs: The static inputs, or those with axes.
         eager: Runs rows that no graph serves.
-        lifecycle: Finds out whether rows are independent, by integers of a call.
+        lifecycle: Determines with a call's integers whether rows are independent.
         lane: Where.
-        timer: Measures the whole, where the decision asks for that.
-        checker: Check mode, where it is on.
+        timer: Measures the whole step if the decision requests it.
+        checker: The checker, if check mode is on.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SplitPlan:
         self._timer, self._checker = timer, checker
         self._layout = parts[0].step.layout
         static = inputs.smallest if isinstance(inputs, AxisInputs) else inputs
-        # Rows of contiguous memory are contiguous only where they come first.
+        # Rows of contiguous memory are contiguous only along the first dimension.
         self._stays_readable = all(dim == 0 for _, dim in static.batched)
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
@@ -111,7 +111,7 @@ class SplitPlan:
             readable: As the check of the inputs returned it.
 
         Raises:
-            InputError: It is a step in place, and larger than the buffers, or there are axes.
+            InputError: A step in place is larger than the buffers, or there are axes.
         """
         parts, lane = self._parts, self._lane
         if any(part.step.released for part in parts):
@@ -130,11 +130,11 @@ class SplitPlan:
         return self._run(tensors, stream, readable)
 
     def _is_found_out(self, tensors: Any) -> bool:
-        """Find out by the integers of a call what was open; return whether anything was found.
+        """Run open proofs with the integers of a call; return whether anything was found.
 
-        Before the first part runs: in between, a graph that is refused would end the step.
+        Before the first part runs, since a graph refused in between would end the step.
         """
-        if self.eager.exact is not None:  # of several ranks none may be alone in a trial
+        if self.eager.exact is not None:  # no single rank may run a trial alone
             return False
         found = False
         for part in self._parts:
@@ -175,7 +175,7 @@ class SplitPlan:
         return self._joined(results)
 
     def _count_parts(self) -> None:
-        """Count those parts that replayed for themselves; the others are counted as eager."""
+        """Count parts that replayed separately; the others are counted as eager."""
         for part in self._parts:
             count = self._counters.of_keys(part.rows.key)
             count.steps += part.count.steps
@@ -206,7 +206,7 @@ class SplitPlan:
             timings.fail(measurement)
             raise
         if self._count.steps == steps:
-            timings.fail(measurement)  # a part ran another way
+            timings.fail(measurement)  # a part did not run as planned
         else:
             timings.finish(measurement)
         return result
@@ -228,13 +228,13 @@ class SplitPlan:
 
 
 class LazySplitPlan:
-    """A batch of which parts have no graph yet: capture them, or run eager until they are due.
+    """A batch with parts without a graph: captures them, or runs eager until they are due.
 
     Args:
         parts: All parts.
         num_tokens: Rows of the batch.
         inputs: The static inputs, or those with axes.
-        registry: Says which have a graph.
+        registry: The registry of their graphs.
         eager: Runs the step until then.
         lifecycle: Captures.
         lane: Where.
@@ -256,13 +256,13 @@ class LazySplitPlan:
         self._lifecycle, self._lane = lifecycle, lane
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Capture and ask the table again, or run eager."""
+        """Capture and consult the table again, or run eager."""
         eager, num_tokens = self.eager, self._num_tokens
         eager.refuse_if_exact("a part of it has no graph yet")
         reason, missed = "", self._parts[0].key
         most = self._lifecycle.budget.max_graphs
         if most is not None and most < len({rows.key for rows in self._parts}):
-            # Each capture would evict another part, at every step.
+            # Each capture would evict another part's graph, at every step.
             return eager.run_for(Reason.EVICTED, tensors, num_tokens, missed)
         with inputs_kept(self._lane, tensors, num_tokens) as kept:
             given: Any = kept
@@ -274,14 +274,14 @@ class LazySplitPlan:
                 if found and not reason:
                     reason, missed = found, rows.key
         if not reason and (left := self._without_graph()):
-            # Its capture failed, or another part had to make room for it: so it would go on.
+            # Its capture failed or evicted another part, which would repeat at every step.
             reason, missed = Reason.EVICTED, left[0].key
         if not reason:
             return AGAIN
         return eager.run_for(reason, tensors, num_tokens, missed)
 
     def _without_graph(self) -> list[RowsOfBatch]:
-        """Return the parts whose graph is not there, one for each graph."""
+        """Return the parts without a graph, one per graph."""
         found: dict[GraphKey, RowsOfBatch] = {}
         for rows in self._parts:
             entry = self._registry.get(rows.key)
@@ -291,7 +291,7 @@ class LazySplitPlan:
 
 
 def in_place(inputs: InputSet | AxisInputs, lane: Lane, num_tokens: int) -> Sequence[Any]:
-    """Return a step in place as a call: its parts are to overwrite the buffers.
+    """Return a step in place as a call, since its parts overwrite the buffers.
 
     Raises:
         InputError: It is larger than the buffers, or there are axes.

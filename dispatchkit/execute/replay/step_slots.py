@@ -1,4 +1,4 @@
-"""The slots that steps name: checked before a step runs, saved where check mode runs it twice."""
+"""Slots of steps: validated before a step runs, and saved if check mode runs it twice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dispatchkit.execute.slots import SavedRows, SlotState
 
 
 class StepSlots:
-    """Reads the slots of steps, wherever they are given.
+    """Reads the slots of steps from calls or static inputs.
 
     Args:
-        name: The input that names them.
-        state: Whose they are.
-        inputs: The static inputs; where there are axes, at their smallest buckets.
-        lane: Whose buffers a step in place has them in.
+        name: The input of slots.
+        state: The state of the slots.
+        inputs: The static inputs; with axes, at their smallest buckets.
+        lane: The lane whose buffers hold them for steps in place.
     """
 
     def __init__(self, name: str, state: SlotState, inputs: InputSet, lane: Lane) -> None:
@@ -30,10 +30,10 @@ class StepSlots:
         self._index = inputs.names.index(name)
 
     def check(self, tensors: Sequence[Any] | None, num_tokens: int) -> None:
-        """Check that a step names slots of distinct sessions.
+        """Check that a step's slots belong to distinct sessions.
 
         Raises:
-            DescriptorError: What is wrong with them.
+            DescriptorError: The slots are invalid.
         """
         self._state.check_slots(self._read(tensors, num_tokens), self._name)
 
@@ -44,7 +44,7 @@ class StepSlots:
         return SavedRows(self._state, own.to(self._state.device))
 
     def _read(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Return the slots of a step as an array (B,); those on the device are waited for."""
+        """Return the slots of a step as an array (B,), waiting for slots on the device."""
         if tensors is not None:
             slots = tensors[self._index]
         else:
@@ -56,7 +56,7 @@ class StepSlots:
 
 
 class SlotPlan:
-    """Check the slots of a step, and run it.
+    """Checks the slots of a step and runs it.
 
     Args:
         plan: Runs it.

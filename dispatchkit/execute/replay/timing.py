@@ -1,7 +1,7 @@
 """Timed steps: events around a whole step, read later without waiting.
 
-What is measured is all that a step has the device do: its copies in and out too, since a choice
-between a graph and eager is one between these wholes.
+The time covers all device work of a step, including copies in and out, since that is what a choice
+between a graph and eager affects.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_count
 
-# Measured steps that wait to be read; older ones are let go of unread.
+# Measured steps that wait to be read; older ones are dropped unread.
 MAX_PENDING = 256
-#: Of the steps whose steady decision is timed, one in so many is measured.
+#: One in this many of the steps whose steady decision is timed is measured.
 SAMPLE_EVERY = 16
 
-#: What a host that is slower than the device counts for: now and then there is work ahead, and
-#: it is not waited for.
+#: Share of the host's time that counts if the host is slower than the device: occasionally there
+#: is work ahead, and the device does not wait for the host.
 HOST_SHARE = 0.9
 
-# Times kept of each graph, and of eager at each size: for explanations, not for policies.
+# Times kept per graph, and per size of eager steps; for explanations, not for policies.
 KEPT_TIMES = 64
 
-# Of each graph, and of eager, how long the host took for so many steps without waiting.
+# Host times kept per graph, and of eager, of steps submitted without waiting.
 KEPT_SUBMITS = 16
 
 T = TypeVar("T")
 
 
 def _ran(decision: Decision, batch: Batch) -> tuple[GraphKey, ...] | int:
-    """Return what names steps that take the same time: the graphs, or the size of eager ones."""
+    """Return the key of steps that take equal time: the graphs, or the size of eager ones."""
     return decision.keys or batch.num_tokens
 
 
@@ -55,12 +55,12 @@ class Measurement:
         end: After its last.
         batch: The cell it ran for.
         decision: The decision it ran under.
-        step: How many steps had begun, this one included.
+        step: Number of steps begun, including this one.
         queued: Other work was ahead of it on its stream.
-        is_first: It runs eager, and no batch of its size has before.
-        begun_ns: When the host began to submit it, nanoseconds.
-        submit_us: How long the host took for that, microseconds.
-        was_ahead: The host was done before the device came to it.
+        is_first: It is the first eager run of its size.
+        begun_ns: Host time at which submission began, in nanoseconds.
+        submit_us: Host time of the submission, in microseconds.
+        was_ahead: The host finished submitting before the device reached it.
     """
 
     start: Event
@@ -79,15 +79,15 @@ class Timings:
     """Measured steps of one runner that have not been read yet.
 
     Args:
-        backend: Makes the events; where it has no device timing, times are host times.
-        dispatcher: Learns each outcome when it is read; its policy may ask for a slower pace. It
-            is held weakly: its table holds the plans, which hold this.
+        backend: Creates the events; without device timing, times are host times.
+        dispatcher: Learns each outcome when it is read; its policy may request a slower pace. It is
+            referenced weakly, since its table holds the plans, which reference this object.
         lane: Counts the steps.
-        sample_every: Of the steps whose steady decision is timed, one in so many is measured.
+        sample_every: One in this many of the steps whose steady decision is timed is measured.
 
     Attributes:
         due: The lane's tick from which on the next such step is measured.
-        is_held: Nothing is told after a step: learning in between would slow the next one.
+        is_held: Outcomes are not passed on after a step, since learning would slow the next one.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Timings:
         """Mark the start of a step on the current stream.
 
         Raises:
-            PolicyError: In strict mode, what the policy answered to an earlier outcome was
-                no answer. The step has not begun.
+            PolicyError: In strict mode, the policy's answer to an earlier outcome was invalid. The
+                step has not begun.
         """
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -134,13 +134,13 @@ class Timings:
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
     def first_eager_step(self, batch: Batch) -> int:
-        """Return the step that first ran eager at the batch's size: the next one if none has."""
+        """Return the step that first ran eager at the batch's size, or the next one if none has."""
         return self._first_eager.setdefault(batch.num_tokens, self._lane.tick + 1)
 
     def finish(self, measurement: Measurement) -> None:
-        """Mark the end of a step; then tell what has been measured before and is done.
+        """Mark the end of a step; then pass on earlier outcomes that are done.
 
-        The device has work at that moment, so that learning holds it up least.
+        The device has work at that moment, so that learning delays it least.
         """
         measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.was_ahead = measurement.queued and not measurement.start.query()
@@ -152,24 +152,24 @@ class Timings:
         try:
             self.drain()
         except PolicyError as fault:
-            self._fault = fault  # this step has run: its result is its caller's
+            self._fault = fault  # this step has run: its result belongs to the caller
 
     def fail(self, measurement: Measurement) -> None:
-        """Tell that a step did not run as decided, or not to its end."""
+        """Record that a step did not run as decided or did not complete."""
         batch, decision, step = measurement.batch, measurement.decision, measurement.step
         try:
             self._tell(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
         except PolicyError as fault:
-            self._fault = fault  # the step has a result, or an error, of its own
+            self._fault = fault  # the step has its own result or error
 
     def drain(self, *, wait: bool = False) -> int:
-        """Tell the outcomes of measured steps that are done, oldest first.
+        """Pass on the outcomes of finished measured steps, oldest first.
 
         Args:
-            wait: Block until all are done; otherwise the first that is not ends it.
+            wait: Block until all are done; otherwise stop at the first that is not.
 
         Returns:
-            How many outcomes were told.
+            The number of outcomes passed on.
         """
         told = 0
         while True:
@@ -178,12 +178,12 @@ class Timings:
                     return told
                 head = self._pending[0]
             if wait:
-                head.end.synchronize()  # without the lock, which the steps need that run meanwhile
+                head.end.synchronize()  # without the lock, which concurrent steps need
             elif not head.end.query():
                 return told
             with self._lock:
                 if not self._pending or self._pending[0] is not head:
-                    continue  # another thread told it, or it was let go of
+                    continue  # another thread passed it on, or it was dropped
                 self._pending.popleft()
             elapsed = self._elapsed_us(head)
             latest = self._read.setdefault(
@@ -206,10 +206,10 @@ class Timings:
             told += 1
 
     def _elapsed_us(self, done: Measurement) -> float:
-        """Return what a step took: of the device, or of the host where that is slower.
+        """Return the time of a step: the device's, or the host's if that is longer.
 
-        Behind other work the events show what the device needs. If all steps ran that way, the
-        device would soon have caught up with a host that needs longer.
+        Behind other work, the events measure the device alone. If all steps ran that way, the
+        device would soon catch up with a slower host.
         """
         elapsed = done.start.elapsed_us(done.end)
         if self._clock != "device":
@@ -217,11 +217,11 @@ class Timings:
         return max(elapsed, HOST_SHARE * self._host_us(done))
 
     def _host_us(self, done: Measurement) -> float:
-        """Return how long the host needed to submit a step.
+        """Return the time that the host needed to submit a step.
 
-        A stream takes about a thousand launches. A host that is so far ahead waits inside of a
-        launch for earlier steps to run: what a step needs is known from those that the device
-        had come to meanwhile.
+        A stream holds about a thousand launches. A host that is that far ahead waits inside a
+        launch for earlier steps to run, so the time is known only from steps that the device had
+        reached meanwhile.
         """
         known = self._submits.setdefault(done.decision.keys, deque(maxlen=KEPT_SUBMITS))
         if not done.was_ahead:
@@ -231,7 +231,7 @@ class Timings:
         return done.submit_us
 
     def _pace(self) -> int:
-        """Return how many times as seldom the policy wants steps measured just now."""
+        """Return the factor by which the policy currently wants fewer steps measured."""
         dispatcher = self._dispatcher()
         return 1 if dispatcher is None else dispatcher.pace
 
@@ -241,7 +241,7 @@ class Timings:
             dispatcher.observe(outcome)
 
     def of(self, decision: Decision, batch: Batch) -> tuple[MeasuredTime, ...]:
-        """Return what was measured of steps that ran as decided, idle and queued apart."""
+        """Return the times of steps that ran as decided, separately for idle and queued."""
         ran = _ran(decision, batch)
         return tuple(
             MeasuredTime(
@@ -255,7 +255,7 @@ class Timings:
         )
 
     def clear(self) -> None:
-        """Let go of all measurements unread, and of a fault that no step was told of yet."""
+        """Drop all unread measurements, and a fault that was not raised yet."""
         with self._lock:
             self._pending.clear()
         self._fault = None
@@ -265,10 +265,10 @@ class Timings:
 
 
 class Timer:
-    """Measures the steps of one decision when their turn comes.
+    """Measures the steps of one decision when they are due.
 
     Attributes:
-        is_always_due: It measures every step: the decision holds for one only.
+        is_always_due: It measures every step, since the decision is one-shot.
     """
 
     timings: Timings
@@ -277,10 +277,10 @@ class Timer:
         self.timings, self._decision, self._batch = timings, decision, batch
         self.is_always_due: bool = decision.one_shot
         if not decision.keys and not decision.one_shot:
-            timings.first_eager_step(batch)  # the plan is made in the step that runs it
+            timings.first_eager_step(batch)  # the plan is created in the step that runs it
 
     def is_due(self, tick: int) -> bool:
-        """Return whether the step after so many is to be measured."""
+        """Return whether the step after a number of steps must be measured."""
         return self.is_always_due or tick >= self.timings.due
 
     def begin(self) -> Measurement:
@@ -288,7 +288,7 @@ class Timer:
         return self.timings.begin(self._batch, self._decision)
 
     def measure(self, run: Callable[[], T]) -> T:
-        """Run a step and note how long it takes; one that raises is told as not completed."""
+        """Run and measure a step; one that raises is recorded as not completed."""
         measurement = self.begin()
         try:
             result = run()

@@ -1,1 +1,1 @@
-"""The step that is run: its pieces, modules, guards, and what it changes."""
+"""The step: its pieces, modules, guards, and the state it changes."""

@@ -1,7 +1,7 @@
-"""Where a step breaks: marks in a model's plain code, and what acts on them during a capture.
+"""Marks in a model's code at which a step breaks, and the interface that handles them.
 
-Run eagerly the marks do nothing. A tracer notes them as operators without arguments and results.
-A capture in segments ends one at each of them: it is the ``Breaker`` of its thread meanwhile.
+In eager runs the marks do nothing. A tracer records them as operators without arguments and
+results. A capture in segments ends a segment at each of them, as the ``Breaker`` of its thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["eager_region", "graph_break"]
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-# Held for the life of the process: an operator goes away with its library.
+# Kept until the process exits, since an operator is removed with its library.
 _LIBRARY = torch.library.Library("dispatchkit", "DEF")
 for _name in ("graph_break", "eager_begin", "eager_end"):
     _LIBRARY.define(f"{_name}() -> ()")
@@ -29,16 +29,16 @@ for _name in ("graph_break", "eager_begin", "eager_end"):
 
 
 class Breaker(Protocol):
-    """What acts on the marks that a step comes to."""
+    """Handles the marks that a step reaches."""
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call what must run eager, and return what the step is to go on with.
+        """Call a function that must run eager, and return the value to continue with.
 
         Args:
             fn: The function.
             args: Its arguments.
-            kwargs: Its keywords.
-            line: Where it is called: file and line.
+            kwargs: Its keyword arguments.
+            line: File and line of the call.
         """
         ...
 
@@ -47,10 +47,10 @@ class Breaker(Protocol):
         ...
 
     def enter_block(self, line: str) -> None:
-        """Refuse a ``with`` block, whose code no replay could run again.
+        """Refuse a ``with`` block, whose code a replay could not run again.
 
         Raises:
-            CaptureError: Always, but where nothing is captured.
+            CaptureError: Always, except if nothing is captured.
         """
         ...
 
@@ -64,7 +64,7 @@ _current = _Current()
 
 @contextmanager
 def acting(breaker: Breaker | None) -> Iterator[None]:
-    """Let a breaker act on the marks that this thread comes to; None: nothing does."""
+    """Set the breaker for the marks that this thread reaches, or None."""
     before, _current.breaker = _current.breaker, breaker
     try:
         yield
@@ -77,7 +77,7 @@ def _breaker() -> Breaker | None:
 
 
 def graph_break() -> None:
-    """End a graph piece here and begin the next one; nothing runs eager for it."""
+    """End a graph piece here and begin the next one, without an eager call."""
     breaker = _breaker()
     if breaker is None:
         torch.ops.dispatchkit.graph_break()
@@ -94,26 +94,26 @@ def eager_region(fn: None = None) -> _EagerBlock: ...
 
 
 def eager_region(fn: Any = None) -> Any:
-    """Mark a function, or a ``with`` block, that runs eager between graphs.
+    """Mark a function or a ``with`` block that runs eager between graphs.
 
-    In FULL it is part of the one graph, as everything is.
+    In FULL it is part of the single graph, like everything else.
 
     - A function, as a decorator ``@eager_region`` or ``eager_region(fn)(...)``: at each replay it
-      is called again, with the tensors of the capture, which hold the values of the step. Other
-      arguments are those of the capture. Results have the shapes, types and strides of the
-      capture; a step in which they have not runs eager.
+      is called again, with the tensors of the capture, which hold the step's values. Other
+      arguments are those of the capture. Results must have the shapes, dtypes and strides of the
+      capture; otherwise the step runs eager.
     - A block, ``with eager_region():``, for ``split_module`` and the backend of ``torch.compile``.
-      A replay could not run it again, so that a capture without tracing refuses it.
+      A replay could not run it again, so a capture without tracing refuses it.
 
     Args:
-        fn: The function; left out for a block.
+        fn: The function; omitted for a block.
     """
     if fn is None:
         return _EagerBlock()
 
     @functools.wraps(fn)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a tracer notes where it begins and ends
+        if torch.compiler.is_compiling():  # a tracer records where it begins and ends
             with _EagerBlock():
                 return fn(*args, **kwargs)
         breaker = _current.breaker
@@ -126,12 +126,12 @@ def eager_region(fn: Any = None) -> Any:
 
 
 def is_eager_region(value: Any) -> bool:
-    """Return whether a value is a function that was marked to run eager."""
+    """Return whether a value is a function marked to run eager."""
     return isinstance(value, types.FunctionType) and hasattr(value, "is_eager_region")
 
 
 class _EagerBlock:
-    """A ``with`` block that tracers note the beginning and the end of."""
+    """A ``with`` block whose beginning and end tracers record."""
 
     def __enter__(self) -> None:
         breaker = _breaker()

@@ -1,4 +1,4 @@
-"""What a graph was made under besides its inputs; a call that differs does not get it."""
+"""Guards: properties other than inputs that a graph depends on, compared at each call."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import torch
 
 from dispatchkit.dispatch import Reason
 
-#: The reason to count for each fact of a fingerprint, in order.
+#: The reason to count for each property of a fingerprint, in order.
 FACTS: Final = (Reason.AUTOCAST, Reason.TRAINING_MODE, Reason.MOVED_MODULE)
 
-#: Autocast type or None; training flag and place of each module.
+#: Autocast dtype or None; training flag and address of each module.
 Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]
-#: A module, its training flag, what tells where one of its tensors is, and where that was.
+#: A module, its training flag, a function that returns the address of one of its tensors, and that
+#: address.
 Watched = tuple[torch.nn.Module, bool, Callable[[], int], int]
 
 
 class Guard:
-    """Reads the facts of the calling thread that steer what a step computes.
+    """Reads properties of the calling thread and modules that affect what a step computes.
 
     Args:
-        device_type: Whose autocast matters.
-        modules: The modules that the step is made of: their training flags matter, and where
-            their weights are. One weight of each stands for all: ``.to()`` moves them together.
-            Submodules that are switched or changed alone are found in check mode.
+        device_type: The device type whose autocast matters.
+        modules: The step's modules, whose training flags and addresses of weights matter. One
+            weight of each represents all, since ``.to()`` moves them together. Submodules that are
+            switched or changed alone are detected in check mode.
 
     Attributes:
-        modules: Those modules.
+        modules: The modules.
     """
 
     def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:
@@ -39,13 +40,13 @@ class Guard:
             self.add(module)
 
     def add(self, module: torch.nn.Module) -> None:
-        """Watch a module that the step reaches in another way; before the first capture."""
+        """Add a module that the step reaches in another way, before the first capture."""
         if module not in self.modules and hasattr(module, "training"):  # a frozen one has none
             self.modules += (module,)
             self._places += (place_of(module),)
 
     def now(self) -> Fingerprint:
-        """Return the facts as they are now."""
+        """Return the current properties."""
         autocast = (
             torch.get_autocast_dtype(self._device_type)
             if torch.is_autocast_enabled(self._device_type)
@@ -55,21 +56,21 @@ class Guard:
         return autocast, training, tuple(place() for place in self._places)
 
     def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
-        """Return what a step has to look at: each module as it was in a fingerprint."""
+        """Return the modules as of a fingerprint, for comparison in a step."""
         return tuple(zip(self.modules, made_under[1], self._places, made_under[2], strict=True))
 
 
 def place_of(module: torch.nn.Module) -> Callable[[], int]:
-    """Return what tells where a module is: by a tensor that every move and change of type moves."""
+    """Return a function for a module's address, by a tensor that every move or conversion moves."""
     tensors = [*module.parameters(), *module.buffers()]
     tensors = [one for one in tensors if one.layout is torch.strided]  # others have no one place
     floating = [one for one in tensors if one.is_floating_point()]
     found = floating or tensors
-    return found[0].data_ptr if found else int  # int() is 0, and costs a step no frame
+    return found[0].data_ptr if found else int  # int() is 0, without a Python frame
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:
-    """Return which fact differs, as a reason to count."""
+    """Return the property that differs, as a reason to count."""
     for name, then, current in zip(FACTS, made_under, now, strict=True):
         if then != current:
             return name

@@ -1,4 +1,4 @@
-"""Which modules a step runs through, as far as its code names them."""
+"""Find the modules that a step runs through, as far as its code names them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a callable is, is bound to, or names in its code.
 
-    Those are a module itself and the owner of a method; what stands in its closure, its globals
-    and the arguments bound to it by ``partial``; and what it reads from any of them by name, one
-    step deep: the ``model`` of ``lambda x: model(x)``, and of ``self.model(x)``. Nothing is found
-    through lists, or in functions that the callable calls.
+    These are a module itself and the owner of a method; modules in its closure, its globals and the
+    arguments bound to it by ``partial``; and modules it reads from any of them by name, one level
+    deep: the ``model`` of ``lambda x: model(x)`` and of ``self.model(x)``. Modules in lists, or in
+    functions that the callable calls, are not found.
     """
     found: dict[int, torch.nn.Module] = {}
     for one in (fn, *_held(fn)):
@@ -39,7 +39,7 @@ def _held(fn: Any) -> Iterator[Any]:
         for cell in plain.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # nothing was put in yet
+            except ValueError:  # not assigned yet
                 continue
         for name in sorted(_globals_named(plain.__code__)):
             if name in plain.__globals__:
@@ -47,7 +47,7 @@ def _held(fn: Any) -> Iterator[Any]:
 
 
 def functions_of(fn: Any) -> Iterator[types.FunctionType]:
-    """Yield the function that a callable runs, and those that decorators put around it."""
+    """Yield the function that a callable runs, and those that decorators wrapped around it."""
     if isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, (types.FunctionType, types.MethodType, torch.nn.Module)):
@@ -60,19 +60,19 @@ def functions_of(fn: Any) -> Iterator[types.FunctionType]:
 
 
 def _names(fn: Any) -> set[str]:
-    """Return all names that the code of a callable uses, of attributes too."""
+    """Return all names that the code of a callable uses, including attributes."""
     codes = [code for plain in functions_of(fn) for code in codes_of(plain.__code__)]
     return {name for code in codes for name in code.co_names}
 
 
 def _globals_named(code: types.CodeType) -> set[str]:
-    """Return the names of globals; ``co_names`` has those of attributes among them."""
+    """Return the names of globals, without those of attributes, which ``co_names`` includes."""
     parts = [one for part in codes_of(code) for one in dis.get_instructions(part)]
     return {one.argval for one in parts if one.opname == "LOAD_GLOBAL"}
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code and those of the functions and comprehensions inside it."""
+    """Yield a code object and those of the functions and comprehensions inside it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -80,7 +80,7 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _named(holder: Any, names: set[str]) -> Iterator[Any]:
-    """Yield what an object holds under one of these names."""
+    """Yield an object's attributes of these names."""
     held = getattr(holder, "__dict__", None)
     if isinstance(held, (dict, types.MappingProxyType)):
         yield from (held[name] for name in sorted(names & held.keys()))

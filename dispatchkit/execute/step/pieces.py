@@ -1,10 +1,9 @@
 """The step: one function, or a list of pieces each marked graph or eager.
 
-The first piece is called with the static inputs that its signature names, as keywords; a
-later piece is called with what the piece before it returned, and with the static inputs it
-names. In FULL the composition is one graph; in PIECEWISE each graph piece is a graph of its
-own and each eager piece runs plainly between them, on padded tensors; in NONE all of it runs
-plainly at the exact size.
+The first piece is called with the static inputs in its signature, as keywords; a later piece is
+called with the previous piece's result and the static inputs in its signature. In FULL, the
+composition is one graph. In PIECEWISE, each graph piece is a separate graph, and each eager piece
+runs between them, on padded tensors. In NONE, everything runs eager at the exact size.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Piece:
     """One part of a step.
 
     Attributes:
-        fn: What it does.
-        is_graph: It may be captured; otherwise it always runs plainly.
-        names: Static inputs it is given as keywords.
-        support: For which batches it may be captured inside a FULL graph.
-        limited_by: The operator or module that does not allow it for all.
+        fn: The function.
+        is_graph: It may be captured; otherwise it always runs eager.
+        names: Static inputs that it gets as keywords.
+        support: The batches for which it may be captured inside a FULL graph.
+        limited_by: The operator or module that limits them.
     """
 
     fn: Callable[..., Any]
@@ -41,28 +40,28 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def pick(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs that this piece is given."""
+        """Return the inputs that this piece gets."""
         return {name: inputs[name] for name in self.names}
 
 
 @attrs.frozen
 class SlotPiece(Piece):
-    """A part of a step that is given the rows of its slots.
+    """A part of a step that gets the rows of its slots.
 
     Attributes:
-        slots: The input that names the slots.
-        rows_of: Returns what it is given in place of it.
+        slots: The input of slots.
+        rows_of: Returns the value that replaces it.
     """
 
     slots: str = ""
     rows_of: Callable[[torch.Tensor], Any] = attrs.field(kw_only=True)
 
     def pick(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs that this piece is given, rows in place of slots."""
+        """Return the inputs that this piece gets, with rows instead of slots."""
         given = super().pick(inputs)
         given[self.slots] = self.rows_of(given[self.slots])
         return given
@@ -79,11 +78,11 @@ def eager_piece(
     """Mark a part of a step that is never captured in PIECEWISE, such as attention.
 
     Args:
-        fn: What it does.
-        support: For which batches it may be captured inside a FULL graph.
+        fn: The function.
+        support: The batches for which it may be captured inside a FULL graph.
 
     Raises:
-        UnknownNameError: No level of support goes by that name.
+        UnknownNameError: There is no level of support of that name.
     """
     level = AttentionSupport.parse(support)
     piece = Piece(fn, is_graph=False, support=level)
@@ -91,23 +90,23 @@ def eager_piece(
 
 
 class Step:
-    """What a runner runs: pieces with the inputs each takes.
+    """A runner's step: pieces with the inputs that each takes.
 
     Args:
         step: A function, a module, or a list of marked pieces.
         names: Static inputs by name.
         row_count: Name of the input that tells the true row count; not among ``names``.
         axes: Names of axes; the step need not take them.
-        in_segments: A step that is no list is captured in segments in PIECEWISE.
-        slots: The input that names slots, and what makes the step's rows of it.
+        in_segments: A step that is not a list is captured in segments in PIECEWISE.
+        slots: The input of slots, and a function that returns the step's rows.
 
     Attributes:
-        in_segments: It is captured so.
+        in_segments: It is captured in segments.
         can_split: It can run in PIECEWISE.
 
     Raises:
-        ConfigError: A piece is not marked, wants an input that is not declared, or an input
-            is wanted by none.
+        ConfigError: A piece is not marked, needs an undeclared input, or an input is not used by
+            any piece.
     """
 
     def __init__(
@@ -129,8 +128,9 @@ class Step:
             raise ConfigError(
                 "row_count",
                 row_count,
-                "a name that no input and no axis has",
-                "The runner gives it itself; an input of this name would never reach the step.",
+                "a name that no input or axis has",
+                "The runner provides it itself, so an input of this name would never reach the "
+                "step.",
             )
         if not given:
             raise ConfigError("step", step, "a function or a list of at least one piece")
@@ -159,12 +159,12 @@ class Step:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules that the pieces are, are methods of, or name in their code."""
+        """Modules that are pieces, own pieces as methods, or are named in their code."""
         found = [module for piece in self.pieces for module in held_modules(piece.fn)]
         return list({id(module): module for module in found}.values())
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """Run all pieces plainly, in order."""
+        """Run all pieces eager, in order."""
         first, *rest = self.pieces
         value = first.fn(**first.pick(inputs))
         for piece in rest:
@@ -173,14 +173,14 @@ class Step:
 
 
 def _given_rows(piece: Piece, slots: str, rows_of: Callable[[torch.Tensor], Any]) -> Piece:
-    """Return a piece that is given the rows of its slots, where it takes them."""
+    """Return a piece that gets the rows of its slots, if it takes them."""
     if slots not in piece.names:
         return piece
     return SlotPiece(**attrs.asdict(piece, recurse=False), slots=slots, rows_of=rows_of)
 
 
 def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple[str, ...]:
-    """Return which of the known names a piece is to be called with, from its signature."""
+    """Return the known names in a piece's signature."""
     fn = piece.fn
     if not callable(fn):
         raise ConfigError("step", fn, "callable")
@@ -197,7 +197,7 @@ def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple
             raise ConfigError(
                 f"piece {piece.name!r}",
                 str(signature),
-                "a function whose first parameter is what the piece before it returned",
+                "a function whose first parameter is the previous piece's result",
             )
         if parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
             parameters = parameters[1:]

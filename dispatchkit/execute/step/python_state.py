@@ -1,9 +1,9 @@
-"""Python state that a step reaches: recorded, compared, put back.
+"""Record, compare and restore the Python state that a step reaches.
 
 A graph replays kernels and no Python. A step that assigns an attribute, counts, appends to a list
-or rebinds a global computes something else when it is replayed, and a warmup that ran it for
-nothing has already moved that state. ``PythonState`` records every container that the step reaches
-before such a run; ``changes`` lists what the run changed, and ``restore`` puts those entries back.
+or rebinds a global computes something different when replayed, and a warmup on dummy rows has
+already changed that state. ``PythonState`` records every container that the step reaches before
+such a run; ``changes`` lists the entries that the run changed, and ``restore`` restores them.
 
 Reached are the modules a step runs through, the object a method is bound to, closure cells, globals
 that the code names, defaults, arguments bound by ``partial``; and from each of them attributes,
@@ -33,21 +33,21 @@ import torch
 
 from dispatchkit.execute.step.modules import codes_of, functions_of
 
-#: Most containers that are recorded. The walk goes breadth first, objects before classes: those
-#: near the step come first.
+#: Most containers recorded. The walk is breadth-first, objects before classes, so those near the
+#: step come first.
 MAX_CONTAINERS: Final = 50_000
 
 _Class = TypeVar("_Class")
 
 MISSING: Final = object()
-"""Stands for an entry that is not there."""
+"""Represents a missing entry."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# Libraries whose globals and class attributes are no state of a step.
+# Libraries whose globals and class attributes are not state of a step.
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
 _BOOKKEEPING_CLASSES: set[type] = set()
 _CONTAINERS = (dict, list, set, deque, bytearray)
-#: What every module keeps of its own, hooks among it, beside its members.
+#: Attributes of every module other than its members, including hooks.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
 _FUNCTIONS = (
     types.FunctionType,
@@ -61,11 +61,11 @@ _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF",
 
 
 def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
-    """Declare that what objects of a class hold is no state of the step that reaches them.
+    """Declare that the attributes of a class's objects are not state of a step.
 
-    Their attributes, and those of subclasses, are neither compared nor put back: for callables
-    that a runner is given as pieces, and that keep notes about their calls. What
-    an object has in ``__wrapped__`` is part of the step still. A class decorator.
+    A class decorator. Attributes of the class's objects, and of subclasses, are neither compared
+    nor restored. Use it for callables that are pieces of a runner and keep records of their calls.
+    An object's ``__wrapped__`` is still part of the step.
     """
     _BOOKKEEPING_CLASSES.add(cls)
     return cls
@@ -73,7 +73,7 @@ def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
 
 @attrs.frozen
 class Entry:
-    """One entry of a container: what it was when it was recorded, and how to reach it.
+    """One entry of a container: its recorded value, and how to reach it.
 
     Attributes:
         record: The container.
@@ -85,27 +85,27 @@ class Entry:
 
     @property
     def before(self) -> Any:
-        """What it was; ``MISSING`` if it was not there."""
+        """The recorded value, or ``MISSING``."""
         return self.record.saved.get(self.key, MISSING)
 
     def now(self) -> Any:
-        """Return what it is; ``MISSING`` if it is not there."""
+        """Return the current value, or ``MISSING``."""
         if self.record.kind.get is not None:
             return self.record.kind.get(self.record.target, self.key)
         return self.record.kind.read(self.record.target).get(self.key, MISSING)
 
     @property
     def holder(self) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
-        """The builtin container that ``key`` is an index into; None if it is in no such one."""
+        """The builtin container that ``key`` is an index into, or None."""
         target = self.record.target
         if self.record.kind is _GLOBALS:
             return target.values  # type: ignore[no-any-return]
-        # Exact types: reading an item of a subclass may run code, and insert the item.
+        # Exact types: reading an item of a subclass may run code and insert the item.
         return target if type(target) in (dict, OrderedDict, list, tuple) else None
 
     @property
     def can_restore(self) -> bool:
-        """Whether it can be put back."""
+        """Whether it can be restored."""
         return self.record.kind.write is not None
 
     def restore(self) -> None:
@@ -113,7 +113,7 @@ class Entry:
         self.set(self.before)
 
     def set(self, value: Any) -> None:
-        """Set it, or remove it for ``MISSING``; without effect where it cannot be put back."""
+        """Set it, or remove it for ``MISSING``; no effect if it cannot be restored."""
         if self.record.kind.write is not None:
             self.record.kind.write(self.record.target, self.key, value)
 
@@ -129,33 +129,33 @@ class Entry:
 
 @attrs.frozen
 class Container:
-    """A container as it was, which may have further entries now.
+    """A recorded container, which may have further entries now.
 
     Attributes:
-        record: What it held.
-        names: The names of further entries that would be read; None: all are.
+        record: Its recorded contents.
+        names: Names of further entries that would be read; None means all.
     """
 
     record: Record
     names: Set[str] | None
 
     def added(self) -> tuple[Entry, ...]:
-        """Return the entries that would be read, and were not there."""
+        """Return the new entries that would be read."""
         record, names = self.record, self.names
         added = record.added(record.kind.read(record.target))
         return tuple(entry for entry in added if names is None or entry.key in names)
 
 
 class PythonState:
-    """The Python values that a step reaches, as they are when this is made.
+    """The Python values that a step reaches, recorded at creation.
 
     Args:
         roots: Callables and objects to start from, by the name to report them under.
-        is_left_out: Tells whether a function is no part of the step; None: all are.
+        is_left_out: Returns whether a function is not part of the step; None: all are part of it.
 
     Attributes:
-        modules: The modules among what is reached.
-        tensors: The tensors.
+        modules: The modules reached.
+        tensors: The tensors reached.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class PythonState:
         self._callables: list[Any] = []
         self._kept: list[Any] = []
         self._classes: set[type] = set()
-        # Those of objects that the step may call, and not only methods of them.
+        # Records of objects that the step may call themselves, not only their methods.
         self._called: set[type] = set()
         self._names: set[str] | None = None
         self._values_read: tuple[Entry, ...] | None = None
@@ -175,7 +175,8 @@ class PythonState:
         # Objects that need no attribute to be reached: roots, cells, globals, classes.
         self._roots: set[int] = set()
         queue: deque[_Found] = deque(_Found(one, name, "", None) for name, one in roots.items())
-        # Classes come last, and what is reached by their code alone: a library names all of itself.
+        # Classes, and values reached only through their code, come last: a library names all of
+        # itself.
         classes: deque[_Found] = deque()
         while (queue or classes) and len(self._records) < MAX_CONTAINERS:
             is_of_class = not queue
@@ -189,7 +190,7 @@ class PythonState:
             if id(found.value) in self._records_of:
                 continue
             records = self._records_of[id(found.value)] = []
-            self._kept.append(found.value)  # so that no identity is used again
+            self._kept.append(found.value)  # so that identities are not reused
             if not isinstance(found.value, type):
                 self._classes.add(type(found.value))
                 if not found.is_owner:
@@ -213,16 +214,16 @@ class PythonState:
         self._views = [view for one in self._records for view in one.views]
 
     def changes(self) -> tuple[Entry, ...]:
-        """Return the entries that are different now, those nearest to the step first.
+        """Return the entries that have changed, those nearest to the step first.
 
-        Those that no code on the way of the step names are left out: what else an engine does
-        meanwhile, in another thread say, with objects that the step's owner holds too.
+        Entries that no code of the step names are left out: an engine may change objects that the
+        step's owner holds for other purposes, for example in another thread.
         """
         found = tuple(self._changed())
         return self._read_by_step(found) if found else ()
 
     def values_read(self) -> tuple[Entry, ...]:
-        """Return the entries that the step's code may read, and that may change."""
+        """Return the entries that the step's code may read and that may change."""
         if self._values_read is None:
             reads_gradients = not self._names_read().isdisjoint({"grad", "backward", *_DYNAMIC})
             self._values_read = self._read_by_step(
@@ -235,7 +236,7 @@ class PythonState:
         return self._values_read
 
     def containers_read(self) -> tuple[Container, ...]:
-        """Return the containers that the step's code may read, and that may get further entries."""
+        """Return the containers that the step's code may read and that may get further entries."""
         names = self._names_read()
         is_any = bool(names & _DYNAMIC)
         reached = self._reached()
@@ -248,11 +249,11 @@ class PythonState:
         )
 
     def is_current(self) -> bool:
-        """Return whether everything is still as it was recorded."""
+        """Return whether everything is still as recorded."""
         return not any(True for _ in self._changed())
 
     def _changed(self) -> Iterator[Entry]:
-        """Yield the entries that are different now, whether or not the step reads them."""
+        """Yield the entries that have changed, whether or not the step reads them."""
         now = [*itertools.chain.from_iterable(self._views)]
         is_seen = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
         for record in self._records:
@@ -260,13 +261,13 @@ class PythonState:
                 yield from record.changes()
 
     def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-        """Return those of some entries that code on the way of the step names.
+        """Return the entries that code of the step names.
 
         Functions are followed by their names, so that a method beside ``forward`` that nothing
         there names, such as a server's own loop, is left out, and so is what only it reads.
         """
         names = self._names_read()
-        if names & _DYNAMIC:  # attributes by names that are made up at run time
+        if names & _DYNAMIC:  # attributes by names computed at run time
             return tuple(entries)
         reached = self._reached()
         return tuple(
@@ -300,7 +301,7 @@ class PythonState:
         for cls in self._classes:
             for fn in _methods(cls):
                 methods.setdefault(fn.__name__, set()).add(fn.__code__)
-        # What stands in a closure, a global or an attribute may be called by any name.
+        # A value in a closure, a global or an attribute may be called by any name.
         codes = {fn.__code__ for one in self._callables for fn in functions_of(one)}
         for cls in self._called:
             codes |= {fn.__code__ for fn in _methods(cls) if fn.__name__ in _CALLS}
@@ -316,7 +317,7 @@ class PythonState:
 
 
 def restore(entries: Iterable[Entry]) -> None:
-    """Put entries back, last first. Whole containers are never replaced: others may hold them."""
+    """Restore entries, last first. Containers are never replaced, since others may hold them."""
     for entry in reversed(tuple(entries)):
         entry.restore()
 
@@ -328,7 +329,7 @@ def is_same(before: Any, after: Any) -> bool:
     if type(before) is not type(after):
         return False
     if isinstance(before, float):
-        return bool(before.hex() == after.hex())  # tells zeros apart, and finds nan equal to itself
+        return bool(before.hex() == after.hex())  # distinguishes zeros, and NaN equals itself
     if isinstance(before, (*_PLAIN, _Address, _Copied, _Contents)):
         return bool(before == after)
     if isinstance(before, types.MethodType):
@@ -343,18 +344,18 @@ def is_same(before: Any, after: Any) -> bool:
 
 @attrs.frozen
 class _Found:
-    """An object on the way of the walk.
+    """An object found in the walk.
 
     Attributes:
         value: The object.
         path: How the step reaches it.
         owner: The class or function that holds it, in words.
         site: That class or function, to find the line that writes it.
-        is_entry: An entry of a container holds it; it is no root, and not named by a function.
-        is_installed: It was found in the code of an installed package, of whose globals only
-            plain containers are followed: such a package names half of itself somewhere.
+        is_entry: It is an entry of a container, rather than a root or named by a function.
+        is_installed: It was found in the code of an installed package, of whose globals only plain
+            containers are followed, since such a package names much of itself.
         is_method: It is a function of a class.
-        is_owner: A method is bound to it; whether it is called itself is not known by that.
+        is_owner: A method is bound to it, which does not show whether it is called itself.
     """
 
     value: Any
@@ -373,13 +374,12 @@ class Kind:
 
     Attributes:
         read: Returns the entries of one by key.
-        write: Sets one entry, or removes it for ``MISSING``. None: it cannot be put back.
+        write: Sets one entry, or removes it for ``MISSING``. None: it cannot be restored.
         join: Makes the path of an entry from that of the container and its key.
-        is_entered: What the entries hold is recorded too.
-        get: Returns one entry by key, ``MISSING`` if it is not there, where that is quicker than
-            reading all of them.
-        views: Returns what can be iterated over again and again: as long as that gives the same
-            objects, the entries are the same. Empty where only reading them tells.
+        is_entered: Contents of the entries are recorded, too.
+        get: Returns one entry by key, or ``MISSING``, if that is faster than reading all of them.
+        views: Returns iterables that can be repeated: as long as they yield the same objects, the
+            entries are unchanged. Empty if the entries must be read.
     """
 
     read: Callable[[Any], Mapping[Any, Any]]
@@ -394,15 +394,15 @@ class Record:
     """One container as it was.
 
     Args:
-        kind: How it is read.
-        found: What and where it is.
+        kind: Its kind.
+        found: The object, and where it was found.
 
     Attributes:
-        saved: Its entries by key; the values themselves, no copies.
-        views: What tells by identity that they are the same still.
-        seen: What those gave.
+        saved: Its entries by key; the values themselves, not copies.
+        views: Iterables that show by identity whether they are unchanged.
+        seen: The objects that these yielded.
         holder: The object it is, or is part of.
-        is_of_class: Only classes and what their code names lead to it.
+        is_of_class: It is reached only through classes and the code they name.
     """
 
     def __init__(self, kind: Kind, found: _Found) -> None:
@@ -416,7 +416,7 @@ class Record:
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
 
     def inside(self) -> Iterator[_Found]:
-        """Yield what the entries hold."""
+        """Yield the contents of the entries."""
         if not self.kind.is_entered:
             return
         for key, value in self.saved.items():
@@ -425,7 +425,7 @@ class Record:
                 yield _Found(value, path, self.owner, self.site, True, self._is_installed)
 
     def changes(self) -> Iterator[Entry]:
-        """Yield the entries that are different now."""
+        """Yield the entries that have changed."""
         now = self.kind.read(self.target)
         for key, value in self.saved.items():
             one = now.get(key, MISSING)
@@ -434,7 +434,7 @@ class Record:
         yield from self.added(now)
 
     def added(self, now: Mapping[Any, Any]) -> Iterator[Entry]:
-        """Yield the entries that there are now, and were not there."""
+        """Yield the entries that are new."""
         if now.keys() != self.saved.keys():
             for key in now:
                 if key not in self.saved:
@@ -484,7 +484,7 @@ def _set_at(target: Any, index: int, value: Any) -> None:
 
 
 def _set_attribute(target: Any, name: str, value: Any) -> None:
-    # Past a frozen class's own __setattr__: what is put back was there.
+    # Bypasses a frozen class's __setattr__, since the restored value was there before.
     if value is MISSING:
         object.__delattr__(target, name)
     else:
@@ -508,7 +508,7 @@ def _read_slots(target: Any) -> dict[str, Any]:
 
 
 def _read_class(target: type) -> dict[str, Any]:
-    """Return the data of a class: neither methods nor descriptors, nor what Python keeps there."""
+    """Return the data of a class, without methods, descriptors and Python's own attributes."""
     return {
         name: value
         for name, value in vars(target).items()
@@ -555,7 +555,7 @@ class _Globals:
 
 
 class _Address:
-    """A tensor of a script module, which each read gives as another Python object."""
+    """A tensor of a script module, for which each read returns a different Python object."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -574,7 +574,7 @@ class _Address:
 
 
 class _Copied:
-    """A container of a script module, of which each read gives a copy."""
+    """A container of a script module, of which each read returns a copy."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -588,7 +588,7 @@ class _Copied:
 
 
 def _content_of(value: Any) -> Any:
-    """Return a value with tuples for containers, and tensors by their place."""
+    """Return a value with tuples for containers, and addresses for tensors."""
     if isinstance(value, torch.Tensor):
         return _Address(value)
     if isinstance(value, dict):
@@ -621,7 +621,7 @@ def _write_script(target: Any, name: str, value: Any) -> None:
 
 
 def _read_module(held: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module: its own, and the hooks that it has."""
+    """Return the attributes of a module, including its hooks."""
     return {name: one for name, one in held.items() if name not in _BOOKKEEPING or _is_hooks(one)}
 
 
@@ -643,7 +643,7 @@ def _get_attribute(target: Any, name: str) -> Any:
 
 @attrs.frozen
 class _Each:
-    """What a function gives for some arguments, asked anew by each iteration."""
+    """The result of a function for some arguments, computed again by each iteration."""
 
     get: Callable[..., Any]
     arguments: tuple[Iterable[Any], ...]
@@ -653,7 +653,7 @@ class _Each:
 
 
 def _read_dict(target: Any) -> dict[Any, Any]:
-    # Past what a subclass makes of its items: one may build a new object for each that is read.
+    # Bypasses a subclass's own access to items, which may create a new object for each read.
     return dict.copy(target) if type(target) is dict else dict(dict.items(target))
 
 
@@ -663,7 +663,7 @@ def _read_sequence(target: Any) -> dict[int, Any]:
 
 
 def _views_of_dict(target: Any) -> tuple[Iterable[Any], ...]:
-    # Past what a subclass makes of them.
+    # Bypasses a subclass's own access.
     return dict.keys(target), dict.values(target)
 
 
@@ -690,7 +690,7 @@ _ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_vi
 _MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
 _MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item, views=_views_of_module)
 _SEQUENCE = Kind(_read_sequence, _set_at, _indexed, get=_get_at, views=_views_of_sequence)
-# It cannot change: its items are the same as long as it is.
+# Immutable: its items are the same as long as it is.
 _TUPLE = Kind(_read_sequence, None, _indexed, views=lambda _: ((),))
 _SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
 _CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute, views=_views_of_class)
@@ -716,22 +716,22 @@ def _is_named(record: Record, key: Any, names: set[str]) -> bool:
 
 #: Methods by which an object is called.
 _CALLS = frozenset({"forward", "__call__"})
-#: What a module's call looks up without its class naming it.
+#: Attributes that a module's call looks up without its class naming them.
 _ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
 }
-#: Names in code that reaches attributes by other names than those it has built in.
+#: Names in code that accesses attributes by computed names.
 _DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 #: Kinds whose entries are reached by an attribute's name.
 _NAMED = (_ATTRIBUTES, _MODULE, _SLOTS, _CLASS)
-#: Kinds whose containers may get further entries, which their length tells.
+#: Kinds whose containers may get further entries, which their length shows.
 _GROWING = (_MAPPING, _SEQUENCE, _ATTRIBUTES, _MEMBER, _MODULE)
-#: What asks for a length without running code of a subclass.
+#: Functions that return a length without running code of a subclass.
 _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
 
 
 class _Contents:
-    """What an object holds as a whole, compared by value."""
+    """The whole contents of an object, compared by value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -743,7 +743,7 @@ class _Contents:
 
 
 def _whole(read: Callable[[Any], Any], write: Callable[[Any, Any], Any] | None) -> Kind:
-    """Return the kind of an object that is compared, and put back, as a whole."""
+    """Return the kind of an object that is compared and restored as a whole."""
     put = None if write is None else (lambda one, _key, saved: write(one, saved.value))
     return Kind(lambda one: {"": _Contents(read(one))}, put, _itself, is_entered=False)
 
@@ -758,11 +758,11 @@ def _put_bytes(target: Any, value: bytes) -> None:
 
 
 def _iterator(one: Any) -> Any:
-    """Return where an iterator stands, without moving it.
+    """Return the position of an iterator, without advancing it.
 
     ``count`` and ``repeat`` show it in their ``repr``, others of ``itertools`` in the iterators
-    and values that they hold. What they count in numbers of their own is not seen: where a
-    ``cycle`` stands after its first turn, or an ``islice`` between two items that it takes.
+    and values that they hold. Their internal counters are not visible: the position of a ``cycle``
+    after its first pass, or of an ``islice`` between two items.
     """
     if isinstance(one, types.GeneratorType):
         frame = one.gi_frame
@@ -776,7 +776,7 @@ def _iterator(one: Any) -> Any:
 
 
 def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
-    """Return what tells whether an iterator moved, by the objects that it holds."""
+    """Return a key of the objects that an iterator holds, which shows whether it advanced."""
     return [
         value
         if is_plain(value)
@@ -842,7 +842,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
 
 
 def _parts(found: _Found) -> Iterator[Record | _Found]:
-    """Yield the records of one object, and what it refers to besides their entries."""
+    """Yield the records of one object, and its other references."""
     value = found.value
     own = found if found.owner else attrs.evolve(found, owner=type(value).__qualname__)
     if isinstance(value, types.ModuleType):
@@ -868,7 +868,7 @@ def _parts(found: _Found) -> Iterator[Record | _Found]:
 
 
 def _kind_of(value: Any) -> Kind | None:
-    """Return how the items of an object are read; None for one that has attributes alone."""
+    """Return how the items of an object are read; None if it has only attributes."""
     for types_, kind in _KINDS:
         if isinstance(value, types_):
             return kind
@@ -882,9 +882,9 @@ def _kind_of(value: Any) -> Kind | None:
 def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     """Yield the attributes of an object, its slots, and its class.
 
-    Objects of libraries have state of their own, such as a logger's cache: only modules of
-    torch, and what is made to carry attributes, are entered. The runner that a step's owner holds
-    is no state of the step either, nor what was declared to be bookkeeping.
+    Objects of libraries have their own state, such as a logger's cache, so only torch modules and
+    attribute containers are entered. A runner held by the step's owner is not state of the step,
+    nor are objects declared as bookkeeping.
     """
     cls: Any = type(value)
     owner = cls.__qualname__
@@ -913,7 +913,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
 
 
 def _of_class(cls: type) -> Iterator[Record | _Found]:
-    """Yield the data of a class of the caller's, its bases, and its methods."""
+    """Yield the data, bases and methods of a user-defined class."""
     if _is_library(cls) or _is_own_module(cls.__module__):
         return
     name, installed = cls.__qualname__, _is_installed(cls)
@@ -925,7 +925,7 @@ def _of_class(cls: type) -> Iterator[Record | _Found]:
 
 
 def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
-    """Yield what a function refers to: bound objects, cells, globals, defaults."""
+    """Yield a function's references: bound objects, cells, globals, defaults."""
     owner = getattr(fn, "__self__", None)
     yield _Found(owner, found.path, "", None, found.is_entry, is_owner=True)
     if isinstance(fn, functools.partial):
@@ -937,7 +937,7 @@ def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
         owner = f"function {plain.__code__.co_qualname}"
         names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
         installed = _is_installed(plain)
-        if not _is_own_module(plain.__module__ or ""):  # a step that is graphed closes over it all
+        if not _is_own_module(plain.__module__ or ""):  # a graphed step closes over all of it
             globals_named = _Globals(plain.__globals__, names)
             yield _Found(globals_named, "", owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
@@ -947,12 +947,12 @@ def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value cannot change and holds nothing that can."""
+    """Return whether a value is deeply immutable."""
     return isinstance(value, _PLAIN)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that a code uses, also as words: ``setattr(self, "calls", 1)``."""
+    """Return the names that a code uses, including strings: ``setattr(self, "calls", 1)``."""
     found: set[str] = set()
     for part in codes_of(code):
         found.update(part.co_names)
@@ -970,7 +970,7 @@ def _own_functions(cls: type) -> Iterator[types.FunctionType]:
 
 @functools.lru_cache(maxsize=4096)
 def _methods(cls: type) -> tuple[types.FunctionType, ...]:
-    """Return the methods of a class and its bases that may be on the way of a step."""
+    """Return the methods of a class and its bases that a step may run."""
     return tuple(
         fn
         for base in cls.__mro__
@@ -982,20 +982,20 @@ def _methods(cls: type) -> tuple[types.FunctionType, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_ours(cls: Any) -> bool:
-    """Return whether a class, or a base of it, is of dispatchkit or a plugin of it.
+    """Return whether a class, or one of its bases, belongs to dispatchkit or its plugins.
 
-    Runners, backends and decoders keep books that no step reads.
+    Runners, backends and decoders have bookkeeping that steps do not read.
     """
     return any(_is_own_module(base.__module__) for base in cls.__mro__)
 
 
 @functools.cache
 def _is_own_module(name: str) -> bool:
-    """Return whether a module is of dispatchkit or a plugin of it.
+    """Return whether a module belongs to dispatchkit or its plugins.
 
-    What it keeps is no state of a step, and the class of a step's owner often names it, to make
-    runners: from there all of the package would be reached. The demonstration's models and the
-    kits' are modules like any other.
+    Its state is not state of a step, but the class of a step's owner often names it to create
+    runners, and from there the whole package would be reached. The models of the demo and the test
+    kits count as user code.
     """
     top, _, rest = name.partition(".")
     if top.startswith("dispatchkit_"):
@@ -1009,12 +1009,12 @@ def _is_library_module(name: str) -> bool:
 
 
 def _is_library(thing: Any) -> bool:
-    """Return whether a class or function is of the standard library, torch or numpy."""
+    """Return whether a class or function belongs to the standard library, torch or numpy."""
     return _is_library_module(getattr(thing, "__module__", None) or "")
 
 
 def _is_installed(thing: Any) -> bool:
-    """Return whether a class or function is of an installed package."""
+    """Return whether a class or function belongs to an installed package."""
     return _is_installed_module(thing.__module__ or "")
 
 
@@ -1031,7 +1031,7 @@ def _line_that_writes(site: Any, name: Any) -> str:
             one for base in site.__mro__ if not _is_library(base) for one in vars(base).values()
         ]
         codes = [one.__code__ for one in members if isinstance(one, types.FunctionType)]
-        codes.sort(key=lambda code: code.co_name == "__init__")  # what a call runs comes first
+        codes.sort(key=lambda code: code.co_name == "__init__")  # code that a call runs comes first
     elif isinstance(site, types.FunctionType):
         codes = list(codes_of(site.__code__))
     else:

@@ -1,4 +1,4 @@
-"""NVTX ranges around steps, for Nsight Systems and other profilers of NVIDIA's."""
+"""NVTX ranges around steps, for Nsight Systems and other NVIDIA profilers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dispatchkit.observe.timeline import span_name
 
 
 class NvtxRanges:
-    """Marks each step as an NVTX range named by its graph, or by why it is eager.
+    """Marks each step as an NVTX range named by its graph, or by the reason for eager.
 
     Example: ``runner.taps.watch_steps(NvtxRanges())``, under ``nsys profile``.
 
     Args:
-        prefix: What names of ranges begin with.
+        prefix: Prefix of the names of ranges.
 
     Raises:
         BackendUnavailableError: This torch was built without NVTX.
@@ -32,10 +32,10 @@ class NvtxRanges:
             ) from error
 
     def enter(self, decision: Decision, lane: int) -> None:
-        """A step begins on this thread."""
+        """Begin a step on this thread."""
         where = f" lane {lane}" if lane else ""
         torch.cuda.nvtx.range_push(f"{self._prefix}{span_name(decision)}{where}")
 
     def leave(self, *, failed: bool) -> None:
-        """The step of this thread has been handed over, or raised."""
+        """End this thread's step, which was launched or raised."""
         torch.cuda.nvtx.range_pop()

@@ -1,4 +1,4 @@
-"""Which reasons for eager are a downgrade, and what to do about each."""
+"""Reasons for eager that are downgrades, with what to do about each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from dispatchkit.dispatch import Reason
 
-#: Why a key is stale whose graph has something built in that was replaced; what follows a colon.
+#: The reason of a stale key whose graph has a replaced value built in; details follow a colon.
 REPLACED = "replaced"
-#: Reasons for which a capture is refused that say more than that it failed.
+#: Reasons of refused captures that are more specific than a failure.
 REFUSED = frozenset(
     {
         Reason.PYTHON_STATE,
@@ -18,10 +18,10 @@ REFUSED = frozenset(
         Reason.CALL_DIFFERS,
     }
 )
-#: The same, and reasons for which a graph went out of use later. A failed key's own reason
-#: begins with one of them, before a colon, where its capture did not just fail.
+#: These, and reasons for which a graph was later disabled. A failed key's reason begins with one of
+#: them, before a colon, unless its capture simply failed.
 OF_FAILED_KEYS = REFUSED | {Reason.REPLAY_FAILED, Reason.CHECK_FAILED}
-#: Reasons that are a loss the user may want to know of; the others are what was asked for.
+#: Reasons that are downgrades the user may want to know about; the others are intended.
 DOWNGRADES = frozenset(
     {
         Reason.ABOVE_LARGEST,
@@ -56,7 +56,7 @@ DOWNGRADES = frozenset(
 
 
 _CAPTURE_ANEW = "Undo that, or call runner.invalidate() and runner.capture() for new graphs."
-#: What to do about a downgrade, in words; docs/how-to/operate.md has more.
+#: What to do about a downgrade; docs/how-to/operate.md has details.
 NEXT_STEPS: Mapping[str, str] = {
     Reason.ABOVE_LARGEST: "A larger capture size would serve them.",
     Reason.NO_KEY: "The mode and the sizes have no graph for this kind of batch.",
@@ -110,8 +110,8 @@ NEXT_STEPS: Mapping[str, str] = {
         "An output has no row dimension, so the outputs of two parts cannot be joined. Return it "
         "per row, or capture a graph as large as the batch."
     ),
-    Reason.WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
-    Reason.VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",
+    Reason.WEIGHTS_REPLACED: "A lazy runner captures again; otherwise call runner.capture().",
+    Reason.VALUE_CHANGED: "A lazy runner captures again; otherwise call runner.capture().",
     Reason.AUTOCAST: "Capture under the autocast that steps run under.",
     Reason.TRAINING_MODE: f"A module was switched to or from training mode. {_CAPTURE_ANEW}",
     Reason.MOVED_MODULE: f"A module was moved, or its dtype changed. {_CAPTURE_ANEW}",
@@ -119,10 +119,10 @@ NEXT_STEPS: Mapping[str, str] = {
 
 
 class PaddedDrawsWarning(RuntimeWarning):
-    """A step that draws random numbers is padded; warned once by each runner."""
+    """A step that draws random numbers is padded; issued once per runner."""
 
 
-#: What padding means for a graph that draws random numbers.
+#: The effect of padding on a graph that draws random numbers.
 PADDED_DRAWS = (
     "The step draws random numbers, for rows of padding too: from the same seed, later steps may "
     "draw other numbers than eager steps would."
@@ -130,4 +130,4 @@ PADDED_DRAWS = (
 
 
 class EagerStepWarning(RuntimeWarning):
-    """Steps run eager that a graph was wanted for; told once for each reason."""
+    """Steps run eager instead of replaying; issued once per reason."""

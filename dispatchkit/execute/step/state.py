@@ -1,15 +1,14 @@
-"""What a step changes outside its outputs, and putting it back after a warmup.
+"""The state that a step changes besides its outputs, and its restoration after a warmup.
 
-A warmup runs the step for nothing, so whatever it writes must be as before afterwards: the
-tensors that the user declared as state, the random generators, and writes that nobody
-declared. The latter are found by watching the operations of the first warmup (a torch
-dispatch mode): just before an operation writes a storage that the step did not make itself,
-the storage is saved, up to a limit.
+A warmup runs the step on dummy rows, so everything it writes must be restored afterwards: the
+tensors that the user declared as state, the random generators, and undeclared writes. The latter
+are found by watching the operations of the first warmup (a torch dispatch mode): before an
+operation writes a storage that the step did not create, the storage is saved, up to a limit.
 
-Functions of torch.compile run plainly in that warmup, since what their kernels read and write is
-seen of their operations alone.
+Functions of torch.compile run uncompiled in that warmup, since reads and writes are visible only in
+their operations.
 
-Not seen: kernels that are launched without an operator torch knows to be mutating.
+Not detected: kernels launched without an operator that torch knows to be mutating.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from dispatchkit.errors import CaptureError, ConfigError
 
 
 def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
-    """Return a list of tensors as a tuple; one tensor alone would be its rows."""
+    """Return a list of tensors as a tuple; a single tensor would be split into rows."""
     if isinstance(value, torch.Tensor):
         hint = f"Put it into one: {name}=[cache]."
         raise ConfigError(name, type(value).__name__, "a list of tensors", hint)
@@ -70,13 +69,13 @@ def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator,
 
 @attrs.frozen(eq=False, repr=False)
 class StepState:
-    """What a step changes outside its outputs, as its owner declares it.
+    """The state that a step changes besides its outputs, as declared by the user.
 
     Attributes:
         tensors: Tensors the step changes, such as a KV cache. They are saved around warmups.
-        scratch: Tensors the step may write in a warmup without harm: rows of fill write to
-            a place that is never read. They are not saved.
-        generators: Random generators of the step, beside the default ones.
+        scratch: Tensors that a warmup may write harmlessly, since padding rows write to a place
+            that is never read. They are not saved.
+        generators: Random generators of the step other than the default ones.
     """
 
     tensors: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_state)
@@ -85,11 +84,11 @@ class StepState:
 
     @classmethod
     def of(cls, state: StepState | Iterable[torch.Tensor]) -> StepState:
-        """Return declared state; a list of tensors is what the step changes."""
+        """Return declared state, converting a list of tensors."""
         return state if isinstance(state, StepState) else cls(state)
 
     def __repr__(self) -> str:
-        # Never the tensors: printing one waits for the device.
+        # Not the tensors, since printing one waits for the device.
         return (
             f"<StepState of {len(self.tensors)} tensors, {len(self.scratch)} scratch tensors, "
             f"{len(self.generators)} generators>"
@@ -97,13 +96,13 @@ class StepState:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, for as long as it lives."""
+    """Return the identity of a tensor's storage, valid during its lifetime."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has one storage of its own, with memory behind it."""
+    """Return whether a tensor has a single storage with memory."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
         return False
@@ -111,7 +110,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """Return all of a storage as elements of a type, without a copy."""
+    """Return a whole storage as elements of a dtype, without copying."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
@@ -127,10 +126,10 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StorageSet:
-    """Storages by identity, kept alive so that an identity is never somebody else's.
+    """Storages by identity, kept alive so that identities are not reused.
 
     Args:
-        tensors: Tensors whose storages to hold.
+        tensors: Tensors whose storages to keep.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -140,7 +139,7 @@ class StorageSet:
             self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor's storage."""
+        """Keep a tensor's storage."""
         self._storages[storage_of(tensor)] = tensor.untyped_storage()
         self._dtypes.setdefault(storage_of(tensor), tensor.dtype)
 
@@ -160,10 +159,10 @@ class StorageSet:
 
 
 class Snapshot:
-    """Copies of storages and generator states, to be put back.
+    """Copies of storages and generator states, to restore them later.
 
     Args:
-        device: Whose default generator to save, beside the CPU's.
+        device: The device whose default generator to save, besides the CPU's.
         generators: Further generators.
 
     Attributes:
@@ -187,17 +186,17 @@ class Snapshot:
 
     @property
     def draws_from(self) -> bytes:
-        """Where the generators were; empty for a step that draws nothing."""
+        """The saved generator states; empty for a step that draws nothing."""
         states = (state for _, state in self._generators if self.draws)
         return b"".join(bytes(state.tolist()) for state in states)
 
     def drawn(self) -> bytes:
-        """Return where the generators are now, in the form of ``draws_from``."""
+        """Return the current generator states, in the form of ``draws_from``."""
         states = (one.get_state() for one in self.generators if self.draws)
         return b"".join(bytes(state.tolist()) for state in states)
 
     def save(self, storage: torch.UntypedStorage) -> None:
-        """Copy a storage, unless it is saved already."""
+        """Copy a storage, unless already saved."""
         if storage._cdata not in self._saved:
             self._saved[storage._cdata] = (storage, storage.clone())
 
@@ -205,34 +204,34 @@ class Snapshot:
         return storage_of(tensor) in self._saved
 
     def saved(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-        """Return what a storage held, as elements of a type."""
+        """Return the saved contents of a storage, as elements of a dtype."""
         return typed(self._saved[storage._cdata][1], dtype)
 
     def save_as(self, storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> None:
-        """Keep a copy that was made before, of a storage that is not saved yet."""
+        """Store an earlier copy of a storage that is not saved yet."""
         self._saved.setdefault(storage._cdata, (storage, saved))
 
     def contents(self) -> list[torch.Tensor]:
-        """Return copies of what the saved storages hold now, as bytes."""
+        """Return copies of the saved storages' current contents, as bytes."""
         return [typed(one.clone(), torch.uint8) for one, _ in self._saved.values()]
 
     def restore(self) -> None:
-        """Put everything back, on the current stream."""
+        """Restore everything, on the current stream."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
         if not self.draws:
-            return  # another thread may have drawn meanwhile: those numbers must not come again
+            return  # another thread may have drawn meanwhile, and its numbers must not be repeated
         for generator, state in self._generators:
             generator.set_state(state)
 
 
 @attrs.frozen
 class CompiledCode:
-    """What a plain run shows of functions of torch.compile.
+    """What an eager run reveals about functions of torch.compile.
 
     Attributes:
-        reads: Storages that they are given from outside: what a graph of them must keep alive.
-        num_operations: Operations that they run plainly.
+        reads: Storages passed to them from outside, which their graph must keep alive.
+        num_operations: Operations that they run uncompiled.
     """
 
     reads: tuple[torch.UntypedStorage, ...]
@@ -240,24 +239,25 @@ class CompiledCode:
 
 
 class WriteWatch(OperationMode):
-    """Watches one run: what it writes outside, and how much memory it needs at once.
+    """Watches one run: its outside writes, and its peak memory.
 
     Args:
         inputs: Storages of the static inputs, which a step may not write.
         ignore: Storages that may be written: declared scratch and state.
-        check_write: Refuses writes to these, by the tensor and the operation; None: all are right.
-        snapshot: Where others are saved before their first write.
+        check_write: Checks writes to these, by tensor and operation; None: all are allowed.
+        snapshot: Saves others before their first write.
         limit: Most bytes of undeclared storages to save.
-        meter: Find out ``peak_bytes``; it costs time.
-        notes: Shown every operation, for the capture.
+        meter: Measure ``peak_bytes``, which takes time.
+        notes: Notes of every operation, for the capture.
 
     Attributes:
-        written: Tensors outside that were written without being declared.
-        peak_bytes: Most bytes of tensors made in the run that were alive at one time.
-        draws: An operation has drawn random numbers, by the state of the generators: attention
-            may, and draws none without dropout.
-        takes_any_number: No operation was seen that might not bear other numbers than eager's:
-            that makes integers of fractions, draws by them, asserts, or is not torch's own.
+        written: Outside tensors that were written without being declared.
+        peak_bytes: Peak bytes of live tensors created in the run.
+        draws: An operation has drawn random numbers, judging by generator states: attention may
+            draw, but does not without dropout.
+        takes_any_number: No operation was seen that may fail for numbers other than eager's: that
+            converts fractions to integers, draws with probabilities, asserts, or is not torch's
+            own.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class WriteWatch(OperationMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and note what it does to memory."""
+        """Run an operation and record its effects on memory."""
         if self._notes is not None:
             self._notes.see(func, args, kwargs)
         facts = _facts_of(func)
@@ -303,7 +303,7 @@ class WriteWatch(OperationMode):
         else:
             result = func(*args, **kwargs)
         if facts.returns_nothing:
-            return None  # torch insists on it, also where the operation gives its list back
+            return None  # torch requires it, even if the operation returns its list
         if type(result) is torch.Tensor:  # nearly always
             self._computed.add(result.dtype)
         else:
@@ -316,23 +316,23 @@ class WriteWatch(OperationMode):
         return result
 
     def rounding(self) -> float:
-        """Return the relative spacing of the coarsest numbers computed; 0: none had fractions."""
+        """Return the relative spacing of the coarsest numbers computed; 0 without fractions."""
         types = (one for one in self._computed if one.is_floating_point or one.is_complex)
         return max((torch.finfo(one).eps for one in types), default=0.0)
 
     def compiled_code(self) -> CompiledCode | None:
-        """Return what was found out about functions of torch.compile; None if there are none."""
+        """Return what was learned about functions of torch.compile; None if there are none."""
         if self._calls is None or not self._calls.num_plain:
             return None
         reads = tuple(one for one in self._given.alive() if one._cdata not in self._own)
         return CompiledCode(reads, self._calls.num_plain)
 
     def _run_drawing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that may draw, and see whether it does."""
+        """Run an operation that may draw, and detect whether it does."""
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
         generators = [*self._snapshot.generators, *given]
         before = [one.get_state() for one in generators]
-        self.draws = True  # also where it raises
+        self.draws = True  # even if it raises
         result = func(*args, **kwargs)
         after = [one.get_state() for one in generators]
         self.draws = not all(map(torch.equal, before, after))
@@ -349,9 +349,9 @@ class WriteWatch(OperationMode):
     def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
         if tensor in self._inputs:
             raise CaptureError(
-                f"The step writes into one of its inputs, by {operation}. Eager changes the "
-                "caller's tensor then, and a graph only its own copy. Clone it in the step "
-                "first; what a step is to change is state, not an input.",
+                f"The step writes into one of its inputs, by {operation}. Eager would change the "
+                "caller's tensor, but a graph only its own copy. Clone it in the step first, or "
+                "declare a tensor that the step changes as state rather than as an input.",
                 reason="input_written",
             )
         if self._check_write is not None:
@@ -366,10 +366,10 @@ class WriteWatch(OperationMode):
         if storage.nbytes() > self._left:
             raise CaptureError(
                 f"The step writes, by {operation}, a {tensor.dtype} tensor of shape "
-                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) that is not declared, and "
-                f"only {self._left} more bytes of such state are saved around a warmup. Declare "
-                "it: state=[tensor], or state=StepState(scratch=[tensor]) if rows without a "
-                "token write where it does no harm; or raise state_limit_bytes.",
+                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) that is not declared, and only "
+                f"{self._left} more bytes of such state are saved around a warmup. Declare it: "
+                "state=[tensor], or state=StepState(scratch=[tensor]) if padding rows write only "
+                "where it is harmless; or raise state_limit_bytes.",
                 reason="undeclared_state",
             )
         self._left -= storage.nbytes()
@@ -381,7 +381,7 @@ class WriteWatch(OperationMode):
         for tensor in tensors_in((result,)):
             identity = storage_of(tensor)
             if identity not in known:
-                # What lies outside was there before, so that no identity of it is used anew.
+                # Outside storages existed before, so their identities are not reused.
                 self._own.add(identity)
                 if self._meter:
                     storage = tensor.untyped_storage()
@@ -393,7 +393,7 @@ class WriteWatch(OperationMode):
 
 
 class OperatorWrites(OperationMode):
-    """Notes what is written by operators whose schemas say so.
+    """Records writes of operators, as declared in their schemas.
 
     Attributes:
         written: The storages.
@@ -404,7 +404,7 @@ class OperatorWrites(OperationMode):
         self.written: StorageSet = StorageSet()
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and note what it writes."""
+        """Run an operation and record its writes."""
         if torch.is_inference_mode_enabled():
             result = run_composite(self, func, args, kwargs)
             if result is not NotImplemented:
@@ -415,14 +415,14 @@ class OperatorWrites(OperationMode):
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the arguments that an operation writes, as far as its schema says so."""
+    """Yield the arguments that an operation writes, according to its schema."""
     for index, name in _facts_of(func).writes:
         yield from tensors_in((args[index] if index < len(args) else kwargs.get(name),))
 
 
 @attrs.frozen
 class _Facts:
-    """What an operation's schema says of memory.
+    """An operation's effects on memory, according to its schema.
 
     Attributes:
         writes: Index and name of each argument that it writes.
@@ -430,8 +430,8 @@ class _Facts:
         makes_new: A result of it may be new memory.
         is_trusted: Results that are not marked as views are new memory for certain.
         may_draw: It may draw random numbers.
-        is_choosy: It may refuse numbers, or do harm with them that others do not.
-        is_conversion: It may make numbers of one type of those of another.
+        is_choosy: It may reject or mishandle some numbers.
+        is_conversion: It may convert between dtypes.
     """
 
     writes: tuple[tuple[int, str], ...]
@@ -443,7 +443,7 @@ class _Facts:
     is_conversion: bool
 
 
-# What asserts on a device that its numbers are in 0..1, or not below 0.
+# Operations that assert on a device that numbers are in 0..1, or not below 0.
 _CHOOSY = frozenset(
     f"aten::{name}"
     for name in (
@@ -455,7 +455,7 @@ _CHOOSY = frozenset(
 
 
 def _makes_integers(args: tuple[Any, ...], result: Any) -> bool:
-    """Return whether a conversion makes integers of fractions, and no flags."""
+    """Return whether a conversion is from fractions to integers other than booleans."""
     made = {one.dtype for one in tensors_in((result,))} - {torch.bool}
     if not made or any(one.is_floating_point or one.is_complex for one in made):
         return False
@@ -490,7 +490,7 @@ def _facts_of(func: Any) -> _Facts:
 
 @contextmanager
 def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Put everything in a snapshot back at the end, also after an error."""
+    """Restore everything in a snapshot at the end, even after an error."""
     try:
         yield snapshot
     finally:
@@ -498,13 +498,13 @@ def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
 
 
 class ContentWatch:
-    """Finds writes that no schema tells of, by comparing contents before and after a run.
+    """Finds writes not declared in schemas, by comparing contents before and after a run.
 
-    BatchNorm in training, for one, moves its running statistics through operations whose schemas
-    deny it. Small tensors are copied; of large ones, weights as a rule, sums are taken.
+    For example, BatchNorm in training updates its running statistics through operations whose
+    schemas do not declare it. Small tensors are copied; large ones, usually weights, are summed.
 
     Args:
-        tensors: What the step reaches.
+        tensors: The tensors that the step reaches.
         limit: Most bytes to copy.
     """
 
@@ -525,23 +525,23 @@ class ContentWatch:
         self._sums = [_Sums(one) for one in large.values()]
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
-        """Return the tensors that were written, each with a copy of its storage as it was."""
+        """Return the tensors that were written, each with a copy of its earlier storage."""
         return [found for one in self._copies for found in one.changed()]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
-        """Return the tensors that were written and cannot be put back."""
+        """Return the tensors that were written and cannot be restored."""
         return [found for one in self._sums for found in one.changed()]
 
 
-#: Copies begin at multiples of this, so that wide words of them are copied and compared.
+#: Alignment of copies, so that they are copied and compared in wide words.
 _ALIGNMENT: Final = 16
-#: Columns that are summed, each by itself. A prime, so that values which only change places, as by
-#: a roll, come to lie in others.
+#: Number of columns, each summed separately. A prime, so that values that only move, as in a roll,
+#: move to other columns.
 _COLUMNS: Final = 1021
 
 
 class _Copies:
-    """Copies of the storages of one device, in one piece of memory: a few kernels for all."""
+    """Copies of the storages of one device in one block of memory, with a few kernels for all."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -559,7 +559,7 @@ class _Copies:
         ]
 
     def _taken(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the memory of copies of what they hold now, and the copies."""
+        """Return the memory of copies of their current contents, and the copies."""
         sizes = [-(-one.numel() // _ALIGNMENT) * _ALIGNMENT for one in self._bytes]
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._bytes[0].device)
         pairs = zip(memory.split(sizes), self._bytes, strict=True)
@@ -569,7 +569,7 @@ class _Copies:
 
 
 class _Sums:
-    """Sums over the storages of one device; a write that leaves all is as good as impossible."""
+    """Sums over the storages of one device, which practically any write changes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -594,7 +594,7 @@ class _Sums:
 
 
 def _summed(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows of the words of a storage, the words behind them, and the bytes behind those."""
+    """Return rows of words of a storage, the remaining words, and the remaining bytes."""
     content = _bytes(storage)
     num_words = content.numel() // 8
     num_rows = num_words // _COLUMNS

@@ -1,8 +1,8 @@
-"""What operators and modules state of themselves: for which batches they may be captured.
+"""Levels of capture support that operators and modules declare.
 
-An attention kernel that reads lengths on the host can be captured for no batch, one that
-plans its work on the host for batches of one shape. An operator's level is declared by its
-name; a module's class has it as the attribute ``cudagraph_support``.
+An attention kernel that reads lengths on the host can never be captured; one that plans its work on
+the host can be captured for batches of one shape. An operator's level is declared by its name; a
+module's class has it as the attribute ``cudagraph_support``.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _declared: dict[str, AttentionSupport] = {}
 
 
 class ModeDowngradeWarning(RuntimeWarning):
-    """The mode asked for cannot be honoured, and a lesser one is used."""
+    """The requested mode is not supported, and a lesser one is used."""
 
 
 def declare_support(op: Any, level: AttentionSupport | str) -> None:
-    """State for which batches an operator may run inside a captured graph.
+    """Declare the batches for which an operator may run inside a captured graph.
 
-    Below ALWAYS, models are split at it without being told to.
+    Below ALWAYS, models are split at it automatically.
 
     Args:
         op: The operator, or its qualified name such as ``"vllm::attention"``.
         level: ALWAYS, UNIFORM_BATCH, UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
 
     Raises:
-        ConfigError: It is no operator and no such name.
-        UnknownNameError: No level goes by that name.
+        ConfigError: It is not an operator or its qualified name.
+        UnknownNameError: There is no level of that name.
     """
     _declared[_qualified_name(op)] = AttentionSupport.parse(level)
 
 
 def breaking_names() -> frozenset[str]:
-    """Return the qualified names of the operators that are not captured for every batch."""
+    """Return the qualified names of operators that are not captured for every batch."""
     always = AttentionSupport.ALWAYS
     return frozenset(name for name, level in _declared.items() if level is not always)
 
@@ -58,9 +58,9 @@ def breaking_names() -> frozenset[str]:
 def limited_support(
     op: str | None, module_types: Iterable[type]
 ) -> tuple[AttentionSupport, str] | None:
-    """Return the least level that an operator and the modules around it state, with its name.
+    """Return the lowest level declared by an operator and its enclosing modules, with its source.
 
-    None where none states any.
+    None if none is declared.
     """
     found: list[tuple[AttentionSupport, str]] = []
     if op is not None and op in _declared:
@@ -79,17 +79,17 @@ def mode_for_pieces(
     query_len: int = 1,
     captures: bool = True,
 ) -> ModeResolution:
-    """Return the closest mode to the one asked for that a step's pieces can honour.
+    """Return the closest mode to the requested one that a step's pieces support.
 
     Args:
         pieces: All pieces of the step.
-        mode: The mode asked for.
+        mode: The requested mode.
         query_len: Tokens per request of a uniform decode batch.
-        captures: The backend can capture at all.
+        captures: The backend can capture.
 
     Raises:
-        ConfigError: FULL was asked for mixed batches, and a piece can never be captured. It
-            says which, and offers to split there.
+        ConfigError: FULL was requested for mixed batches, and a piece can never be captured. The
+            message names it and suggests splitting there.
     """
     pieces = list(pieces)
     asked = CUDAGraphMode.parse(mode)
@@ -108,13 +108,13 @@ def mode_for_pieces(
         )
     except ConfigError as error:
         names = sorted({piece.limited_by for piece in pieces if piece.limited_by})
-        hint = "Ask for PIECEWISE" if is_split else "Split at it and ask for PIECEWISE"
-        error.add_note(f"What is never captured is {', '.join(names)}. {hint}.")
+        hint = "Use PIECEWISE" if is_split else "Split at it and use PIECEWISE"
+        error.add_note(f"{', '.join(names)} can never be captured. {hint}.")
         raise
 
 
 def warn_of_downgrade(resolution: ModeResolution) -> None:
-    """Say in words what is used in place of the mode asked for."""
+    """Describe the mode that is used instead of the requested one."""
     if resolution.reasons:
         warnings.warn(f"Mode {'; '.join(resolution.reasons)}.", ModeDowngradeWarning, stacklevel=3)
 

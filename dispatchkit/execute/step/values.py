@@ -1,22 +1,22 @@
-"""Values and tensors that graphs have built in, compared with what Python would read now.
+"""Compare values and tensors built into graphs with what Python would read now.
 
 A graph keeps the address of each weight and the result of each branch of its capture. Replacing a
 weight, switching an adapter or changing a field of a configuration has no effect on it. So every
-sixteenth step of a lane compares sixteen such values, in turn; and where torch reports that a
+sixteenth step of a lane compares sixteen such values, in turn; and if torch reports that a
 parameter, buffer or submodule was assigned, the next replay compares all of them.
 
-What classes hold, and the globals that their code names, have turns of their own beside those of
-what objects, modules and functions hold: tables of a library are many, and hardly ever change.
+Values of classes, and globals named in their code, take separate turns from those of objects,
+modules and functions, since libraries have many tables that hardly ever change.
 
-How soon a change is seen:
+How soon a change is detected:
 
 - a parameter, buffer or submodule that is assigned (also by ``load_state_dict(assign=True)``), and
-  a value that the step itself was seen to change: before the next result;
+  a value that the step itself has changed: before the next result;
 - anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
-  within ``num_values + VALUES_AT_ONCE`` replays, of whatever graphs of the lane;
-- what is reached through a class alone: within ``num_class_values + VALUES_AT_ONCE`` replays;
-- an item, key or attribute that was not there: within ``num_containers / 4 + VALUES_AT_ONCE``
-  replays, since lengths are compared, of 64 containers at once.
+  within ``num_values + VALUES_AT_ONCE`` replays of any graphs of the lane;
+- a value reached only through a class: within ``num_class_values + VALUES_AT_ONCE`` replays;
+- a new item, key or attribute: within ``num_containers / 4 + VALUES_AT_ONCE`` replays, since
+  lengths are compared, of 64 containers at once.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from dispatchkit.execute.step.python_state import (
 
 _T = TypeVar("_T")
 
-#: How many values one comparison takes; a lane's steps make one in each so many.
+#: Number of values per comparison, and of a lane's steps between comparisons.
 VALUES_AT_ONCE: Final = 16
 
-#: How many containers: only their lengths are compared.
+#: Number of containers per comparison, of which only lengths are compared.
 CONTAINERS_AT_ONCE: Final = 64
 
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -54,14 +54,15 @@ class ValueWatch:
     """Watches the values that the graphs of one lane have built in.
 
     Args:
-        state: What the step reaches, recorded when the graphs are made; None to watch nothing.
-        always: Entries to compare at every replay: those that the step is known to change.
+        state: The state that the step reaches, recorded when the graphs are captured; None to watch
+            nothing.
+        always: Entries to compare at every replay, which the step is known to change.
 
     Attributes:
         due: The lane's tick from which on the next replay must call ``is_unchanged``.
-        num_values: How many values objects, modules, closures and functions hold.
-        num_class_values: How many more classes hold, and globals that their code names.
-        num_containers: How many dictionaries, lists and objects may get further entries.
+        num_values: Number of values in objects, modules, closures and functions.
+        num_class_values: Number of further values in classes and in globals named in their code.
+        num_containers: Number of dictionaries, lists and objects that may get further entries.
     """
 
     due: int
@@ -90,12 +91,12 @@ class ValueWatch:
         _listen()
 
     def is_unchanged(self, tick: int) -> bool:
-        """Compare the next values in turn; False: something changed, ask ``changes``.
+        """Compare the next values in turn; False if something changed, see ``changes``.
 
         Args:
             tick: The lane's.
         """
-        self.due = tick + self._interval  # first: another thread may mark it meanwhile
+        self.due = tick + self._interval  # first, since another thread may mark it meanwhile
         if self._is_marked:
             return False
         if self._always is not None:
@@ -110,7 +111,7 @@ class ValueWatch:
         return True
 
     def changes(self) -> tuple[Entry, ...]:
-        """Compare everything, and return what is different; the turn begins anew."""
+        """Compare everything and return the differences; restart the turns."""
         self._rewind()
         always = [] if self._always is None else [self._always]
         groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
@@ -129,7 +130,7 @@ class ValueWatch:
 class _Group:
     """Compares some entries: the same objects, at the same addresses if they are tensors.
 
-    Nearly all of them are items of dictionaries, which a step can afford to read.
+    Nearly all of them are items of dictionaries, which are cheap enough to read in a step.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -149,7 +150,7 @@ class _Group:
                 if now is not value and not is_same(value, now):
                     return False
             return [*map(_data_ptr, self._tensors)] == self._places
-        except (LookupError, RuntimeError):  # an item is gone, or a tensor has no memory any more
+        except (LookupError, RuntimeError):  # an item was removed, or a tensor's memory was freed
             return False
 
     def changes(self) -> list[Entry]:
@@ -158,14 +159,14 @@ class _Group:
         for number, entry in enumerate(self._entries):
             now = entry.now()
             if is_same(self._values[number], now) and _address_of(now) == self._addresses[number]:
-                self._values[number] = now  # an equal number: the same object from now on
+                self._values[number] = now  # an equal number: store the new object
             else:
                 found.append(entry)
         self._prepare()
         return found
 
     def _prepare(self) -> None:
-        """Sort the entries by how they are read."""
+        """Group the entries by how they are read."""
         self._items: list[tuple[Any, Any, Any]] = []
         self._others: list[tuple[Entry, Any]] = []
         self._tensors: list[torch.Tensor] = []
@@ -181,7 +182,7 @@ class _Group:
 
 
 class _Lengths:
-    """Compares the lengths of some containers; longer ones may have entries that are read."""
+    """Compares the lengths of containers; longer ones may have new entries that are read."""
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self._containers = containers
@@ -193,24 +194,24 @@ class _Lengths:
         return [*map(len, self._targets)] == self._lengths or not self.changes()
 
     def changes(self) -> list[Entry]:
-        """Return the entries that were not there."""
+        """Return the new entries."""
         found = [entry for container in self._containers for entry in container.added()]
         self._lengths = [*map(len, self._targets)]
         return found
 
 
 def _chunks(items: Sequence[_T], at_once: int) -> list[Sequence[_T]]:
-    """Return what one comparison takes, and the next, and so on."""
+    """Return batches of entries, one per comparison."""
     return [items[at : at + at_once] for at in range(0, len(items), at_once)]
 
 
 def _address_of(value: Any) -> int | None:
-    """Return where a tensor's data is; None where it has no one place."""
+    """Return the address of a tensor's data; None if it has no single address."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     try:
         return value.data_ptr()
-    except RuntimeError:  # a wrapper without memory of its own
+    except RuntimeError:  # a wrapper without its own memory
         return None
 
 
@@ -221,14 +222,14 @@ _WATCHES: weakref.WeakKeyDictionary[Any, weakref.WeakSet[ValueWatch]] = weakref.
 
 @functools.cache
 def _listen() -> None:
-    """Ask torch, once in a process, to report assignments to modules."""
+    """Make torch report assignments to modules, once per process."""
     torch_module.register_module_parameter_registration_hook(_assigned)
     torch_module.register_module_buffer_registration_hook(_assigned)
     torch_module.register_module_module_registration_hook(_assigned)
 
 
 def _assigned(module: torch.nn.Module, _name: str, _value: Any) -> None:
-    """Mark the watches of a module; called before the assignment takes place."""
+    """Mark the watches of a module; called before the assignment."""
     if torch.compiler.is_compiling():  # anything else here would break a compiled graph
         return
     for watch in _WATCHES.get(module, ()):
