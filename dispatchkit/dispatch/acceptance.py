@@ -67,7 +67,7 @@ def accepted_keys(
             hard constraint even with all declared graphs captured.
     """
     if isinstance(policy, type):
-        problem = f"is a class; give an instance: {policy.__name__}(...)."
+        problem = f"a class was passed; pass an instance, {policy.__name__}(...)."
         raise PolicyError(policy.__name__, "declare", problem, origin=origin)
     name = policy_name(policy)
     for method in ("declare", "decide"):
@@ -75,7 +75,7 @@ def accepted_keys(
             raise PolicyError(
                 name,
                 method,
-                "is missing; a policy needs the methods declare and decide.",
+                "the method is missing; a policy needs declare(config) and decide(batch, graphs).",
                 origin=origin,
             )
     try:

@@ -87,8 +87,9 @@ class StepCost:
     def __str__(self) -> str:
         text = f"{self.step_us:,.0f} µs; eager {self.eager_us:,.0f} µs"
         if self.lost_us:
-            text += f"; {self.lost_us:,.0f} µs more than a graph of its size"
-        return f"{text} ({self.model}{'' if self.measured else ', beyond what it measured'})"
+            text += f"; an exact size would save {self.lost_us:,.0f} µs"
+        beyond = "" if self.measured else ", beyond its measured range"
+        return f"{text} (cost model {self.model}{beyond})"
 
 
 def decided_us(model: CostModel, decision: Decision, num_tokens: int) -> float:

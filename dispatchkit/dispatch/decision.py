@@ -164,7 +164,13 @@ class Decision:
 
     @classmethod
     def replay(cls, key: GraphKey, reason: str = Reason.HIT, *, timed: bool = False) -> Decision:
-        """Choose the graph of a key."""
+        """Choose the graph of a key.
+
+        Raises:
+            DescriptorError: It is not a GraphKey, or the reason is not a word.
+        """
+        if not isinstance(key, GraphKey):
+            raise DescriptorError("key", key, "a GraphKey", "graphs.covering(batch) yields them.")
         return cls(key.mode, key, _word(reason), timed)
 
     @classmethod

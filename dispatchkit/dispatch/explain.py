@@ -119,7 +119,7 @@ class Explanation:
             near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
             return f"{near.key}: {near.why_not or 'ready, not preferred'}"
         if self.batch.num_tokens > self.largest:
-            return f"a graph of {self.batch.num_tokens} tokens; the largest has {self.largest}"
+            return f"none of {self.batch.num_tokens} tokens or more; the largest has {self.largest}"
         return "none declared for this kind of batch"
 
     def to_json(self) -> dict[str, Any]:

@@ -297,16 +297,16 @@ class SlotState:
         """
         with self._changed:
             if session in self:
-                hint = "Let it leave first."
-                raise DescriptorError("session", session, "one without a slot", hint)
+                hint = "leave() frees its slot; slots_of() returns it."
+                raise DescriptorError("session", session, "one that has not joined", hint)
             while not self._free and self._lent:
                 self._changed.wait()
             if not self._free:
                 raise DescriptorError(
                     "session",
                     session,
-                    f"one of at most num_slots ({self.num_slots}) at a time",
-                    "Let another one leave, or make the SlotState with more.",
+                    f"one of at most {self.num_slots} sessions (num_slots)",
+                    "No slot is free. Let another session leave, or raise num_slots.",
                 )
             slot = self._free.pop()
             self._put(session, slot)
@@ -359,8 +359,10 @@ class SlotState:
             while slot in list(self._lent):  # a slot that is no number may not be hashable
                 self._changed.wait()
             if slot not in self._free:
-                hint = "slots_of() says which are taken; the others are free."
-                raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}", hint)
+                hint = "slots_of(sessions) returns those in use; the others are free."
+                raise DescriptorError(
+                    "slot", slot, f"a free slot from 0 to {self.num_slots - 1}", hint
+                )
             made = self._move(session, source, slot)
             self._clear_left([source])
             self._find_free()
@@ -523,17 +525,17 @@ class SlotState:
         for row, slot in enumerate(slots):
             field = f"{name}[{row}]"
             if not 0 <= slot < self.num_slots:
-                allowed = f"a slot, one of 0..{self.num_slots - 1}"
+                allowed = f"a slot from 0 to {self.num_slots - 1}"
                 return DescriptorError(field, slot, allowed, _SLOTS_OF)
             if not self._is_taken[slot]:
                 hint = f"This one is free. {_SLOTS_OF}"
                 return DescriptorError(field, slot, "the slot of a session", hint)
             if slot in seen:
                 hint = (
-                    f"It is {name}[{slots.index(slot)}], too: a session has one row in a step. "
-                    "Pass slots_of() distinct sessions."
+                    f"It is also {name}[{slots.index(slot)}], but a session has one row per step. "
+                    "Pass distinct sessions to slots_of()."
                 )
-                return DescriptorError(field, slot, "named once", hint)
+                return DescriptorError(field, slot, "a slot not passed before", hint)
             seen.add(slot)
         row = next(row for row, slot in enumerate(slots) if row != slot)
         return DescriptorError(

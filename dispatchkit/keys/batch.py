@@ -152,7 +152,8 @@ class GraphKey:
         mode: Any = self.mode
         descriptor: Any = self.descriptor
         if not isinstance(mode, RuntimeMode) or mode is RuntimeMode.NONE:
-            raise DescriptorError("mode", mode, "PIECEWISE or FULL", "Eager has no graph.")
+            allowed = "RuntimeMode.PIECEWISE or RuntimeMode.FULL"
+            raise DescriptorError("mode", mode, allowed, "Eager has no graph.")
         if not isinstance(descriptor, BatchDescriptor):
             raise DescriptorError("descriptor", descriptor, "a BatchDescriptor")
 

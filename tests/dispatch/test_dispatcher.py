@@ -760,7 +760,7 @@ def test_policy_without_a_method_is_refused(method):
     policy = AskedPolicy()
     setattr(policy, method, None)
     with pytest.raises(
-        PolicyError, match=f"{method}: is missing; a policy needs the methods declare and decide"
+        PolicyError, match=rf"{method}: the method is missing; a policy needs declare\(config\)"
     ):
         make(policy)
 
@@ -1491,6 +1491,11 @@ def test_update_that_is_none_is_the_policys_fault():
         RuntimeWarning, match=r"observe: returned 3; only CellUpdates are allowed\. The table"
     ):
         dispatcher.observe(Outcome(dispatcher.batch(8), dispatcher.dispatch(8)))
+
+
+def test_a_replay_needs_a_key():
+    with pytest.raises(DescriptorError, match=r"key must be a GraphKey, got 8\. graphs\.covering"):
+        Decision.replay(8)
 
 
 @pytest.mark.parametrize("reason", [None, "", 3])

@@ -181,7 +181,9 @@ class SessionMachine(RuleBasedStateMachine):
         if what == "a slot named twice":
             slots = self.state.slots_of(self.state.sessions)
             steps, twice = self.runner.stats().steps, [*slots, slots[0]]
-            with pytest.raises(DescriptorError, match=r"^slots\[\d\] must be named once"):
+            with pytest.raises(
+                DescriptorError, match=r"^slots\[\d\] must be a slot not passed before"
+            ):
                 self.run([[1.0, 1.0]] * len(twice), [1] * len(twice), twice)
             assert self.runner.stats().steps == steps
         elif what == "a swap":

@@ -84,13 +84,16 @@ def test_sessions_together_are_what_each_is_alone(is_nightly):
 @pytest.mark.parametrize(
     ("slots", "problem"),
     [
-        ([0, 1, 1], r"slots\[2\] must be named once, got 1\. It is slots\[1\], too"),
+        ([0, 1, 1], r"slots\[2\] must be a slot not passed before, got 1\. It is also slots\[1\]"),
         ([0, 3], r"slots\[1\] must be the slot of a session, got 3\. This one is free"),
-        ([4], r"slots\[0\] must be a slot, one of 0\.\.3, got 4"),
-        ([-1], r"slots\[0\] must be a slot, one of 0\.\.3, got -1"),
-        ([-6, 0], r"slots\[0\] must be a slot, one of 0\.\.3, got -6"),
-        ([0, 5], r"slots\[1\] must be a slot, one of 0\.\.3, got 5"),  # the sink, for one row
-        ([0, 1, 2, 0, 1, 2], r"slots\[3\] must be named once, got 0"),  # more than there are
+        ([4], r"slots\[0\] must be a slot from 0 to 3, got 4"),
+        ([-1], r"slots\[0\] must be a slot from 0 to 3, got -1"),
+        ([-6, 0], r"slots\[0\] must be a slot from 0 to 3, got -6"),
+        ([0, 5], r"slots\[1\] must be a slot from 0 to 3, got 5"),  # the sink, for one row
+        (
+            [0, 1, 2, 0, 1, 2],
+            r"slots\[3\] must be a slot not passed before, got 0",
+        ),  # more than there are
     ],
 )
 @pytest.mark.parametrize("host", [True, False])
@@ -138,7 +141,7 @@ def test_a_step_in_place_names_its_slots_in_the_buffers():
     runner.buffers["slots"][:2] = torch.tensor([1, 0])
     assert runner.run_in_place(2).tolist() == [[1, 1], [1, 1]]
     runner.buffers["slots"][:2] = 1
-    with pytest.raises(DescriptorError, match="named once"):
+    with pytest.raises(DescriptorError, match="a slot not passed before"):
         runner.run_in_place(2)
     larger = runner_of(state, max_num_tokens=9)
     with pytest.warns(EagerStepWarning), pytest.raises(InputError, match="buffers have"):
@@ -158,9 +161,9 @@ def test_a_step_of_dummy_rows_alone_is_of_no_session():
 def test_sessions_say_what_is_wrong_with_them():
     state = state_of(2)
     assert [state.join("a"), state.join("b")] == [0, 1]
-    with pytest.raises(DescriptorError, match="session must be one without a slot, got 'a'"):
+    with pytest.raises(DescriptorError, match="session must be one that has not joined, got 'a'"):
         state.join("a")
-    with pytest.raises(DescriptorError, match=r"at most num_slots \(2\) at a time, got 'c'"):
+    with pytest.raises(DescriptorError, match=r"at most 2 sessions \(num_slots\), got 'c'"):
         state.join("c")
     with pytest.raises(DescriptorError, match=r"joined and not left, got 'c'. join\(\) it first"):
         state.slots_of(["a", "c"])
@@ -168,7 +171,7 @@ def test_sessions_say_what_is_wrong_with_them():
         state.leave("a", "a")
     with pytest.raises(DescriptorError, match="got 'c'"):
         state.leave("a", "c")
-    with pytest.raises(DescriptorError, match=r"slot must be a free one of 0\.\.1, got 1"):
+    with pytest.raises(DescriptorError, match=r"slot must be a free slot from 0 to 1, got 1"):
         state.move("a", 1)
     unhashable = r"session must be hashable, as a key of a dictionary is, got .*1.*\. Name it by"
     for wrong in (state.join, state.clear, state.slots_of, state.leave, state.__contains__):
@@ -176,7 +179,7 @@ def test_sessions_say_what_is_wrong_with_them():
             wrong([[1]])
     with pytest.raises(DescriptorError, match=r"sessions must be a list of sessions, got 3\. One"):
         state.slots_of(3)
-    with pytest.raises(DescriptorError, match=r"slot must be a free one of 0\.\.1, got \[1\]"):
+    with pytest.raises(DescriptorError, match=r"slot must be a free slot from 0 to 1, got \[1\]"):
         state.move("a", [1])
     with pytest.raises(DescriptorError, match="bank must be one of: total, got 'sum'"):
         state.rows(torch.tensor([0]))["sum"]
@@ -655,7 +658,7 @@ def test_the_examples_of_the_page_run_as_printed(capsys):
     names: dict = {}
     for example in examples:
         exec(example, names)  # noqa: S102
-    assert capsys.readouterr().out.startswith("slots[1] must be named once, got 0.")
+    assert capsys.readouterr().out.startswith("slots[1] must be a slot not passed before, got 0.")
     for name in ("runner", "decoder", "raw_decoder"):
         assert names[name].stats().eager_by_reason == {}
 

@@ -75,7 +75,7 @@ def test_errors_are_value_errors_and_of_the_project():
 @pytest.mark.parametrize("mode", [RuntimeMode.NONE, 2, "FULL", None, CUDAGraphMode.FULL])
 def test_key_takes_a_runtime_mode_that_has_graphs(mode):
     """A plain 2 equals FULL, and would be found by no look-up that asks for FULL."""
-    with pytest.raises(DescriptorError, match="PIECEWISE or FULL"):
+    with pytest.raises(DescriptorError, match=r"RuntimeMode\.PIECEWISE or RuntimeMode.FULL"):
         GraphKey(mode, BatchDescriptor(8))
 
 

@@ -296,7 +296,7 @@ def test_generate_of_an_encoder_decoder_gives_the_tokens_of_generate():
 def test_sampling_and_processors_are_refused(asked):
     decoder = decoder_of(llama())
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
-    with pytest.raises(ConfigError, match="the likeliest tokens alone where drafts are verified"):
+    with pytest.raises(ConfigError, match="greedy tokens only, since drafts are verified"):
         loop.generate(prompt_of(3), max_new_tokens=3, **asked)
     assert decoder.stats().admitted == 0
 
@@ -382,8 +382,8 @@ def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Qwen3_5ForCausalLM", "recurrent layers cannot take a rejected draft back"),
-        ("MambaForCausalLM", "recurrent layers cannot take a rejected draft back"),
+        ("Qwen3_5ForCausalLM", "recurrent layers cannot undo a rejected draft"),
+        ("MambaForCausalLM", "recurrent layers cannot undo a rejected draft"),
         ("BloomForCausalLM", "steps of several tokens give other logits than its prompts"),
         ("T5ForConditionalGeneration", "steps of several tokens give other logits"),
     ],
@@ -396,10 +396,14 @@ def test_models_that_cannot_verify_are_refused(name, message):
 
 def test_a_decoder_without_room_for_drafts_says_so():
     decoder = decoder_of(llama(), num_draft_tokens=0)
-    for ask in (lambda: decoder.verify(torch.tensor([[1]])), lambda: decoder.capture(drafts=True)):
+    for ask in (
+        lambda: decoder.verify(torch.tensor([[1]])),
+        lambda: decoder.capture(drafts=True),
+        lambda: PromptLookup(decoder),
+    ):
         with pytest.raises(ConfigError, match=r"num_draft_tokens=3"):
             ask()
-    for number in (-1, True, 1.5):
+    for number in (-1, True, 1.5, MAX_LENGTH):
         with pytest.raises(ConfigError, match="num_draft_tokens"):
             decoder_of(llama(), num_draft_tokens=number)
 
@@ -430,6 +434,8 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             DraftModel(decoder, decoder_of(model, **{"sizes": None, **settings}))
+    with pytest.raises(ConfigError, match=r"vocabulary of small must be at least .*, 97, got 96"):
+        DraftModel(decoder, decoder_of(llama(vocab_size=96)))
     with pytest.raises(ConfigError, match="a model without an encoder"):
         DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))
 
@@ -439,7 +445,7 @@ def test_rows_that_a_loop_does_not_know_of_are_an_error():
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
     loop.admit(prompt_of(3))
     decoder.step()
-    with pytest.raises(InputError, match="rows must be as this loop left them"):
+    with pytest.raises(InputError, match="rows must have the lengths that the last step left"):
         loop.step()
     with pytest.raises(ConfigError, match="without rows"):
         SpeculativeDecoder(decoder, PromptLookup(decoder))

@@ -581,7 +581,9 @@ def test_arguments_of_another_kind_are_errors(one_model):
     for sizes in ("16", 16):
         with pytest.raises(ConfigError, match=r"prompt_sizes must be .* such as \(16, 64, 256\)"):
             decoder_of(one_model, prompt_sizes=sizes)
-        with pytest.raises(ConfigError, match=r"lengths that end with max_length, such as \(16,\)"):
+        with pytest.raises(
+            ConfigError, match=r"lengths of which the largest is max_length, such as \(16,\)"
+        ):
             decoder_of(one_model, max_length=16, lengths=sizes)
     decoder = decoder_of(one_model)
     for ids in ([[5, 6]], torch.ones(1, 2)):

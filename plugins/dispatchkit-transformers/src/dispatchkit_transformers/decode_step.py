@@ -167,12 +167,14 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
         return tuple(sorted(found))
     if isinstance(lengths, str) or not isinstance(lengths, Iterable):
         raise ConfigError(
-            "lengths", lengths, f"lengths that end with max_length, such as ({max_length},)"
+            "lengths",
+            lengths,
+            f"lengths of which the largest is max_length, such as ({max_length},)",
         )
     made = tuple(sorted({check_count(length, "lengths") for length in lengths}))
     if not made or made[-1] != max_length:
         raise ConfigError(
-            "lengths", list(lengths), f"lengths that end with max_length, {max_length}"
+            "lengths", list(lengths), f"lengths of which the largest is max_length ({max_length})"
         )
     return made
 

@@ -251,6 +251,11 @@ class GraphDecoder:
         return len(self._lengths)
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._probe.vocabulary
+
+    @property
     def row_lengths(self) -> tuple[int, ...]:
         """Positions of the cache that each row uses."""
         return tuple(self._lengths)
@@ -477,7 +482,7 @@ class GraphDecoder:
         if logits and drafts:
             raise ConfigError("logits", True, "False for steps that verify drafts")
         if drafts:
-            self._check_has_drafts()
+            self.check_has_drafts()
         return self._runner(DRAFTS if drafts else "logits" if logits else "tokens")
 
     def prompt_runner(self) -> GraphRunner:
@@ -621,11 +626,16 @@ class GraphDecoder:
     def _check_drafts_fit(self) -> None:
         if not self.num_draft_tokens:
             return
+        if self.num_draft_tokens >= self.max_length:
+            raise ConfigError(
+                "num_draft_tokens", self.num_draft_tokens,
+                f"less than max_length ({self.max_length})", "Usual numbers are 2 to 8.",
+            )  # fmt: skip
         name = type(self.model).__name__
         if self.cache.states:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"0 for {name}, whose recurrent layers cannot take a rejected draft back",
+                f"0 for {name}, whose recurrent layers cannot undo a rejected draft",
                 "Leave it out.",
             )  # fmt: skip
         if not takes_drafts(self._probe, self.max_length):
@@ -635,15 +645,16 @@ class GraphDecoder:
                 "Leave it out.",
             )  # fmt: skip
 
-    def _check_has_drafts(self) -> None:
+    def check_has_drafts(self) -> None:
+        """Raise ConfigError if the decoder was created without ``num_draft_tokens``."""
         if not self.num_draft_tokens:
             raise ConfigError(
-                "num_draft_tokens", 0, "at least 1 where drafts are verified",
+                "num_draft_tokens", 0, "at least 1 to verify drafts",
                 "GraphDecoder(..., num_draft_tokens=3).",
             )  # fmt: skip
 
     def _check_drafts(self, drafts: Any) -> None:
-        self._check_has_drafts()
+        self.check_has_drafts()
         if not isinstance(drafts, torch.Tensor) or drafts.dtype is not torch.int64:
             got = getattr(drafts, "dtype", type(drafts).__name__)
             raise InputError(

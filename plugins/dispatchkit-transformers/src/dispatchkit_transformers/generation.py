@@ -41,7 +41,7 @@ _ANOTHER_WAY = (
 )
 _COUNTS = ("num_beams", "num_beam_groups")
 _DRAFTS = "For the same tokens, call SpeculativeDecoder(decoder, {}).generate()."
-_NO_RESULT = "A step's graph gives tokens and logits alone."
+_NO_RESULT = "The graph of a step returns only tokens and logits."
 
 #: Options that are not served, and what to do instead.
 _REFUSED = {
@@ -93,7 +93,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     cache = given.get("cache_implementation")
     if cache is not None and str(cache).startswith(_OTHER_CACHES):
         raise ConfigError(
-            "cache_implementation", cache, "left out", "A step reads the decoder's own cache alone."
+            "cache_implementation", cache, "left out", "A step reads only the decoder's own cache."
         )
 
 
@@ -420,8 +420,8 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
     if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
         raise InputError(
             "attention_mask",
-            "attention_mask must have zeros on the left alone, and a one in each row. Tokenize "
-            "with padding_side='left', and leave empty prompts out.",
+            "attention_mask must have zeros only on the left, and a one in each row. Tokenize "
+            "with padding_side='left', and omit empty prompts.",
         )
     return [width - int(count) for count in counts.tolist()]
 

@@ -112,9 +112,9 @@ class SpeculativeDecoder:
         if not is_greedy(generation_config, logits_processor):
             asked = [type(one).__name__ for one in logits_processor]
             raise ConfigError(
-                "generate", f"asked to sample, or for scores or {asked}",
-                "asked for the likeliest tokens alone where drafts are verified",
-                "do_sample=False without these, or the decoder's own generate().",
+                "generate", f"sampling, scores or logits processors {asked}",
+                "called for greedy tokens only, since drafts are verified",
+                "Pass do_sample=False without these, or call the decoder's own generate().",
             )  # fmt: skip
         return generate(
             VerifiedRows(self),
@@ -151,8 +151,9 @@ class SpeculativeDecoder:
         if decoder.row_lengths != self._lengths:
             raise InputError(
                 "rows",
-                f"rows must be as this loop left them, of lengths {self._lengths}, got "
-                f"{decoder.row_lengths}. Admit, step and drop here, not by the decoder.",
+                f"rows must have the lengths that the last step left, {self._lengths}, got "
+                f"{decoder.row_lengths}. Call admit, step and drop of the SpeculativeDecoder, "
+                "not those of its decoder.",
             )
         if not decoder.num_rows:
             return decoder.verify(decoder.tokens.unsqueeze(1))  # raises: there are no rows
@@ -195,6 +196,7 @@ class PromptLookup:
         self, decoder: GraphDecoder, num_tokens: int | None = None, *, max_ngram: int = 3
     ) -> None:
         if num_tokens is None:
+            decoder.check_has_drafts()
             num_tokens = decoder.num_draft_tokens
         self.num_tokens = check_count(num_tokens, "num_tokens")
         self._max_ngram = check_count(max_ngram, "max_ngram")
@@ -271,8 +273,8 @@ class DraftModel:
             ``num_draft_tokens``: the drafts for each row.
 
     Raises:
-        ConfigError: The smaller one has fewer rows or positions, no ``num_draft_tokens``, or an
-            encoder.
+        ConfigError: The smaller one has fewer rows, positions or tokens in its vocabulary, no
+            ``num_draft_tokens``, or an encoder.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
@@ -280,9 +282,15 @@ class DraftModel:
             given, least = getattr(small, name), getattr(decoder, name)
             if given < least:
                 raise ConfigError(f"small.{name}", given, f"at least the decoder's, {least}")
+        if small.vocabulary < decoder.vocabulary:
+            raise ConfigError(
+                "vocabulary of small", small.vocabulary,
+                f"at least that of the decoder, {decoder.vocabulary}",
+                "Choose a model with the same tokenizer.",
+            )  # fmt: skip
         if not small.num_draft_tokens:
             raise ConfigError(
-                "small.num_draft_tokens", 0, "the drafts for each row",
+                "small.num_draft_tokens", 0, "at least 1: the number of drafts per row",
                 "GraphDecoder(small_model, ..., num_draft_tokens=3).",
             )  # fmt: skip
         if small.cache.has_sources:
