@@ -323,6 +323,7 @@ def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> C
         return {
             "captures": before.captures - last.captures,
             "eager_steps": before.steps_by_mode["NONE"] - last.steps_by_mode["NONE"],
+            "eager_by_reason": before.eager_by_reason,
             "graph_bytes": runner.num_bytes,
             "padded_rows": round(rows / steps, 2) if steps else None,
             "sizes": len(runner.config.sizes),
