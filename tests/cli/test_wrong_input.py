@@ -95,9 +95,9 @@ def test_wrong_lines_and_configurations_give_messages(case: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=checks)
+@settings(max_examples=max(200, settings.default.max_examples), suppress_health_check=checks)
 @given(cases)
-def test_five_hundred_wrong_lines_and_configurations_give_messages(case: Any) -> None:
+def test_many_wrong_lines_and_configurations_give_messages(case: Any) -> None:
     """None of them ends in a traceback, and none leaves part of a file."""
     check_answer(*case)
 

@@ -11,7 +11,8 @@ from played_tape import PlayedTape
 from dispatchkit.testing import InputTransportTests
 from dispatchkit.testing.input_transport_tests import WAYS
 
-# The other ways have some of the inputs of one of these, which then go the same way.
+# The other ways have some of the inputs of one of these, which then go the same way. A device runs
+# all of them: tests/gpu.
 FAST = (
     "copied, of one type",
     "staged, with device inputs",
@@ -19,14 +20,13 @@ FAST = (
     "by a node, staged",
     "moved by torch",
 )
+SLOW = ("staged, into pieces", "by a node or staged", "moved from elsewhere")
 
 
 class TestInputsOnATape(InputTransportTests):
     """The copy nodes are those of CUDA; the tape plays the driver's part."""
 
-    @pytest.fixture(
-        params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in WAYS]
-    )
+    @pytest.fixture(params=[*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
     def way(self, request):
         return WAYS[request.param]
 

@@ -1,4 +1,4 @@
-"""Every installed policy and lane policy keeps the contract, on ten seeds."""
+"""Every installed policy and lane policy keeps the contract, nightly on ten seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str, is_nig
 
     properties = [each for each in vars(PolicyTests) if each.startswith("test_")]
     assert LEFT_OUT in properties
-    for seed in range(10 if is_nightly else 3):
+    for seed in range(1, 11 if is_nightly else 2):  # the plugin's own tests have seed 0
         tests = Tests()
         tests.seed = seed
         for each in properties:
@@ -49,6 +49,6 @@ def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str, is_nig
 def test_installed_lane_policy_keeps_the_contract_whatever_the_seed(
     name: str, is_nightly: bool
 ) -> None:
-    for seed in range(10 if is_nightly else 3):
+    for seed in range(1, 11 if is_nightly else 2):
         policy = PLUGINS.create_lane_policy(name)
         run_lane_policy_conformance(policy, seed=seed, max_examples=3).raise_if_failed()

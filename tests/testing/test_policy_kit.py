@@ -90,7 +90,7 @@ def test_correct_policy_passes(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
 def test_correct_policy_passes_whatever_the_seed(policy, is_nightly):
-    for seed in range(1, 10 if is_nightly else 3):
+    for seed in range(1, 11 if is_nightly else 2):
         run_policy_conformance(policy, seed=seed).raise_if_failed()
 
 

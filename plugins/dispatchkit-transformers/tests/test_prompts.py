@@ -168,7 +168,22 @@ def test_prompts_run_eager_unless_sizes_are_given(model):
 
 
 # These begin anew with every chunk, whatever state they find.
-ONE_CHUNK = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
+ONE_CHUNK = {
+    "FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "ZambaForCausalLM",
+}  # fmt: skip
+
+# Single tokens of these differ from their prompts in the library, too.
+ROUNDING = {"NemotronHForCausalLM": 1e-3, "Zamba2ForCausalLM": 2e-2}
+
+# The library counts padding on the left as positions of theirs.
+PADDING_COUNTS = {
+    "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "PLBartForCausalLM",
+    "PegasusForCausalLM",
+}  # fmt: skip
+
+# Of prompts: the first and the last fit the longer chunk alone.
+WIDTHS = (20, 9, 2, 6, 20)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +194,9 @@ def test_chunks_of_every_class_give_the_logits_of_whole_sequences(name, settings
     """One chunk that is longer than windows, then shorter ones for prompts of several lengths.
 
     These are beside a sequence that goes on, and in slots with what is no number in them. Some
-    prompts have no token in the first chunk, and windows are passed in the last. Logits show what
-    tokens of small models do not, such as a window that is one position too long.
+    prompts have no token in the first chunk, and windows are passed in the last. One sequence ends,
+    the last takes its place, and another comes to the slot that is free. Logits show what tokens
+    of small models do not, such as a window that is one position too long.
     """
     model = tiny(name, **settings)
     if model is None or (name in RECURRENT and not HAS_ONE_CACHE):
@@ -190,41 +206,57 @@ def test_chunks_of_every_class_give_the_logits_of_whole_sequences(name, settings
     )
     for block in decoder.cache.memory:
         block.fill_(float("nan"))
-    sequences = [tokens_of(width, seed=width).tolist() for width in (20, 9, 2, 6)]
+    sequences = [tokens_of(width, seed=number).tolist() for number, width in enumerate(WIDTHS)]
     found = [[] for _ in sequences]
+    live = []
 
-    def take(logits, rows):
-        for row, one in zip(rows, logits.clone(), strict=True):
-            found[row].append(one)
-            sequences[row].append(int(one.argmax()))
+    def take(logits, numbers):
+        for number, one in zip(numbers, logits.clone(), strict=True):
+            found[number].append(one)
+            sequences[number].append(int(one.argmax()))
 
-    take(decoder.admit(torch.tensor([sequences[0]])), [0])
-    take(decoder.logits(), [0])
-    decoder.tokens = torch.tensor([sequences[0][-1]])
-    ids = torch.tensor([[PAD] * (9 - len(one)) + one for one in sequences[1:]])
-    take(decoder.admit(ids, (ids != PAD).long()), [1, 2, 3])
-    for _ in range(3):
-        take(decoder.logits(), range(4))
-        decoder.tokens = torch.tensor([one[-1] for one in sequences])
+    def admit(*numbers):
+        longest = max(len(sequences[number]) for number in numbers)
+        rows = [[PAD] * (longest - len(sequences[one])) + sequences[one] for one in numbers]
+        ids = torch.tensor(rows)
+        take(decoder.admit(ids, (ids != PAD).long()), numbers)
+        live.extend(numbers)
+
+    def step():
+        take(decoder.logits(), live)
+        decoder.tokens = torch.tensor([sequences[number][-1] for number in live])
+
+    admit(0)
+    step()
+    admit(1, 2, 3)
+    for _ in range(2):
+        step()
+    live = [live[row] for row in decoder.drop([1])]
+    admit(4)
+    for _ in range(2):
+        step()
     stats = decoder.stats()
+    assert stats.moved == 1
     if name == "MoshiForCausalLM":  # its own prompts look at more than its window
-        assert stats.prompts == {"windows_not_masked": 4}
+        assert stats.prompts == {"windows_not_masked": 5}
         return
     if name in ONE_CHUNK:
-        assert stats.prompts == {"graphs": 1, "states_not_continued": 3}
+        assert stats.prompts == {"graphs": 2, "states_not_continued": 3}
     elif name in RECURRENT or "position_ids" in inspect.signature(model.forward).parameters:
-        assert stats.prompts == {"graphs": 4}
+        assert stats.prompts == {"graphs": 5}
         assert stats.graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=4,32"] == 3
     else:  # a model that cannot be told which positions its tokens have
-        assert stats.prompts == {"chunks_differ": 4}
-        return
-    assert stats.graphs["prompts"].hits["FULL tokens=1 reqs=1 axes=32,32"] == 1
-    assert not stats.graphs["prompts"].eager_by_reason
-    for sequence, logits in zip(sequences, found, strict=True):
+        assert stats.prompts == {"chunks_differ": 5}
+    if "graphs" in stats.prompts:
+        assert stats.graphs["prompts"].hits["FULL tokens=1 reqs=1 axes=32,32"] == 2
+        assert not stats.graphs["prompts"].eager_by_reason
+    assert not stats.graphs["logits"].eager_by_reason
+    without_padding = (0, 1, 4)
+    for number in without_padding if name in PADDING_COUNTS else range(len(sequences)):
+        sequence, logits = sequences[number], found[number]
         with torch.no_grad():
             want = model(torch.tensor([sequence[:-1]])).logits[0, -len(logits) :].float()
-        # Single tokens of NemotronH differ from its prompts by 2e-4 in the library, too.
-        assert (torch.stack(logits) - want).norm() <= 1e-3 * want.norm()
+        assert (torch.stack(logits) - want).norm() <= ROUNDING.get(name, 1e-4) * want.norm()
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,10 @@ def write(path: Path, *lines: Any) -> str:
     return str(path)
 
 
-def needs(path: Path) -> None:
-    if path.name.startswith("wrapper"):
-        pytest.importorskip("torch")
-
-
-@pytest.mark.slow_except("vllm-newest", "seed-003-lora", "vllm-newest-manager")
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".jsonl")[0])
-def test_a_sample_agrees(path: Path):
-    needs(path)
-    report = check_file(path, every=7)
+@pytest.mark.parametrize("name", ["vllm-newest", "seed-003-lora", "vllm-newest-manager"])
+def test_a_sample_agrees(name: str):
+    """A quick look at some files; the next test compares all records of all."""
+    report = check_file(DATA / f"{name}.jsonl.gz", every=7)
     assert [record.problems for record in report.failed] == []
     assert report.num_compared > len(report.records)
 
