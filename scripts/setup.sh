@@ -28,7 +28,7 @@ if ! .venv/bin/python -c "import pip; $usable" 2>/dev/null; then
 fi
 
 pip_install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 2 "$@" >>"$log" 2>&1 && return
+    .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --retries 2 "$@" >>"$log" 2>&1 && return
     if grep -q -i -E 'NewConnectionError|NameResolution|ConnectTimeout|Read ?Timeout|timed out|ProxyError|Max retries|Connection (refused|reset|aborted)|Network is unreachable' "$log"; then
         stop "pip reached no package index (details: $log); connect to the network, or name a mirror (PIP_INDEX_URL=...), $again."
     fi
@@ -42,3 +42,5 @@ echo "Setting up .venv (once; a minute or more: 1 GB with torch's CPU build, 3 G
 # shellcheck disable=SC2046  # one word for each pin is what is wanted
 pip_install $(grep -E '^(editables|hatchling)==' requirements-dev.txt)
 pip_install --no-build-isolation -r requirements-dev.txt
+# pip compiles 10,000 files on one core. Files that are for another Python stay as they are, as with pip.
+.venv/bin/python -m compileall -q -j 0 .venv/lib >>"$log" 2>&1 || :
