@@ -1,4 +1,4 @@
-"""A call's plain numbers, the cell of the table they name, and the Batch a policy sees."""
+"""Convert between the arguments of a call, cells of the table and batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _CODES = "Give a RuntimeMode, or allowed_modes_code(modes)."
 def cell_of_call(
     config: DispatchConfig, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
 ) -> Cell:
-    """Return the cell that the arguments of a call name.
+    """Return the table cell for the arguments of a call.
 
     Raises:
-        DescriptorError: A fact is not whole, negative, above its limit or contradicts another.
+        DescriptorError: A number is not whole, is negative or above its limit, or contradicts
+            another.
     """
     classes = config.num_query_classes - 1
     most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
@@ -79,7 +80,7 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
 
 
 def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
-    """Return the batch of a cell, with so many requests (0: not known)."""
+    """Return the batch of a cell with the given number of requests (0 if unknown)."""
     ceiling, uniform, variant, num_tokens = cell
     loras, axes = config.variants.facts(variant)
     is_uniform, query_len, max_query_len = config.query_class(uniform)

@@ -1,9 +1,9 @@
 """The dispatcher's table: one ready decision per cell.
 
 A cell is (code of allowed modes, query class, variant, tokens). A variant is the number of
-adapters or, with axes, a number that stands for adapters and buckets together. Cells are
-filled on first use, and rows made when their first cell is. Rows are lists indexed by the
-number of tokens, or, in tables above a million cells, bounded dicts.
+adapters or, with axes, a number that stands for adapters and buckets together. Cells are filled on
+first use, and rows are created with their first cell. Rows are lists indexed by the number of
+tokens, or, in tables above a million cells, bounded dicts.
 
 Writers hold the dispatcher's lock; readers of a row need none, since every change is a
 single item or slice assignment.
@@ -22,7 +22,7 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 MAX_LIST_CELLS = 1_000_000
 MAX_COLD_CELLS = 65_536
 
-#: Stands in every cell that was not decided yet. No number of requests meets its bound.
+#: Fills every cell that was not decided yet. No number of requests meets its bound.
 EMPTY = Decision(RuntimeMode.NONE, None, "", max_num_reqs=-1)
 
 
@@ -30,12 +30,12 @@ class Row(Protocol):
     """The decisions of one kind of batch, by number of tokens; see ``Dispatcher.row``."""
 
     def __getitem__(self, num_tokens: int, /) -> Decision:
-        """Return the decision; its ``max_num_reqs`` is -1 where ``dispatch`` must be called."""
+        """Return the decision; its ``max_num_reqs`` is -1 if ``dispatch`` must be called."""
         ...
 
 
 class DictRow(dict[int, Decision]):
-    """A row of a very large table: bounded, and cells without a decision answer as in a list."""
+    """A row of a very large table: bounded, with ``EMPTY`` for cells without a decision."""
 
     def __missing__(self, num_tokens: int) -> Decision:
         return EMPTY
@@ -46,12 +46,12 @@ class Table:
 
     Attributes:
         epoch: Number of the table.
-        rows: What the hot path indexes, outermost the code of allowed modes. A row that
-            was never used is an empty tuple, so that indexing it raises IndexError.
-        waiting: One-shot decisions by cell, in the order they are served. Such a cell is
-            empty in its row, so that the step comes by the cold path and takes one.
-        steady: What is put back into such a cell with the last of them.
-        by_reqs: Decisions for more requests than the cell's own holds for.
+        rows: What the hot path indexes, first by the code of allowed modes. A row that was never
+            used is an empty tuple, so that indexing it raises IndexError.
+        waiting: One-shot decisions by cell, in the order they are served. Such a cell is empty in
+            its row, so that the step takes one on the cold path.
+        steady: The decision restored to such a cell with the last of them.
+        by_reqs: Decisions for more requests than the cell's own decision holds for.
     """
 
     def __init__(self, config: DispatchConfig, epoch: int) -> None:
@@ -70,7 +70,7 @@ class Table:
 
     @property
     def num_filled(self) -> int:
-        """How many cells hold a decision; counted anew each time."""
+        """Number of cells with a decision, counted on each access."""
         rows = (row for block in self.rows for line in block for row in line)
         return len(self.steady) + sum(
             decision is not EMPTY
@@ -87,7 +87,7 @@ class Table:
         return decision
 
     def peek(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return what the next step would be served, taking nothing; None: ask the policy."""
+        """Return the decision that the next step would get, or None to ask the policy."""
         waiting = self.waiting.get(cell)
         if waiting and num_reqs <= waiting[0].max_num_reqs:
             return waiting[0]
@@ -97,7 +97,7 @@ class Table:
         return None if steady is EMPTY else self.get_by_reqs(cell, num_reqs)
 
     def put(self, cell: Cell, decision: Decision) -> None:
-        """Make a decision the steady one of a cell; one-shot decisions stay before it."""
+        """Set the steady decision of a cell, which is served after waiting one-shot decisions."""
         if cell in self.waiting:
             self.steady[cell] = decision
             return
@@ -107,14 +107,14 @@ class Table:
         row[cell[3]] = decision
 
     def row(self, allowed: int, uniform: int, variant: int) -> Any:
-        """Return a row, which is made if it was never used."""
+        """Return a row, creating it on first use."""
         line = self.rows[allowed][uniform]
         if line[variant] == ():
             line[variant] = DictRow() if self._as_dict else [EMPTY] * self._row_size
         return line[variant]
 
     def put_one_shot(self, cell: Cell, decision: Decision) -> None:
-        """Serve a decision once, after those that wait already."""
+        """Serve a decision once, after those already waiting."""
         if cell not in self.waiting:
             steady = self.get(cell)
             if steady is not EMPTY:
@@ -124,7 +124,7 @@ class Table:
         self.waiting[cell].append(decision)
 
     def take_one_shot(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return the one-shot decision that is next, if it holds for so many requests.
+        """Return the next one-shot decision, if it holds for this many requests.
 
         With the last one the steady decision is back in place, before the step runs.
         """
@@ -137,34 +137,34 @@ class Table:
         return decision
 
     def drop_one_shots(self, cell: Cell) -> None:
-        """Serve the steady decision again, and none of those that wait."""
+        """Serve the steady decision again, dropping one-shot decisions that wait."""
         self.waiting.pop(cell, None)
         steady = self.steady.pop(cell, None)
         if steady is not None:
             self.put(cell, steady)
 
     def get_by_reqs(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return what is kept for a number of requests beyond the cell's bound."""
+        """Return the decision stored for a number of requests beyond the cell's bound."""
         return self.by_reqs.get(cell, {}).get(num_reqs)
 
     def put_by_reqs(self, cell: Cell, num_reqs: int, decision: Decision) -> None:
-        """Keep a decision for a number of requests, within a bound for all of them."""
+        """Store a decision for a number of requests, up to a bound on all of them."""
         if self._num_by_reqs >= MAX_COLD_CELLS:
             self._clear_by_reqs()
         self.by_reqs.setdefault(cell, {})[num_reqs] = decision
         self._num_by_reqs += 1
 
     def forget_steady(self, cell: Cell, up_to: int = 0) -> None:
-        """Empty cells of a row and what is kept by requests; one-shot decisions stay.
+        """Empty cells of a row and decisions stored by requests; one-shot decisions stay.
 
         Args:
             cell: The cell of the fewest tokens.
-            up_to: The most tokens; the one cell where that is fewer.
+            up_to: The most tokens; if that is fewer, only the one cell.
         """
         if up_to <= cell[3]:
             self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
             self.steady.pop(cell, None)
-            self._empty_row_cell(cell)  # of a cell that waits it is empty already
+            self._empty_row_cell(cell)  # already empty for a cell with waiting decisions
             return
         first, named = cell[3], _names(cell, up_to)
         for one in filter(named, list(self.steady)):
@@ -214,7 +214,7 @@ class Table:
 
 
 def _names(cell: Cell, up_to: int) -> Callable[[Cell], bool]:
-    """Return whether a cell is of the same row, from one number of tokens up to another."""
+    """Return whether a cell is in a row, within a range of tokens."""
     return lambda one: one[:3] == cell[:3] and cell[3] <= one[3] <= up_to
 
 

@@ -5,14 +5,14 @@
     slots.join("caller 7")
     runner(audio=audio, slots=slots.slots_of(["caller 7"]))
 
-A step names its slots as an input, and is given the rows of these (``SlotRows``) under that name.
-Behind the slots each bank has two more rows: the *blank* row, which always holds what a session
-starts with, and the *sink*. Rows of padding read the blank row and write to the sink; so do all
-rows of runs on dummy rows (warmup, capture, proof), so that no bank is ever saved around them.
-Free slots hold what a session starts with: joining costs nothing on the device.
+A step gets its slots as an input, and reads and writes their rows (``SlotRows``) under that name.
+After the slots, each bank has two more rows: the *blank* row, which always holds the initial state
+of a session, and the *sink*. Padding rows read the blank row and write to the sink, as do all dummy
+rows (warmup, capture, proof), so that banks are never saved around these. Free slots hold the
+initial state, so joining costs nothing on the device.
 
-Banks may be left to the steps instead (``RawBank``), as a decoder's key-value cache is: these have
-rows for slots alone, steps address them as they need, and a slot is cleared when a session joins.
+Steps may instead access banks themselves (``RawBank``), such as a decoder's key-value cache. Such
+banks have rows only for slots, and a slot is cleared when a session joins.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
 @attrs.frozen
 class SlotInput(StaticInput):
-    """The input that names the slots of a step; only rows of a call hold anything but fill."""
+    """The input of a step's slots; only rows of a call hold anything other than fill."""
 
     next_step = _SLOTS_OF
 
 
 @attrs.frozen
 class RawBank(StaticInput):
-    """A bank that steps read and write by themselves; its rows are those of the slots alone.
+    """A bank that steps read and write themselves, with rows only for the slots.
 
-    The sessions of a step are in the first slots, or in those that an input of its own names. Rows
-    of padding must change no session. What they change, by the fields:
+    The sessions of a step are in the first slots, or in slots given by a separate input. Padding
+    rows must not change a session. What they change depends on the fields:
 
     Attributes:
-        positions: The dimension of the positions of a session, of which each step writes some.
-            Rows of padding write the last one, which is never read. Moves copy the positions that
-            are in use. None: steps change whole rows in place, and rows of padding change those
-            of free slots.
-        is_read_only: Steps do not change it.
+        positions: The dimension of a session's positions, of which each step writes some. Padding
+            rows write the last position, which is never read. Moves copy the positions in use.
+            None: steps change whole rows in place, and padding rows change those of free slots.
+        is_read_only: Steps do not change the bank.
     """
 
     positions: int | None = attrs.field(default=None, kw_only=True)
@@ -68,10 +67,10 @@ class SlotMove:
     """A session that was moved to another slot.
 
     Attributes:
-        session: Which.
+        session: The session.
         source: The slot it was in.
         target: The slot it is in now.
-        num_bytes: Bytes that were copied.
+        num_bytes: Bytes copied.
     """
 
     session: Hashable
@@ -85,8 +84,8 @@ class Bank:
     """The memory of one kind of state.
 
     Attributes:
-        tensor: All rows: one for each slot, the blank row, the sink.
-        spec: What was declared of it.
+        tensor: All rows: one per slot, the blank row and the sink.
+        spec: Its declaration.
     """
 
     tensor: torch.Tensor
@@ -102,7 +101,7 @@ class Bank:
         return self.tensor.select(self.dim, slot)
 
     def clear(self, slot: int) -> None:
-        """Fill the row of a slot with what a session starts with."""
+        """Fill the row of a slot with the initial state of a session."""
         self.row(slot).fill_(self.spec.fill_value)
 
     def copy(self, source: int, target: int, used: int | None) -> int:
@@ -111,13 +110,13 @@ class Bank:
         Args:
             source: The slot to copy.
             target: The other one.
-            used: Positions of it in use; None: all. What is behind them is cleared.
+            used: Number of its positions in use; None: all. Later positions are cleared.
         """
         from_row, to_row = self.row(source), self.row(target)
         dim = self.spec.positions if isinstance(self.spec, RawBank) else None
         if used is not None and dim is not None:
-            dim -= dim > self.dim  # a row lacks the dimension of the slots
-            # A ring that is full is in use to its end.
+            dim -= dim > self.dim  # a row lacks the dimension of slots
+            # In a full ring buffer, all positions are in use.
             used = min(used, from_row.shape[dim] - 1)
             to_row.narrow(dim, used, from_row.shape[dim] - used).fill_(self.spec.fill_value)
             from_row, to_row = from_row.narrow(dim, 0, used), to_row.narrow(dim, 0, used)
@@ -129,7 +128,7 @@ class Bank:
         return self.tensor.index_select(self.dim, index)
 
     def put(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows of the bank's own type."""
+        """Write rows of the bank's dtype."""
         tensor = self.tensor
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             # torch has no such copy for them.
@@ -137,21 +136,22 @@ class Bank:
         tensor.index_copy_(self.dim, index, rows)
 
     def is_row_write(self, written: torch.Tensor) -> bool:
-        """Return whether a write into this memory is to rows that were taken out of it."""
+        """Return whether a write into this memory is to rows that were read from it."""
         whole = self.tensor.shape[self.dim], self.tensor.stride(self.dim)
         return whole not in zip(written.shape, written.stride(), strict=True)
 
 
 class SlotRows:
-    """The rows of the sessions of one step: what the step is given for its slots.
+    """The rows of one step's sessions, passed to the step for its slots.
 
-    ``rows["hidden"]`` reads the rows of a bank, ``rows["hidden"] = value`` writes them. What is
-    read is a copy, or with compact sessions a view of the bank, which must not be written in place.
+    ``rows["hidden"]`` reads the rows of a bank, ``rows["hidden"] = value`` writes them. The rows
+    read are a copy or, with compact sessions, a view of the bank, which must not be written in
+    place.
 
     Args:
         state: The banks.
         index: The row that each row of the step is written to (B,): its slot, or the sink.
-        watch: Watches what the step does to the rows.
+        watch: Watches the step's writes to the rows.
 
     Attributes:
         index: The same. With ``bank`` for writes to parts of rows:
@@ -182,7 +182,7 @@ class SlotRows:
         """Write the rows of a bank.
 
         Raises:
-            InputError: They are of another type or shape than the rows of the bank.
+            InputError: Their dtype or shape differs from the rows of the bank.
         """
         bank = self._state.get_bank(name)
         if not isinstance(value, torch.Tensor):
@@ -212,35 +212,35 @@ class SlotRows:
 
 
 class SlotState:
-    """State of sessions that come and go: banks with a row for each slot, and who has which.
+    """State of sessions that join and leave: banks with a row per slot, and their assignment.
 
-    It is declared among the inputs of one or more runners, under the name by which steps name their
-    slots. Sessions are whatever can be a key of a dictionary.
+    It is declared among the inputs of one or more runners, under the name of the slots' input.
+    Sessions are any hashable values.
 
     Args:
-        banks: A ``StaticInput`` for each kind of state: its shape with None for the slots, its
-            dtype, and as fill what a session starts with. Or a ``RawBank`` for each: then no input
-            names slots, and runners declare ``state=slots.step_state``.
-        num_slots: Sessions there is room for.
+        banks: A ``StaticInput`` per kind of state: its shape with None for the slots, its dtype,
+            and the initial state as fill. Or a ``RawBank`` each: then no input has slots, and
+            runners declare ``state=slots.step_state``.
+        num_slots: Maximum number of sessions.
         compact: Sessions are kept in slots 0 to n-1, by moving the last one into a gap, and steps
-            read the banks as views. Each step is of the first slots, in order: that is for banks
-            too large to be gathered in every step, and steps of all sessions.
-        host: Calls give slots as a list, an array or a CPU tensor, and they are checked on the
-            host. False: as a tensor of the device, which each step waits for, to check it.
-        device: Where the banks are; torch's default device if it is None.
+            read the banks as views. Each step must use the first slots, in order. This is for banks
+            too large to gather in every step, and steps with all sessions.
+        host: Calls pass slots as a list, an array or a CPU tensor, which is checked on the host.
+            False: as a device tensor, which each step waits for to check it.
+        device: The device of the banks; None for torch's default device.
 
     Attributes:
         num_slots: The same.
         compact: The same.
         is_raw: Steps address the banks by themselves.
-        static_input: What a runner declares for the input.
+        static_input: The declaration of the input in runners.
 
     Raises:
-        ConfigError: There is no bank, or one of them has no slots; or a setting cannot be used.
+        ConfigError: There is no bank, a bank has no slots, or a setting is invalid.
 
-    Thread safety: any thread may call it, and captures may run in another one. What sessions do is
-    queued on the current stream, as steps are. Wait for a submitted step before its sessions leave,
-    move or are cleared.
+    Thread safety: any thread may call it, and captures may run in another one. Operations on
+    sessions are queued on the current stream, like steps. Wait for a submitted step before its
+    sessions leave, move or are cleared.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class SlotState:
         self._is_taken = numpy.zeros(self.num_slots, dtype=bool)
         self._numbers = numpy.arange(self.num_slots)
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
-        # Free slots that dummy rows write to for the time of a proof.
+        # Free slots lent to dummy rows during a proof.
         self._lent: set[int] = set()
         self._watches: dict[int, RowWatch] = {}  # by thread
         lock = threading.RLock()
@@ -284,16 +284,16 @@ class SlotState:
         return f"<SlotState of {banks}: {len(self)} of {self.num_slots} slots taken>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy, or send to another process: the same banks, and no sessions."""
+        """Copy or pickle: the same banks, without sessions."""
         return _remake, self._declared
 
     # -- sessions -----------------------------------------------------------------------
 
     def join(self, session: Hashable) -> int:
-        """Give a session a slot, which holds what sessions start with; returns its number.
+        """Assign a slot with the initial state to a session; return its number.
 
         Raises:
-            DescriptorError: It has one already, none is free, or the session is not hashable.
+            DescriptorError: It already has a slot, none is free, or the session is not hashable.
         """
         with self._changed:
             if session in self:
@@ -317,19 +317,19 @@ class SlotState:
     def leave(
         self, *sessions: Hashable, used: Mapping[Hashable, int] | None = None
     ) -> list[SlotMove]:
-        """Take their slots from sessions, and clear them.
+        """Free the slots of sessions and clear them.
 
         Args:
-            sessions: Who leaves.
-            used: Positions in use of those that stay, as far as known: the rest of their rows in
-                a ``RawBank`` with positions is not copied.
+            sessions: The leaving sessions.
+            used: Positions in use of remaining sessions, as far as known; other positions of a
+                ``RawBank`` are not copied.
 
         Returns:
-            The sessions that were moved, to keep those that stay compact; the fewest possible.
+            The sessions that were moved to keep the others compact; as few as possible.
 
         Raises:
-            DescriptorError: One has no slot, or is named twice, or ``used`` has no number of
-                positions; nothing is changed.
+            DescriptorError: A session has no slot or is named twice, or ``used`` has an invalid
+                number of positions; nothing is changed.
         """
         for session, number in (used or {}).items():
             if whole_number(number) is None or number < 0:
@@ -346,7 +346,7 @@ class SlotState:
             return moves
 
     def move(self, session: Hashable, slot: int) -> SlotMove:
-        """Move a session to a free slot, and clear the one it was in.
+        """Move a session to a free slot, and clear its old slot.
 
         Raises:
             DescriptorError: The session has no slot, the slot is not free, or sessions are compact.
@@ -369,7 +369,7 @@ class SlotState:
             return made
 
     def clear(self, session: Hashable) -> None:
-        """Set a session's rows to what sessions start with.
+        """Reset a session's rows to the initial state.
 
         Raises:
             DescriptorError: It has no slot.
@@ -378,10 +378,10 @@ class SlotState:
             self._clear(self.slots_of([session]))
 
     def slots_of(self, sessions: Iterable[Hashable]) -> list[int]:
-        """Return the slots of sessions, as a step names them.
+        """Return the slots of sessions, for a step's input.
 
         Raises:
-            DescriptorError: One has no slot, or can have none, as it is not hashable.
+            DescriptorError: A session has no slot or is not hashable.
         """
         try:
             return [self._slots[session] for session in sessions]
@@ -397,7 +397,7 @@ class SlotState:
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:
-        """The sessions that have slots, in their order."""
+        """The sessions with slots, in order of slots."""
         return tuple(self._sessions[slot] for slot in self._is_taken.nonzero()[0])
 
     def __len__(self) -> int:
@@ -425,7 +425,7 @@ class SlotState:
 
     @property
     def device(self) -> torch.device:
-        """Where the banks are."""
+        """The device of the banks."""
         return next(iter(self._banks.values())).tensor.device
 
     @property
@@ -442,7 +442,7 @@ class SlotState:
         """Return a bank.
 
         Raises:
-            DescriptorError: There is none of that name.
+            DescriptorError: There is no bank of that name.
         """
         try:
             return self._banks[name]
@@ -452,7 +452,7 @@ class SlotState:
 
     @property
     def step_state(self) -> StepState:
-        """What steps change of banks that they address: for ``GraphRunner(state=...)``."""
+        """The state that steps change in raw banks, for ``GraphRunner(state=...)``."""
         raw = [
             (bank.tensor, bank.spec.positions is None)
             for bank in self._banks.values()
@@ -464,14 +464,14 @@ class SlotState:
         )
 
     def rows(self, index: torch.Tensor) -> SlotRows:
-        """Return what a step is given for the slots that it names (B,)."""
+        """Return the rows passed to a step for its slots (B,)."""
         return SlotRows(self, index, self._watches.get(threading.get_ident()))
 
     @contextmanager
     def lent(self, number: int) -> Iterator[SavedRows | None]:
-        """Lend free slots to dummy rows, to look at what these write; clear them afterwards.
+        """Lend free slots to dummy rows, to compare their writes; clear them afterwards.
 
-        Yields None where fewer are free. Sessions that need one of them wait.
+        Yields None if fewer are free. Sessions that need one of them wait.
         """
         with self._changed:
             found = self._free[:number] if len(self._free) >= number else []
@@ -491,15 +491,15 @@ class SlotState:
     # -- checks -------------------------------------------------------------------------
 
     def check_slots(self, slots: Any, name: str) -> None:
-        """Check the slots that a step names.
+        """Check the slots of a step.
 
         Args:
             slots: An array of int64 (B,).
             name: The input.
 
         Raises:
-            DescriptorError: One is free, out of range or named twice; or sessions are compact, and
-                the slots are not the first ones in order.
+            DescriptorError: A slot is free, out of range or named twice; or sessions are compact
+                and the slots are not the first ones in order.
         """
         number = len(slots)
         if self.compact:
@@ -508,11 +508,11 @@ class SlotState:
         elif not number or (slots.max() < self.num_slots and self._are_sessions(slots)):
             return
         if bool((slots == self.static_input.fill).all()):
-            return  # dummy rows alone: a step that is run to be measured
+            return  # only dummy rows: a step that is being measured
         raise self._slots_error(slots.tolist(), name)
 
     def _are_sessions(self, slots: Any) -> bool:
-        """Return whether slots that are none too large are those of distinct sessions."""
+        """Return whether slots, none too large, belong to distinct sessions."""
         try:
             counts = numpy_module().bincount(slots, minlength=self.num_slots)
         except ValueError:  # one is negative
@@ -520,7 +520,7 @@ class SlotState:
         return not bool((counts > self._is_taken).any())
 
     def _slots_error(self, slots: list[int], name: str) -> DescriptorError:
-        """Return the error of the first slot that a step must not name."""
+        """Return the error for the first invalid slot of a step."""
         seen: set[int] = set()
         for row, slot in enumerate(slots):
             field = f"{name}[{row}]"
@@ -541,12 +541,12 @@ class SlotState:
         return DescriptorError(
             f"{name}[{row}]",
             slots[row],
-            f"{row}: steps of compact sessions are of the first slots, in order",
-            f"Pass range({len(slots)}), or make the SlotState without compact.",
+            f"{row}: steps of compact sessions use the first slots, in order",
+            f"Pass range({len(slots)}), or create the SlotState without compact.",
         )
 
     def watch_rows(self) -> RowWatch:
-        """Return what watches a step's writes to rows that it has read, once it is entered."""
+        """Return a context that watches a step's writes to rows that it has read."""
         return RowWatch(self._banks, self._watches)
 
     # -- inside -------------------------------------------------------------------------
@@ -561,7 +561,7 @@ class SlotState:
         self._is_taken[slot] = False
 
     def _find_free(self) -> None:
-        """Find the slots that sessions can take, lowest last, and wake waiting threads."""
+        """Collect the slots that sessions can take, lowest last, and wake waiting threads."""
         free = (~self._is_taken).nonzero()[0][::-1].tolist()
         self._free = [slot for slot in free if slot not in self._lent] if self._lent else free
         self._changed.notify_all()
@@ -587,7 +587,7 @@ class SlotState:
         return SlotMove(session, source, target, num_bytes)
 
     def _clear_left(self, slots: Iterable[int]) -> None:
-        """Clear slots that sessions have left, those that are free now."""
+        """Clear slots that sessions have left and that are free now."""
         if not self.is_raw:  # they are cleared when a session joins: padding may change them
             self._clear(slot for slot in slots if not self._is_taken[slot])
 
@@ -601,12 +601,12 @@ class SlotState:
 class RowWatch:
     """Refuses in-place writes of a step to rows that it has read.
 
-    Writes to views are refused before they are done, changes of copies if these are not assigned.
-    It is entered in the thread of the step.
+    Writes to views are refused before they happen, changes of copies if the copies are not
+    assigned. It is entered in the step's thread.
 
     Args:
         banks: The banks by name.
-        watches: Where it is found, by the thread.
+        watches: The active watches, by thread.
     """
 
     def __init__(self, banks: Mapping[str, Bank], watches: dict[int, RowWatch]) -> None:
@@ -628,14 +628,14 @@ class RowWatch:
         """Check an in-place write, before it is done.
 
         Raises:
-            CaptureError: It is to a view of rows.
+            CaptureError: It writes to a view of rows.
         """
         storage = storage_of(written)
         name, bank = self._banks.get(storage, ("", None))
         if bank is not None and bank.is_row_write(written):
             raise CaptureError(
-                f"The step writes rows of {name!r} in place, by {operation}. They may be other "
-                f"sessions' where the step is padded. Assign them: slots[{name!r}] = value; or "
+                f"The step writes rows of {name!r} in place, by {operation}. In a padded step "
+                f"they may belong to other sessions. Assign them: slots[{name!r}] = value; or "
                 f"write parts of them: slots.bank({name!r})[slots.index, ...] = value.",
                 reason="slot_written",
             )
@@ -667,7 +667,7 @@ class RowWatch:
 
 
 class SavedRows:
-    """The rows that a step may change, as they were; to run it twice from the same state.
+    """Saved rows that a step may change, to run it twice from the same state.
 
     Args:
         state: The banks.
@@ -684,20 +684,20 @@ class SavedRows:
         self.saved: dict[str, torch.Tensor] = self.now()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies of the rows as they are, by a name for messages."""
+        """Return copies of the current rows, by a name for messages."""
         return {
             f"rows of {name!r}": bank.take(self.index) for name, bank in self._state._banks.items()
         }
 
     def restore(self) -> None:
-        """Put the rows back."""
+        """Restore the rows."""
         banks = self._state._banks.values()
         for bank, rows in zip(banks, self.saved.values(), strict=True):
             bank.put(self.index, rows)
 
 
 def _unhashable(session: Any) -> DescriptorError:
-    hint = "Name it by its number or a string; keep what cannot be hashed beside it."
+    hint = "Name it by its number or a string, and store unhashable data elsewhere."
     return DescriptorError("session", session, "hashable, as a key of a dictionary is", hint)
 
 
@@ -708,7 +708,7 @@ def _remake(
 
 
 def _device_of(device: Any) -> torch.device:
-    """Return the device for banks, on which torch can make a tensor."""
+    """Return the device for banks, on which torch can create a tensor."""
     try:
         place = torch.get_default_device() if device is None else torch.device(device)
         torch.empty(0, device=place)
@@ -729,8 +729,8 @@ def _check_banks(banks: Any) -> None:
         if isinstance(spec, RawBank):
             _check_raw_bank(name, spec)
     if len({isinstance(spec, RawBank) for spec in banks.values()}) > 1:
-        hint = "Put the others into a SlotState of their own."
-        raise ConfigError("banks", sorted(banks), "a RawBank each, or none of them", hint)
+        hint = "Put the others into a separate SlotState."
+        raise ConfigError("banks", sorted(banks), "either all RawBank or none", hint)
 
 
 def _check_raw_bank(name: str, spec: RawBank) -> None:
@@ -740,5 +740,5 @@ def _check_raw_bank(name: str, spec: RawBank) -> None:
         raise ConfigError(f"banks[{name!r}].positions", dim, f"a dimension: one of {allowed}")
     if spec.is_read_only and dim is not None:
         raise ConfigError(
-            f"banks[{name!r}].positions", dim, "left out for a bank that steps do not write"
+            f"banks[{name!r}].positions", dim, "omitted for a bank that steps do not write"
         )

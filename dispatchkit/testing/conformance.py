@@ -105,7 +105,9 @@ class Verdict:
         lines.append(f"  not claimed, not tested: {', '.join(self.not_claimed) or 'no trait'}")
         if self.unknown:
             known = ", ".join(sorted(self._traits))
-            lines.append(f"  claimed, but no trait: {', '.join(self.unknown)} (traits: {known})")
+            lines.append(
+                f"    claimed, but not a trait: {', '.join(self.unknown)} (traits: {known})"
+            )
         return "\n".join(lines)
 
 

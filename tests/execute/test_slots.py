@@ -127,7 +127,7 @@ def test_a_step_of_compact_sessions_is_of_the_first_slots_in_order():
     runner(x=torch.ones(2, 2), slots=[0, 1])  # padded over the third
     assert totals(state) == {"a": 1, "b": 1, "c": 0}
     for slots in ([1, 0], [1], [0, 2]):
-        with pytest.raises(DescriptorError, match=r"steps of compact sessions are of the first"):
+        with pytest.raises(DescriptorError, match=r"steps of compact sessions use the first"):
             runner(x=torch.ones(len(slots), 2), slots=slots)
 
 
@@ -607,12 +607,12 @@ def test_bad_declarations_are_refused():
         SlotState({}, 4)
     with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput of the device"):
         SlotState({"h": StaticInput((3,), "float32")}, 4)
-    with pytest.raises(ConfigError, match="banks must be a RawBank each, or none of them"):
+    with pytest.raises(ConfigError, match="banks must be either all RawBank or none"):
         SlotState({"total": ROWS, **RAW}, 4)
     for positions in (0, 3, "2"):
         with pytest.raises(ConfigError, match=r"positions must be a dimension: one of \[1, 2\]"):
             SlotState({"keys": RawBank((None, 5, 1), "float32", positions=positions)}, 4)
-    with pytest.raises(ConfigError, match="positions must be left out for a bank that steps do"):
+    with pytest.raises(ConfigError, match="positions must be omitted for a bank that steps do"):
         SlotState({"k": RawBank((None, 5), "float32", positions=1, is_read_only=True)}, 4)
     with pytest.raises(ConfigError, match=r"without RawBanks, got .*state=slots\.step_state"):
         runner_of(SlotState(RAW, 4))

@@ -72,7 +72,7 @@ def test_verdict_names_a_claim_that_is_no_trait_of_lane_policies():
     verdict = run_lane_policy_conformance(Claims, max_examples=2)
     assert verdict.unknown == ("monotone",)
     assert not verdict.passed
-    assert "claimed, but no trait: monotone (traits: balances, spreads, sticky)" in str(verdict)
+    assert "claimed, but not a trait: monotone (traits: balances, spreads, sticky)" in str(verdict)
 
 
 def test_tested_instance_is_left_as_it_was():

@@ -160,7 +160,7 @@ def test_trait_that_does_not_exist_fails_the_verdict():
     verdict = run_policy_conformance(Claims, max_examples=5)
     assert verdict.unknown == ("fastest",)
     assert not verdict.passed
-    assert "claimed, but no trait: fastest" in str(verdict)
+    assert "claimed, but not a trait: fastest" in str(verdict)
 
 
 def test_trait_not_claimed_is_skipped_by_name():

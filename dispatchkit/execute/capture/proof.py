@@ -120,7 +120,7 @@ class RowProver:
         """Run eager on noise, as far as its results are not known from the key's family.
 
         Args:
-            key: What is to be captured.
+            key: The key to capture.
             snapshot: A snapshot of the state that the step changes; its owner restores it at the
                 end.
             sizes: Rows that the step is known to run at.
@@ -255,7 +255,7 @@ class RowProver:
         Args:
             captured: The graph.
             snapshot: As for ``prove``; with a sample, scratch included.
-            known: What is known of the graph.
+            known: What is known about the graph.
             sample: The inputs of a part of a batch, whose integers are used.
 
         Raises:

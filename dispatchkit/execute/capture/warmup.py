@@ -404,14 +404,14 @@ class Warmups:
         for index, rows in buffers.host_rows(num_rows):
             views[buffers.inputs.names[index]] = rows.to(self.device)
         with self.effects.undone(), force_eager():
-            # In one piece: a step in between would write to the same inputs.
+            # Without interruption: a step in between would write to the same inputs.
             return self._backend.warmup(lambda: self.step(views), stream=self._lane.stream)
 
     def needs_inference_mode(self) -> bool:
-        """Return whether to capture in inference mode: graphs are captured where they serve.
+        """Return whether to capture in inference mode, the mode in which graphs are used.
 
-        Also outside of it where the step reaches a tensor that was made in it, such as a cache of
-        an engine that lives in it: it could not be written elsewhere.
+        Also outside of inference mode if the step reaches a tensor created in it, such as a cache
+        of an engine that runs in it, since the tensor could not be written otherwise.
         """
         if torch.is_inference_mode_enabled() or any(one.is_inference() for one in self._declared):
             return True
@@ -426,15 +426,15 @@ class Warmups:
     def contents_watched_once(
         self, key: GraphKey, snapshot: Snapshot, *, is_varied: bool = False
     ) -> Iterator[None]:
-        """Watch contents as below, the first time for each family.
+        """Watch contents like ``contents_watched``, the first time in each family.
 
         Args:
-            key: What is run.
+            key: The key to run.
             snapshot: Of what it changes.
-            is_varied: On integers of a call, which may lead to other writes than fill.
+            is_varied: The step runs on integers of a call, which may cause other writes than fill.
 
         Raises:
-            CaptureError: A tensor that is too large to be put back was written.
+            CaptureError: A tensor that is too large to be restored was written.
         """
         name = family_of(key), is_varied
         if name in self._watched:
@@ -446,10 +446,10 @@ class Warmups:
 
     @contextmanager
     def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
-        """Find what is written in between past the schemas: it is put back, and known from now on.
+        """Detect writes inside the block that schemas omit; restore and remember them.
 
         Raises:
-            CaptureError: A tensor that is too large to be put back was written.
+            CaptureError: A tensor that is too large to be restored was written.
         """
         own = StorageSet(self._lane.buffers_of(key).tensors)
         if self._lane.row_count is not None:
@@ -457,16 +457,17 @@ class Warmups:
         contents = ContentWatch(self._reached(own), self._state_limit)
         try:
             yield
-        except PythonChangedError:  # what that means is found out by what else is written
+        except PythonChangedError:  # classified by the other writes
             self._note_written(contents, snapshot)
             raise
         self._note_written(contents, snapshot)
         lost = [one for one in contents.changed_beyond_limit() if one not in snapshot]
         if lost:
             raise CaptureError(
-                f"The step writes a {lost[0].dtype} tensor of shape {tuple(lost[0].shape)} that is "
-                "not declared, through an operation whose schema does not say so, and it is too "
-                "large to be put back. Declare it: state=[tensor]; or raise state_limit_bytes.",
+                f"The step writes a {lost[0].dtype} tensor of shape {tuple(lost[0].shape)} that "
+                "is not declared, through an operation whose schema omits the write, and it is "
+                "too large to be restored. Declare it: state=[tensor]; or raise "
+                "state_limit_bytes.",
                 reason="undeclared_state",
             )
 
@@ -486,15 +487,15 @@ class Warmups:
                     yield value
 
     def _run(self, views: dict[str, Any], iterations: int = 1) -> Any:
-        """Run the step as it is, compiled where it is."""
+        """Run the step unchanged, including compiled functions."""
         with every_size_compiled():
             run = paced_warmup(self._lane, lambda: self.step(views))
             return self._backend.warmup(run, stream=self._lane.stream, iterations=iterations)
 
     def _shapes(self, views: dict[str, Any]) -> Any:
-        """Run the step at a size that may never be captured, for what its outputs are there.
+        """Run the step at a size that may never be captured, to inspect its outputs.
 
-        Functions of torch.compile run plainly, and what it changes in Python is put back.
+        Functions of torch.compile run uncompiled, and changes of Python state are undone.
         """
         with self.effects.undone(), force_eager():
             run = paced_warmup(self._lane, lambda: self.step(views))
@@ -520,8 +521,8 @@ class Warmups:
             outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
-                f"To measure its outputs the step was run at {other} rows, and raised "
-                f"{type(error).__name__}: {error}. Give output_batch_dims, and it is not run so.",
+                f"To measure its outputs, the step was run at {other} rows and raised "
+                f"{type(error).__name__}: {error}. Give output_batch_dims to avoid this run.",
                 key=str(key),
                 reason="output_layout",
             ) from error
@@ -531,12 +532,12 @@ class Warmups:
 
 
 def _layout_by(outputs: Any, size: int, seen: tuple[int, Any]) -> OutputLayout | None:
-    """Return the layout that outputs have by those at a few rows; None if these do not tell."""
+    """Return the layout of outputs according to those at a few rows; None if inconclusive."""
     other, second = seen
     if other == 1:  # broadcasting can produce size-1 dimensions that are not the batch
         return None
     try:
         layout = measure_layout(outputs, size, second, other)
     except CaptureError:
-        return None  # a few rows may be computed in another way
+        return None  # a few rows may be computed differently
     return layout if layout.open_output is None else None

@@ -193,7 +193,7 @@ class AxisInputs:
         """Return the dimensions of a key's outputs that follow an axis.
 
         Args:
-            key: Whose.
+            key: The key of the outputs.
             outputs: The outputs at the key's own buckets.
             run: Runs the step on inputs by name.
 

@@ -87,7 +87,7 @@ class CopyTransport:
     updated.
 
     Args:
-        buffers: What the graph reads.
+        buffers: The buffers that the graph reads.
         num_rows: Rows of the batches.
         bucket: Rows that the graph reads.
         indices: The inputs to copy; by default all.
@@ -197,7 +197,7 @@ class StagedTransport:
     """Writes host inputs to pinned memory that the launch copies; copies device inputs.
 
     Args:
-        buffers: What the graph reads.
+        buffers: The buffers that the graph reads.
         staging: Their pinned memory.
         num_rows: Rows of the batches.
         bucket: Rows that the graph reads.

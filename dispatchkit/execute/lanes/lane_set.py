@@ -1,15 +1,15 @@
-"""LaneSet: steps given to lanes, and what ``submit`` returns.
+"""LaneSet: submits steps to lanes and returns their handles.
 
-Each lane has an executor of its own: own stream, pool, static buffers, graphs and table.
-Nothing is shared but the step, what it reads, and declared state; of the last see ``Chain``.
-The host gives steps to lanes one at a time, under one lock; the device runs them at the same time.
+Each lane has its own executor: stream, pool, static buffers, graphs and table. Only the step, the
+tensors it reads, and declared state are shared; for state see ``Chain``. The host submits steps to
+lanes one at a time, under one lock; the device runs them concurrently.
 
-Results are the caller's own, or views of the lane's memory: those a handle refuses to give out
+Results belong to the caller, or are views of the lane's memory, which a handle refuses to return
 once a later step of the lane may have overwritten them.
 
-Order, both ways, by events: the lane waits for what the caller's stream held when the step was
-submitted, and whoever waits for the handle waits for the lane. The inputs are copied on the
-lane, so that the caller's stream does not wait for the lane; they are kept alive until then.
+Events order both directions: the lane waits for work queued on the caller's stream at submission,
+and waiting for the handle waits for the lane. The inputs are copied on the lane, so that the
+caller's stream does not wait for the lane; they are kept alive until then.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _Batch = tuple[int, int, int, int, int]
 
 
 class LanePolicyWarning(RuntimeWarning):
-    """A lane policy raised or named no lane; its steps run on the least busy one."""
+    """A lane policy raised or returned an invalid lane; its steps run on the least busy one."""
 
 
 class StepHandle:
-    """A submitted step: queued on its lane, done some time later.
+    """A submitted step, queued on its lane.
 
     Args:
         result: What the step returned; its data is there when the step is done.
         in_flight: The step in flight.
         lane: Number of the lane.
         is_device: Its tensors are memory of a CUDA device.
-        memory: The lane, where the result may lie in memory that its next step overwrites.
+        memory: The lane, if the result may be in memory that its next step overwrites.
 
-    Thread safety: any thread may wait for it, also several.
+    Thread safety: any number of threads may wait for it.
     """
 
     __slots__ = ("_in_flight", "_is_device", "_memory", "_result", "_tick", "lane")
@@ -75,14 +75,14 @@ class StepHandle:
         self.lane: int = lane
 
     def is_done(self) -> bool:
-        """Return whether the step has run; never blocks."""
+        """Return whether the step has run, without blocking."""
         return self._in_flight.done.query()
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for the step; the host goes on.
+        """Make later work of a stream wait for the step, without blocking the host.
 
         Args:
-            stream: A stream of torch or of the backend; the current one by default.
+            stream: A stream of torch or of the backend; by default the current one.
         """
         if stream is not None and not isinstance(getattr(stream, "handle", None), int):
             from dispatchkit.backends.cuda.streams import CudaStream
@@ -97,25 +97,26 @@ class StepHandle:
         self._in_flight.done.synchronize()
 
     def result(self) -> Any:
-        """Return what the step returned, once the current stream waits for it.
+        """Return the step's result, after making the current stream wait for it.
 
-        It may be used on the current stream at once. For another one call ``wait`` with it.
+        It may be used on the current stream immediately. For another stream, call ``wait`` with it.
         With ``outputs="view"`` it is valid until the next step of its lane.
 
         Raises:
-            ReplayError: With ``outputs="view"``: its lane has been given a step since.
+            ReplayError: With ``outputs="view"``: a later step was submitted to its lane.
         """
         memory = None if self._memory is None else self._memory()
         if memory is not None and memory.tick != self._tick:
             raise ReplayError(
-                f"This result was a view, and a later step of lane {self.lane} has overwritten it. "
-                "Ask for it before the lane's next step, or make the runner with outputs='owned'."
+                f"This result was a view, and a later step of lane {self.lane} has overwritten "
+                "it. Read it before the lane's next step, or create the runner with "
+                "outputs='owned'."
             )
         self.wait()
         return self._result
 
     def _keep_for(self, stream: Any) -> None:
-        """Tell the allocator who reads the result: its memory is the lane's stream's."""
+        """Tell the allocator which stream reads the result in the lane's memory."""
         raw: Any = None if stream is None else stream.raw
         for leaf in leaves_of(self._result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -128,13 +129,13 @@ class StepHandle:
 
 @attrs.frozen
 class LaneStats:
-    """What one lane has been given.
+    """Statistics of one lane.
 
     Attributes:
         index: Number of the lane.
         num_steps: Steps submitted to it.
         num_tokens: Tokens of them.
-        num_unfinished: Those of the steps that are not done.
+        num_unfinished: Submitted steps that have not finished.
         num_graphs: Live graphs.
         num_bytes: Bytes of its graphs and of its static inputs.
     """
@@ -149,11 +150,11 @@ class LaneStats:
 
 @attrs.frozen
 class LaneCost:
-    """What a way to spread keys over lanes is expected to take, in memory.
+    """The expected memory of a way to assign keys to lanes.
 
     Attributes:
-        way: ``every lane``: each has all keys. ``homes``: each key where the lane policy
-            has its home.
+        way: ``every lane``: each has all keys. ``homes``: each key on the lanes chosen by the lane
+            policy.
         num_graphs: Graphs on all lanes.
         graph_bytes: Their pools and outputs.
         static_bytes: Static inputs of all lanes, those at every bucket of the axes too.
@@ -168,14 +169,14 @@ class LaneCost:
 class InFlight:
     """A step in flight, and what it still reads; shared by its lane and its handle.
 
-    Making and destroying an event costs more than recording it: once neither lane nor handle
-    knows the step any more, its event serves another one.
+    Creating and destroying an event takes longer than recording it, so once neither lane nor handle
+    references the step, its event is reused.
 
     Args:
         done: Recorded behind the step.
         num_tokens: Its tokens.
-        tensors: What it reads; let go of when it is done.
-        unused: Takes the event when nobody asks for it any more.
+        tensors: The tensors it reads; released when it is done.
+        unused: Takes the event back when it is no longer needed.
     """
 
     __slots__ = ("_unused", "done", "num_tokens", "tensors")
@@ -189,7 +190,7 @@ class InFlight:
 
 
 class LaneQueue:
-    """Steps that one lane was given and has not finished; a lane policy's view of it.
+    """The unfinished steps of one lane, and the lane policy's view of it.
 
     Args:
         index: Number of the lane.
@@ -200,12 +201,13 @@ class LaneQueue:
         self.index = index
         self.executor = executor
         self.stream: Stream = executor.lane.stream
-        # Where results lie that are views; weakly, since handles may outlive the runner.
+        # The memory of results that are views; a weak reference, since handles may outlive the
+        # runner.
         is_view = executor.spec.outputs == "view"
         self.memory: weakref.ref[Lane] | None = weakref.ref(executor.lane) if is_view else None
         self.handle: int = self.stream.handle
         self.is_on_cuda: bool = executor.work.inputs.device.type == "cuda"
-        # Marks on the caller's stream what the lane waits for.
+        # Marks the work on the caller's stream that the lane waits for.
         self.arrived: Event = executor.work.backend.new_event()
         self._unused: list[Event] = []
         self._registry = executor.registry
@@ -216,7 +218,7 @@ class LaneQueue:
 
     @property
     def num_unfinished(self) -> int:
-        """Steps given to the lane that are not done on the device."""
+        """Steps submitted to the lane that have not finished on the device."""
         self.reap()
         return len(self._in_flight)
 
@@ -232,24 +234,24 @@ class LaneQueue:
         return entry is not None and entry.state is KeyState.CAPTURED
 
     def reap(self, at_most: int = sys.maxsize) -> None:
-        """Release what finished steps read.
+        """Release the tensors that finished steps read.
 
         Args:
-            at_most: How many of them; asking a device costs more than a microsecond.
+            at_most: Most steps to check; querying a device takes more than a microsecond.
         """
         in_flight = self._in_flight
         while at_most and in_flight and in_flight[0].done.query():
             step = in_flight.popleft()
             self._num_tokens -= step.num_tokens
-            step.tensors = None  # the handle keeps the step, and must not keep these
+            step.tensors = None  # the handle keeps the step alive, and must not keep these
             at_most -= 1
 
     def push(self, num_tokens: int, tensors: Any) -> InFlight:
-        """Note a step that was just queued on the lane's stream."""
+        """Record a step that was just queued on the lane's stream."""
         done = self._unused.pop() if self._unused else self.executor.work.backend.new_event()
         done.record(self.stream)
-        # Two for each one that comes: all are released in time, and the next lane does not wait
-        # while the host looks through everything that this one has done since.
+        # Two for each new one: all are eventually released, and the next lane does not wait while
+        # the host checks all finished steps of this one.
         self.reap(2)
         step = InFlight(done, num_tokens, tensors, self._unused)
         self._in_flight.append(step)
@@ -260,19 +262,19 @@ class LaneQueue:
 
 
 class LaneSet(Sequence[Executor]):
-    """The lanes of a runner, and what chooses among them.
+    """The lanes of a runner, and the chooser among them.
 
     As a sequence it has the executor of each lane.
 
     Args:
         executors: Those of all lanes.
         chooser: The lane policy; one lane needs none.
-        homes: On which lanes keys are captured.
+        homes: The lanes on which keys are captured.
         reader: Binds and checks the inputs of steps.
-        lock: The host gives steps to lanes one at a time, under it.
+        lock: Held while the host submits a step.
 
     Attributes:
-        num_faults: Steps that the lane policy chose no lane for, or raised.
+        num_faults: Steps for which the lane policy raised or returned an invalid lane.
     """
 
     num_faults: int
@@ -319,7 +321,7 @@ class LaneSet(Sequence[Executor]):
         priority: int = 0,
         **inputs: Any,
     ) -> StepHandle:
-        """Queue one step on a lane and return at once; it runs exactly once.
+        """Queue one step on a lane and return immediately; it runs exactly once.
 
         See ``GraphRunner.submit``.
         """
@@ -344,12 +346,12 @@ class LaneSet(Sequence[Executor]):
                 return self._give(queue, caller, batch, tensors, readable)
         staging = queue.executor.lane.buffers.staging
         if staging is not None:
-            staging.wait()  # without the lock: other lanes are free to be given steps
+            staging.wait()  # without the lock, so that steps can be submitted to other lanes
         with self._lock:
             return self._give(queue, caller, batch, tensors, readable)
 
     def stats(self) -> tuple[LaneStats, ...]:
-        """Return what each lane has been given so far."""
+        """Return the statistics of each lane."""
         with self._lock:
             return tuple(
                 LaneStats(
@@ -364,7 +366,7 @@ class LaneSet(Sequence[Executor]):
             )
 
     def costs(self) -> tuple[LaneCost, ...]:
-        """Return what the lanes' graphs are expected to take, before they are captured.
+        """Return the expected memory of the lanes' graphs before they are captured.
 
         The largest graph of each lane is rehearsed, or warmed up where the backend cannot
         rehearse; smaller ones reuse its memory.
@@ -413,7 +415,7 @@ class LaneSet(Sequence[Executor]):
         return min(queues, key=lambda one: one.num_unfinished)
 
     def _warn(self, error: PolicyError) -> None:
-        """Warn of the first fault of the lane policy."""
+        """Warn about the first fault of the lane policy."""
         if not self._once.first():
             return
         first = self._first
@@ -445,7 +447,7 @@ class LaneSet(Sequence[Executor]):
                     )
         except Exception:
             executor.counters.failed_steps += 1
-            stream.synchronize()  # nothing of it reads the caller's tensors any more
+            stream.synchronize()  # it no longer reads the caller's tensors
             raise
         in_flight = queue.push(batch[0], tensors)
         return StepHandle(result, in_flight, queue.index, queue.is_on_cuda, queue.memory)

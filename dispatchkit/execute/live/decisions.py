@@ -23,7 +23,7 @@ class DecisionRunner:
     Args:
         executor: Decides and runs them.
         reader: Binds and checks their inputs.
-        taps: What follows steps.
+        taps: The taps of the steps.
         lock: Held by each step.
     """
 

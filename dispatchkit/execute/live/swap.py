@@ -73,7 +73,7 @@ class Swapper:
 
     Args:
         executor: The executor.
-        taps: What follows the steps.
+        taps: The taps of the steps.
         num_lanes: Number of the runner's lanes.
         lock: Held by each step.
     """

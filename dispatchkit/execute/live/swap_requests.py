@@ -44,7 +44,7 @@ class SwapRequests:
 
     Args:
         executor: The executor.
-        taps: What follows the steps.
+        taps: The taps of the steps.
         num_lanes: Number of the runner's lanes.
     """
 

@@ -147,7 +147,7 @@ class LazyPlan:
         eager: Runs the step until then.
         lifecycle: Captures the key.
         lane: The lane whose static inputs steps in place write.
-        key: Which.
+        key: The key.
         num_tokens: Rows of the cell.
     """
 

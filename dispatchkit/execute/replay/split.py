@@ -51,7 +51,7 @@ class PartPlan:
     Attributes:
         rows: Its rows.
         plan: Replays them.
-        step: What is replayed.
+        step: The captured key.
         count: The plan's own counter of replays.
     """
 
@@ -74,7 +74,7 @@ class SplitPlan:
         inputs: The static inputs, or those with axes.
         eager: Runs rows that no graph serves.
         lifecycle: Determines with a call's integers whether rows are independent.
-        lane: Where.
+        lane: The lane.
         timer: Measures the whole step if the decision requests it.
         checker: The checker, if check mode is on.
     """
@@ -237,7 +237,7 @@ class LazySplitPlan:
         registry: The registry of their graphs.
         eager: Runs the step until then.
         lifecycle: Captures.
-        lane: Where.
+        lane: The lane.
     """
 
     def __init__(
