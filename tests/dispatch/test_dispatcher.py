@@ -1345,7 +1345,7 @@ def test_explanation_tells_a_kind_without_graphs_from_a_size_above_them():
 
 
 def test_a_class_in_place_of_a_policy_is_told_from_a_policy():
-    with pytest.raises(PolicyError, match=r"'AskedPolicy'.*give an instance: AskedPolicy"):
+    with pytest.raises(PolicyError, match=r"'AskedPolicy'.*pass an instance, AskedPolicy"):
         Dispatcher(AskedPolicy, DispatchConfig(sizes=(8,)))
 
 
