@@ -194,7 +194,7 @@ class Explanation:
         if not self.candidates and self.largest >= self.batch.num_tokens:
             lines.append("   no graph is declared for this kind of batch")
         elif not self.candidates:
-            lines.append("   no declared graph is large enough for it")
+            lines.append("   no declared graph is large enough for the batch")
         return "\n".join(lines)
 
 
@@ -267,6 +267,8 @@ _BEHIND: Mapping[str, str] = {
     Reason.TOO_MANY_REQS: "constraint: a graph serves no more requests than it was captured for",
     Reason.OUTSIDE_AXIS: "constraint: a value lies outside all buckets of its axis",
     Reason.ROWS_NOT_INDEPENDENT: "constraint: only batches of independent rows may be split",
+    Reason.ROWS_DEPEND: "executor: padding changes what the step computes",
+    Reason.ROWS_NOT_THE_BUCKET: "executor: an output has other rows than the batch",
     Reason.OUTPUTS_NOT_JOINED: "executor: the outputs of the parts cannot be joined",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
     Reason.NOT_MINE: "policy: no policy decided this batch",

@@ -30,7 +30,7 @@ from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.memory import LongPause
 from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.report import progress_shower
-from dispatchkit.execute.step.reasons import PADDED_DRAWS
+from dispatchkit.execute.step.reasons import NEXT_STEPS, PADDED_DRAWS
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
@@ -364,10 +364,21 @@ class Controls:
         found = explain_batch(first.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
         missed = next((one.key for one in found.candidates), None)
         decision = first.planner.shown(found.decision, num_tokens, missed)
+        candidates = [
+            attrs.evolve(
+                one,
+                chosen=one.key == decision.key,
+                why_not=one.why_not
+                or first.planner.refusal(Decision.replay(one.key), num_tokens)
+                or None,
+            )
+            for one in found.candidates
+        ]
         model = None if cost_model is None else find_cost_model(cost_model)
         return attrs.evolve(
             found,
             decision=decision,
+            candidates=tuple(candidates),
             cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
             note=" ".join(self._notes(decision, num_tokens)),
@@ -375,6 +386,8 @@ class Controls:
 
     def _notes(self, decision: Decision, num_tokens: int) -> Iterator[str]:
         """Yield further notes about a step."""
+        if decision.reason in NEXT_STEPS:
+            yield NEXT_STEPS[decision.reason]
         config = self._first.dispatcher.config
         may_split = self._first.spec.options.rows_independent
         if self._pads_draws(decision.key, num_tokens):

@@ -41,7 +41,7 @@ def test_batch_without_a_graph_is_told_whether_size_or_kind_is_why(largest, abov
     told = attrs.evolve(EAGER, largest=largest)
     last = str(told).splitlines()[-1]
     if above:
-        assert last == "   no declared graph is large enough for it"
+        assert last == "   no declared graph is large enough for the batch"
         assert told.nearest == f"none of 8 tokens or more; the largest has {largest}"
     else:
         assert last == "   no graph is declared for this kind of batch"

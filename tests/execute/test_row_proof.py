@@ -466,6 +466,12 @@ def test_the_finding_is_shown_before_a_step_and_in_the_report():
     runner.capture()
     explained = runner.explain(3)
     assert (explained.decision.key, explained.decision.reason) == (None, "rows_depend")
+    assert explained.because == "executor: padding changes what the step computes"
+    assert [(one.chosen, one.why_not) for one in explained.candidates] == [
+        (False, "rows_depend"),
+        (False, "rows_depend"),
+    ]
+    assert "Capture the exact sizes" in explained.note
     assert runner.explain(4).decision.key is not None
     found = "rows_depend: output 0 of 3 rows depends on the rows after them"
     assert f"replays only 8 rows, {found}" in str(runner)
