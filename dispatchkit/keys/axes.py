@@ -53,7 +53,7 @@ class Axis:
     def __attrs_post_init__(self) -> None:
         name: Any = self.name
         if not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError("axis", name, "a name that could be an argument")
+            raise ConfigError("axis", name, "a valid name of a Python argument")
         if not self.buckets:
             raise ConfigError("buckets", self.buckets, "at least one value", f"Axis {self.name!r}.")
         top = self.buckets[-1]

@@ -27,7 +27,7 @@ def test_buckets_that_are_none_are_refused(bad):
 
 @pytest.mark.parametrize("bad", ["", "1a", "a b", 7, None])
 def test_name_must_be_one_that_an_argument_could_have(bad):
-    with pytest.raises(ConfigError, match="a name that could be an argument"):
+    with pytest.raises(ConfigError, match="a valid name of a Python argument"):
         Axis(bad, (1,))
 
 

@@ -694,7 +694,7 @@ def window_by_length():
     [
         (without_layers, "one that takes cache or past_key_values or cache_params"),
         (sparse, "DynamicIndexedLayer"),
-        (window_by_length, "a step on a static cache gives what the model gives"),
+        (window_by_length, "steps on a static cache, with rows at different positions"),
         (lambda: torch.nn.Linear(2, 2), "a model of transformers that generates text"),
         (lambda: llama().train(), r"in evaluation mode.*model\.eval"),
     ],
@@ -713,7 +713,7 @@ def test_more_positions_than_the_model_has_are_refused(one_model):
 
 def test_padding_on_the_right_is_refused(one_model):
     ids = torch.tensor([[5, 6, 0], [5, 6, 7]])
-    with pytest.raises(InputError, match="zeros on the left"):
+    with pytest.raises(InputError, match="zeros only on the left"):
         decoder_of(one_model).admit(ids, (ids != 0).long())
 
 

@@ -115,7 +115,7 @@ def split_graph(
             traced ones.
 
     Raises:
-        ConfigError: Nothing is left to be a graph.
+        ConfigError: No piece is left to capture.
     """
     parts = _parts(traced.graph.graph, rules)
     if not any(part.is_graph for part in parts):

@@ -272,7 +272,7 @@ def _learnt(policy: Any, outcome: Outcome) -> list[CellUpdate]:
     updates = list(policy.observe(outcome) or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
-            raise TypeError(f"it returned {update!r}; only CellUpdates are updates")
+            raise TypeError(f"it returned {update!r}; only CellUpdates are allowed")
     return updates
 
 

@@ -71,9 +71,9 @@ class Plan:
         families: The sizes by kind of step; one entry when not keyed.
         num_graphs: Graphs to capture, over all families.
         max_size: Largest size asked for; larger steps run eager.
-        waste_pct: Padded tokens per cent of real ones, over the judged steps up to max_size.
+        waste_pct: Padding in percent of real tokens, over the judged steps up to max_size.
         excess_pct: What is minimised, above its value with a graph at every exact size, in
-            per cent, over the same steps; the same as waste_pct unless there is a cost model.
+            percent, over the same steps; the same as waste_pct unless there is a cost model.
         curve: (graphs, waste_pct) for every number of graphs, planned and judged alike.
         rivals: Known lists on the same steps.
         fit_on: What was planned on: ``all`` or ``first-half``.

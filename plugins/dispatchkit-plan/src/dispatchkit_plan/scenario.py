@@ -58,8 +58,8 @@ class Scenario:
             its steps run eager. Above 1, nothing is captured before the first step.
         lanes: Steps are dealt to so many lanes in turn, each with graphs of its own.
         cost_model: A cost model, or the name of a built-in one or a file.
-        sample_every: Of the steps that a learning policy wants timed, one in so many is;
-            those that it asks for one by one always are.
+        sample_every: Measure one in ``sample_every`` steps of a timed decision;
+            one-shot steps are always measured.
         rows_independent: The policy may split mixed batches over several graphs; such a step
             takes as long as its parts together.
         noise: How measured times differ from true ones.

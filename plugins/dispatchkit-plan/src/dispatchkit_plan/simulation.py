@@ -46,8 +46,8 @@ class Simulation:
         real_tokens: Tokens of the steps that replayed a graph, before padding.
         padding_tokens: What was added to them.
         num_graphs: Keys that the policy declared, on all lanes.
-        captures: Graphs captured, again after an eviction too.
-        evictions: Graphs given up for room.
+        captures: Captures, including those repeated after an eviction.
+        evictions: Graphs evicted to make room.
         probes: Steps that ran under a one-shot decision of a learning policy.
         measured: Steps whose time a learning policy was told.
         policy_errors: Faults of the policy; the steps concerned ran eager.
@@ -90,7 +90,7 @@ class Simulation:
 
     @property
     def waste_pct(self) -> float:
-        """Padded tokens per cent of the real ones, over the steps that replayed a graph."""
+        """Padding in percent of the real tokens, over the steps that replayed a graph."""
         return 100.0 * self.padding_tokens / self.real_tokens if self.real_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:

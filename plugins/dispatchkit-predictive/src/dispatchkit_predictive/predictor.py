@@ -247,7 +247,7 @@ def _normal(found: list[float]) -> list[float]:
 
 
 def _mixed(found: list[float], base: list[float]) -> list[float]:
-    """Return nine parts of one with a tenth of the base, or the base alone."""
+    """Mix a distribution with a tenth of the base; return the base if it is empty."""
     total = sum(found)
     if not total:
         return base

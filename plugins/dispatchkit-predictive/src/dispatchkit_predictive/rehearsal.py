@@ -91,7 +91,7 @@ def rehearse(
         keys: What each step asks for; None runs eager whatever there is.
         declared: All keys.
         max_graphs: Most live graphs.
-        idle_every: After each so many steps there is time for one capture.
+        idle_every: Steps between two idle moments, each long enough for one capture.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -167,8 +167,8 @@ def at_best(
     Args:
         keys: What each step asks for; None runs eager whatever there is.
         max_graphs: Most live graphs.
-        idle_every: After each so many steps there is time for one capture.
-        ahead: Any key may be captured, otherwise those alone that were asked for in vain.
+        idle_every: Steps between two idle moments, each long enough for one capture.
+        ahead: Capture any key; if false, only keys that a step missed.
 
     Raises:
         ConfigError: A setting cannot be used.

@@ -401,7 +401,7 @@ class RankAgreement:
         return error
 
     def _marks(self, mark: int, where: str) -> list[dict[str, str]]:
-        """Return what each rank came with, where all know that it is not the same."""
+        """Return each rank's place and mark, once all know that these differ."""
         texts = self.gather(json.dumps({"mark": f"{where} with mark {mark:x}"}))
         return [json.loads(text) for text in texts]
 

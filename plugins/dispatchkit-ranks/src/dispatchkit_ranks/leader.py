@@ -162,8 +162,8 @@ class LeaderPolicy:
         if self._once.first():
             warnings.warn(
                 f"Policy {policy_name(self.learner)!r}, {method}: raised "
-                f"{type(error).__name__}: {error}. The ranks go on with what it had made "
-                "known before.",
+                f"{type(error).__name__}: {error}. The ranks continue with what it published "
+                "before.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -174,7 +174,7 @@ def _updates(answer: Any) -> list[CellUpdate]:
     updates = list(answer or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
-            raise TypeError(f"it answered {update!r:.60}; only CellUpdates are updates")
+            raise TypeError(f"it answered {update!r:.60}; only CellUpdates are allowed")
     return updates
 
 

@@ -334,7 +334,7 @@ class RankedRunner:
         return structure.build(leaves)
 
     def _fill_rows(self, name: str, rows: int) -> torch.Tensor:
-        """Return at least so many rows of an input's fill value."""
+        """Return at least ``rows`` rows of an input's fill value."""
         spec = self._inputs[name]
         kept = self._fill.get(name)
         if kept is None or (spec.batch_dim is not None and kept.shape[spec.batch_dim] < rows):

@@ -107,7 +107,7 @@ class ThresholdPolicy:
         )
 
     def _useful(self, sizes: Sequence[int]) -> list[int]:
-        """Return those of a kind's ascending sizes that a batch within the limits may get."""
+        """Return the ascending sizes of a kind that the limits allow."""
         return [
             size
             for below, size in itertools.pairwise((0, *sizes))

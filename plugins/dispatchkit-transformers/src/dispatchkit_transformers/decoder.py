@@ -286,24 +286,24 @@ class GraphDecoder:
         encoder_outputs: Any = None,
         encoder_attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run prompts, and give each a row behind those there are.
+        """Run prompts and append a row for each.
 
         Their first new tokens are the likeliest ones, until ``tokens`` is set.
 
         Args:
             input_ids: Prompts (B, T), padded on the left.
             attention_mask: 0 where padding is (B, T).
-            encoder_outputs: What the model's encoder gave, for encoder-decoder models, of which
-                the prompts are the decoder's.
+            encoder_outputs: Output of the model's encoder, for encoder-decoder models; the prompts
+                are those of the decoder.
             encoder_attention_mask: 0 where that is padding (B, S).
 
         Returns:
             Logits of the first new token (B, V), float32.
 
         Raises:
-            DescriptorError: There are not so many free slots, or a prompt is too long.
+            DescriptorError: There are too few free slots, or a prompt is too long.
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
-                vocabulary, or what the encoder gave is missing, or longer than
+                vocabulary, or the encoder output is missing, or longer than
                 ``max_source_length``.
         """
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
@@ -507,7 +507,7 @@ class GraphDecoder:
             self._prompts.runner.invalidate()
 
     def bucket(self, num_rows: int) -> int:
-        """Return the smallest captured batch size for so many rows, or that number itself."""
+        """Return the smallest capture size that covers ``num_rows``, or that number itself."""
         sizes = self.runner().config.sizes
         return next((size for size in sizes if size >= num_rows), num_rows)
 
@@ -669,7 +669,7 @@ class GraphDecoder:
             )
 
     def check_fits(self, rows: int, longest: int) -> None:
-        """Raise DescriptorError unless so many more rows of such a length have room."""
+        """Raise DescriptorError if ``rows`` more rows of length ``longest`` do not fit."""
         if self.num_rows + rows > self.max_batch_size:
             raise DescriptorError(
                 "batch size",

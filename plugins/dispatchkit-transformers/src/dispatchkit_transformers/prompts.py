@@ -29,7 +29,7 @@ from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_ne
 #: How prompts run that do not run eager.
 GRAPHS = "graphs"
 
-# Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
+# Up to about this many tokens, a chunk takes as long as one of a few, since both read all weights.
 # Measured: docs/measurements/decoding.md, "Prompts through graphs".
 _SAME_TIME = 512
 
@@ -359,7 +359,7 @@ def _passes_windows(probe: Probe, length: int) -> bool:
 
 
 def _masks_windows(model: Any) -> bool:
-    """Return whether the model's own prompts look at no more than its windows have.
+    """Return whether the model's own prompts attend only within its windows.
 
     Moshi's look at all positions, and its single tokens at a window. A trial of a few tokens
     passes no window, so that it is the code that says what masks are made.

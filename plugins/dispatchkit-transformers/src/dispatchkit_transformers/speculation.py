@@ -40,7 +40,7 @@ class Drafter(Protocol):
         ...
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Take prompts (B, T) in, padded on the left, of so many tokens: rows behind the others."""
+        """Append rows for prompts (B, T), padded on the left; ``lengths`` are without padding."""
         ...
 
     def propose(

@@ -211,7 +211,7 @@ class Probe:
         return run
 
     def masks_for(self, layers: Sequence[Any]) -> Any:
-        """Return what makes the masks of steps that see these layers."""
+        """Return the maker of attention masks for steps on these layers."""
         return self.form(_text(self.model), layers)
 
     def _last(self, number: int) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def probe(model: Any, max_length: int) -> Probe:
         except torch.OutOfMemoryError:
             raise  # it says nothing of the model
         except MISFITS as error:
-            allowed = f"one that gives back its cache for a prompt of one token{_because(error)}"
+            allowed = f"one that returns its cache for a prompt of one token{_because(error)}"
             raise ConfigError("model", name, allowed, _ADVICE) from error
         made = _proven(attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length)
         if _depends_on_past(made, max_length):
@@ -314,8 +314,8 @@ def _proven(found: Probe, length: int) -> Probe:
     raise ConfigError(
         "model",
         type(found.model).__name__,
-        "one of which a step on a static cache gives what the model gives of the whole sequence, "
-        f"with each row at a position of its own{_because(wrong)}",
+        "one whose steps on a static cache, with rows at different positions, give the logits "
+        f"of the whole sequence{_because(wrong)}",
         _ADVICE,
     )
 
@@ -424,7 +424,7 @@ def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
     if not layers:
         raise ConfigError(
             "model",
-            f"one that gives back {type(cache).__name__} as its cache",
+            f"one that returns {type(cache).__name__} as its cache",
             "one whose cache has layers",
             _ADVICE,
         )

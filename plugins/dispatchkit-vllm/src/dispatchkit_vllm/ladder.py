@@ -33,7 +33,7 @@ _FULL, _PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 class PartialRequestError(AssertionError):
     """A uniform graph would hold a part of a request.
 
-    An AssertionError, as vLLM raises for it; only the facades let it come up.
+    An AssertionError, as in vLLM; only the facades let it propagate.
     """
 
     def __init__(self, num_tokens: int, query_len: int) -> None:

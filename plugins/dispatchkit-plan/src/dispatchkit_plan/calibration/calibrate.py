@@ -84,9 +84,9 @@ def calibrate(
         sizes: Sizes to capture and to replay; the runner's own by default.
         eager_sizes: Sizes to run eager; by default those of ``sizes`` and more up to the
             runner's ``max_num_tokens``.
-        make_inputs: Returns the inputs of a call with so many rows; where the runner has an
-            axis, called with its value besides. By default random numbers where an input holds
-            fractions, its fill elsewhere.
+        make_inputs: Returns the inputs of a call with the given number of rows, and, if the
+            runner has an axis, the given value of it. By default random numbers for inputs of
+            floating point, and the fill of all others.
         pace: ``queued`` or ``waited``, see above.
         samples: Samples of each size and mode; the median counts.
         name: Name of the model; by default step and device.
@@ -158,7 +158,7 @@ def _inputs(
     size: int,
     value: int,
 ) -> dict[str, Any]:
-    """Return the arguments of a call with so many rows, the value of the axis among them."""
+    """Return the arguments of a call with ``size`` rows, including the value of the axis."""
     axes = subject.runner.config.axes
     if make is not None:
         return {**make(size, value), axes[0].name: value} if axes else dict(make(size))

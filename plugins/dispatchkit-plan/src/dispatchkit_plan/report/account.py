@@ -146,7 +146,7 @@ class Account:
 
     @property
     def waste_pct(self) -> float:
-        """Padded tokens per cent of the real ones, over the steps that replayed a graph."""
+        """Padding in percent of the real tokens, over the steps that replayed a graph."""
         return 100.0 * self.padding / self.real_tokens if self.real_tokens else 0.0
 
     def by(self, what: Callable[[AccountedDecision], Any]) -> dict[Any, list[AccountedDecision]]:

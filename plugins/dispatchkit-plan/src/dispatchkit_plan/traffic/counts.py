@@ -180,7 +180,7 @@ class CudagraphStats:
 
     @property
     def waste_pct(self) -> float:
-        """Padded tokens per cent of the real ones, over the steps that replayed a graph."""
+        """Padding in percent of the real tokens, over the steps that replayed a graph."""
         graphed = [row for row in self.rows if row.mode != "NONE"]
         real = sum(row.unpadded * row.count for row in graphed)
         padding = sum((row.padded - row.unpadded) * row.count for row in graphed)

@@ -131,7 +131,8 @@ class Station:
             graphs: Every graph that it captures, as what its ``dispatch`` returns.
             facts: Returns sizes and limits, as options of ``DispatchConfig``.
             ask: Returns the key that the runner's own code chooses; None for eager.
-            eager: Returns what its ``dispatch`` returns for an eager batch of so many requests.
+            eager: Returns what its ``dispatch`` returns for an eager batch, by its number of
+                requests.
 
         Raises:
             ConfigError: An option is wrong, the policy's graphs are not those of the runner,

@@ -16,7 +16,7 @@ from dispatchkit_vllm.engine.log import log
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
 
-#: Of the steps that a policy decided, one in so many is measured, beside those that it asks for.
+#: One in this many steps is measured, besides those that the policy asks for.
 SAMPLE_EVERY = 16
 # Measurements that wait for the device; with more the oldest is dropped.
 _MAX_PENDING = 64

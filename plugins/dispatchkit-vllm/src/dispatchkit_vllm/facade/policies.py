@@ -160,7 +160,7 @@ class DefaultDispatchPolicy(DispatchPolicy):
     Args:
         min_tokens_for_graph: Fewest tokens that replay.
         max_tokens_for_graph: Most tokens that replay.
-        prefer_piecewise: PIECEWISE goes before FULL where both are there.
+        prefer_piecewise: Prefer PIECEWISE to FULL if both exist.
 
     Raises:
         ConfigError: The range is empty, or an end of it is not a number.

@@ -262,7 +262,7 @@ class GraphWrapper:
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
-                f"since {descriptor} was captured: it is captured anew, as is every key at each "
+                f"since {descriptor} was captured: it is captured again, as is every key at each "
                 f"such change. Warned once.",
                 ChurnWarning,
                 stacklevel=3,
