@@ -63,18 +63,12 @@ def alone(model, inputs, number):
     return ids[0, -COUNTS[number] :].tolist()
 
 
-# One for each form of position, attention and state; logits of every class: test_prompts.py.
 @pytest.mark.parametrize(
-    "name",
-    [
-        "LlamaForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "OPTForCausalLM",
-        "GPTBigCodeForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM",
-        "MoshiForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3_5ForCausalLM",
-        "KimiLinearForCausalLM", "Lfm2ForCausalLM", "BartForCausalLM",
-    ],
-)  # fmt: skip
-def test_tokens_are_those_of_generate(name):
-    model = made(name, {**FULL, **WINDOWS, **RECURRENT}[name])
+    ("name", "settings"),
+    [pytest.param(*one, id=one[0]) for kind in (FULL, WINDOWS, RECURRENT) for one in kind.items()],
+)
+def test_tokens_are_those_of_generate(name, settings):
+    model = made(name, settings)
     prompts = [prompt_of(length) for length in PROMPTS]
     want = [alone(model, {"input_ids": one}, number) for number, one in enumerate(prompts)]
     decoder = decoder_of(model)
