@@ -248,6 +248,19 @@ def test_a_draft_model_of_other_weights_changes_no_token():
     assert stats.accepted < stats.drafted
 
 
+def test_prompts_that_a_drafter_refuses_leave_no_rows():
+    decoder = decoder_of(llama())
+    drafter = Known(1)
+    loop = SpeculativeDecoder(decoder, drafter)
+    known = said_by(decoder.model, {"input_ids": prompt_of(4)}, 12)
+    drafter.waiting = [known]
+    loop.admit(prompt_of(4))
+    with pytest.raises(IndexError):
+        loop.admit(prompt_of(6))  # which Known knows nothing of
+    assert decoder.row_lengths == (4,)
+    assert loop.step() == [known[1:5]]
+
+
 # -- generate -------------------------------------------------------------------------------
 
 
@@ -347,20 +360,20 @@ def test_a_row_takes_drafts_up_to_the_end_of_the_cache():
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
-    """Full attention to their first position, windows by their spare positions."""
+    """Full attention to their first position, windows by their spare positions and one."""
     model = made(name)
     want = said_by(model, {"input_ids": prompt_of(11)}, 12)
     decoder = decoder_of(model)
     decoder.admit(prompt_of(11))
     for _ in range(5):
         decoder.step()
-    for back in (3, 1):
+    for back in (4, 1):
         decoder.truncate([16 - back])
         decoder.tokens = torch.tensor([want[5 - back]])
         assert [int(decoder.step()[0]) for _ in range(back)] == want[6 - back : 6]
     if name == "Gemma3ForCausalLM":
-        with pytest.raises(DescriptorError, match="length of row 0 must be from 13 to 16, got 12"):
-            decoder.truncate([12])
+        with pytest.raises(DescriptorError, match="length of row 0 must be from 12 to 16, got 11"):
+            decoder.truncate([11])
     with pytest.raises(DescriptorError, match="to 16, got 17"):
         decoder.truncate([17])
     with pytest.raises(DescriptorError, match="one for each of 1 rows"):
@@ -370,10 +383,102 @@ def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
     decoder.verify(torch.full((1, DRAFTS), (want[7] + 7) % 97))
     assert decoder.row_lengths == (18,)
     if name == "Gemma3ForCausalLM":
-        with pytest.raises(DescriptorError, match="must be from 18 to 18, got 17"):
-            decoder.truncate([17])
-    else:
-        decoder.truncate([17])
+        with pytest.raises(DescriptorError, match="must be from 17 to 18, got 16"):
+            decoder.truncate([16])
+    decoder.truncate([17])
+    decoder.tokens = torch.tensor([want[6]])
+    assert decoder.verify(torch.tensor([want[7:10]])) == [want[7:11]]
+
+
+@pytest.mark.parametrize("sizes", [(), (16,)], ids=["eager", "prompts"])
+def test_rows_with_windows_do_not_go_back_behind_their_prompt(sizes):
+    """Of which windows keep what the next token looks at, and no more."""
+    decoder = decoder_of(made("MistralForCausalLM", sliding_window=5), prompt_sizes=sizes)
+    decoder.admit(prompt_of(11))
+    decoder.step()
+    with pytest.raises(DescriptorError, match="must be from 11 to 12, got 10"):
+        decoder.truncate([10])
+
+
+class Interrupt(BaseException):
+    """What may be raised anywhere, as by a signal."""
+
+
+def interrupted(call, monkeypatch):
+    """Call what waits for the device, and interrupt it there."""
+
+    def raise_it(tensor):
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", raise_it)
+        with pytest.raises(Interrupt):
+            call()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_rows_of_an_interrupted_step_go_on_only_from_where_they_were(name, monkeypatch):
+    """The device is ahead of the host then: it has verified drafts that nobody was told of."""
+    model = made(name)
+    want = said_by(model, {"input_ids": prompt_of(11)}, 20)
+    decoder = decoder_of(model)
+    decoder.admit(prompt_of(11))
+    said = want[:1]
+    for _ in range(2):  # the second time, tokens are in memory that the step writes to
+        drafts = torch.tensor([want[len(said) : len(said) + DRAFTS]])
+        interrupted(partial(decoder.verify, drafts), monkeypatch)
+        for call in (decoder.step, decoder.logits, partial(decoder.verify, drafts)):
+            with pytest.raises(InputError, match=r"may be half done.*truncate"):
+                call()
+        with pytest.raises(InputError, match="A step of the 1 rows was interrupted"):
+            decoder.admit(prompt_of(4))
+        decoder.truncate(decoder.row_lengths)
+        decoder.tokens = torch.tensor(said[-1:])
+        said += decoder.verify(drafts)[0]
+    assert said == want[: len(said)]
+    interrupted(lambda: decoder.verify(torch.tensor([[-1]])), monkeypatch)
+    decoder.reset()
+    decoder.admit(prompt_of(11))
+    assert decoder.step().tolist() == want[1:2]
+
+
+def test_a_half_done_step_of_recurrent_layers_cannot_be_taken_back():
+    """Some of the layers have taken the token in, and the others have not."""
+    model = made("Lfm2ForCausalLM")
+    decoder = decoder_of(model, num_draft_tokens=0, mode="NONE")
+    decoder.admit(prompt_of(5))
+
+    def raise_it(*_):
+        raise Interrupt
+
+    hook = model.lm_head.register_forward_pre_hook(raise_it)
+    with pytest.raises(Interrupt):
+        decoder.step()
+    hook.remove()
+    for call in (decoder.step, lambda: decoder.truncate(decoder.row_lengths)):
+        with pytest.raises(InputError, match=r"reset\(\) the decoder"):
+            call()
+    decoder.reset()
+    decoder.admit(prompt_of(5))
+    assert decoder.step().tolist() == said_by(model, {"input_ids": prompt_of(5)}, 2)[1:]
+
+
+def test_rows_are_named_by_numbers():
+    """True and False would be rows 1 and 0, and a mask would drop both."""
+    decoder = decoder_of(llama())
+    decoder.admit(torch.cat([prompt_of(4)] * 3))
+    mask = torch.tensor([False, True, True])
+    for wrong in (mask, mask.numpy(), mask.tolist(), [0.5], "0", [3]):
+        with pytest.raises(DescriptorError, match="row must be one of the 3 live rows"):
+            decoder.drop(wrong)
+    for wrong in ([2.5, 2, 2], [True] * 3):
+        with pytest.raises(DescriptorError, match="length of row 0 must be from 1 to 4"):
+            decoder.truncate(wrong)
+    with pytest.raises(InputError, match="tokens must be a tensor of shape"):
+        decoder.tokens = [5, 6, 7]
+    decoder.truncate(torch.tensor([2, 3, 4]))
+    assert decoder.row_lengths == (2, 3, 4)
+    assert decoder.drop(mask.nonzero().flatten()) == [0]
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -436,6 +541,8 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
             DraftModel(decoder, decoder_of(model, **{"sizes": None, **settings}))
     with pytest.raises(ConfigError, match=r"vocabulary of small must be at least .*, 97, got 96"):
         DraftModel(decoder, decoder_of(llama(vocab_size=96)))
+    with pytest.raises(ConfigError, match="small must be a decoder of its own"):
+        DraftModel(decoder, decoder)
     with pytest.raises(ConfigError, match="a model without an encoder"):
         DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))
 

@@ -31,7 +31,7 @@ from dispatchkit.errors import (
     UnknownNameError,
 )
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
-from dispatchkit.keys import Axis, check_count
+from dispatchkit.keys import Axis, check_count, whole_number
 from dispatchkit.options import DERIVED, RunnerOptions, refuse_moved, with_settings
 from dispatchkit.registry import KeyState
 
@@ -220,8 +220,11 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
-        # One behind the furthest position that drafts and positions given up were written to.
+        # One behind the furthest position that drafts and positions given up were written to, or
+        # further for rows that cannot go back behind their prompt.
         self._ends: list[int] = []
+        # An error or an interrupt in a step leaves it unknown how far tokens and states are.
+        self._is_amid_step = False
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
         self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
@@ -272,9 +275,11 @@ class GraphDecoder:
 
     @tokens.setter
     def tokens(self, tokens: torch.Tensor) -> None:
-        if tokens.shape != (self.num_rows,):
+        shape = getattr(tokens, "shape", None)
+        got = type(tokens).__name__ if shape is None else tuple(shape)
+        if got != (self.num_rows,):
             raise InputError(
-                "tokens", f"tokens must be of shape ({self.num_rows},), got {tuple(tokens.shape)}."
+                "tokens", f"tokens must be a tensor of shape ({self.num_rows},), got {got}."
             )
         self._tokens = tokens
 
@@ -304,8 +309,9 @@ class GraphDecoder:
             DescriptorError: There are too few free slots, or a prompt is too long.
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
                 vocabulary, or the encoder output is missing, or longer than
-                ``max_source_length``.
+                ``max_source_length``; or a step of the rows did not end.
         """
+        self._check_ended()
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
         paddings = left_paddings(input_ids, attention_mask)
         check_tokens(input_ids, self._probe.vocabulary)
@@ -331,7 +337,9 @@ class GraphDecoder:
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
-        self._ends += lengths
+        # Of an eager prompt, windows have what the next token looks at and no spare positions.
+        back = self.cache.most_back or 0
+        self._ends += [length + back for length in lengths]
         self._admitted += rows
         self._prompt_counts[how] += rows
         return logits
@@ -343,8 +351,10 @@ class GraphDecoder:
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there is none.
+            InputError: An earlier step did not end.
         """
         self._tokens, self._positions = self._run("tokens")
+        self._end_step([one + 1 for one in self._lengths])
         return self._tokens
 
     def logits(self) -> torch.Tensor:
@@ -354,9 +364,11 @@ class GraphDecoder:
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there is none.
+            InputError: An earlier step did not end.
         """
         logits: torch.Tensor
         logits, self._positions = self._run("logits")
+        self._end_step([one + 1 for one in self._lengths])
         return logits
 
     def verify(self, drafts: torch.Tensor) -> list[list[int]]:
@@ -375,7 +387,7 @@ class GraphDecoder:
 
         Raises:
             ConfigError: The decoder was made without ``num_draft_tokens``.
-            InputError: Drafts are of another shape or kind.
+            InputError: Drafts are of another shape or kind, or an earlier step did not end.
             DescriptorError: A row is at the end of the cache, or there is none.
         """
         self._check_drafts(drafts)
@@ -387,7 +399,7 @@ class GraphDecoder:
         self._ends = [max(end, at + 1 + most) for end, at in zip(self._ends, starts, strict=True)]
         rows: list[list[int]] = verified.tolist()
         said = [row[: row[-2] + 1] for row in rows]
-        self._lengths = [at + len(one) for at, one in zip(starts, said, strict=True)]
+        self._end_step([at + len(one) for at, one in zip(starts, said, strict=True)])
         self._drafted += sum(row[-1] for row in rows)
         self._accepted += sum(row[-2] for row in rows)
         return said
@@ -395,23 +407,32 @@ class GraphDecoder:
     def truncate(self, lengths: Sequence[int]) -> None:
         """Give up the last positions of rows; set ``tokens`` before the next step.
 
+        After a step that did not end, rows may go back to where they were before it.
+
         Args:
-            lengths: How many each row keeps, 1 or more. Windows have spare positions for
-                ``num_draft_tokens`` behind them, states of recurrent layers have none.
+            lengths: How many each row keeps, 1 or more. Windows have spare positions for one more
+                than ``num_draft_tokens`` behind them, of the tokens after the prompt. States of
+                recurrent layers have none.
 
         Raises:
             DescriptorError: A row has not so many, or has lost what lies so far back.
         """
         if len(lengths) != self.num_rows:
             raise DescriptorError("lengths", list(lengths), f"one for each of {self.num_rows} rows")
-        ends = [max(pair) for pair in zip(self._ends, self._lengths, strict=True)]
         back = self.cache.most_back
+        if back == 0:
+            self._check_ended()
+        written = 1 + self.num_draft_tokens if self._is_amid_step else 0
+        ends = [max(end, now + written) for end, now in zip(self._ends, self._lengths, strict=True)]
+        kept: list[int] = []
         for row, (length, now, end) in enumerate(zip(lengths, self._lengths, ends, strict=True)):
             least = 1 if back is None else max(1, end - back)
-            if not least <= length <= now:
+            number = whole_number(length)
+            if number is None or not least <= number <= now:
                 raise DescriptorError(f"length of row {row}", length, f"from {least} to {now}")
-        self._ends, self._lengths = ends, list(lengths)
-        self._positions = torch.tensor(self._lengths, dtype=torch.int64, device=self.device)
+            kept.append(number)
+        self._positions = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        self._ends, self._lengths, self._is_amid_step = ends, kept, False
 
     def drop(self, rows: Iterable[int]) -> list[int]:
         """Give rows up; the last ones move into their places, on the device.
@@ -424,10 +445,13 @@ class GraphDecoder:
         """
         if not isinstance(rows, Iterable):
             raise DescriptorError("rows", rows, "a list of rows", f"One row: [{rows!r}].")
-        gone = set(rows)
-        for row in gone:
-            if not 0 <= row < self.num_rows:
-                raise DescriptorError("row", row, f"one of the {self.num_rows} live rows")
+        gone: set[int] = set()
+        for row in rows:
+            number = whole_number(row)
+            if number is None or not 0 <= number < self.num_rows:
+                hint = "Of a mask: mask.nonzero().flatten()."
+                raise DescriptorError("row", row, f"one of the {self.num_rows} live rows", hint)
+            gone.add(number)
         order = list(range(self.num_rows - len(gone)))
         with torch.no_grad():
             moves = self.cache.leave(gone, self._lengths)
@@ -445,6 +469,7 @@ class GraphDecoder:
         self._moved += len(moves)
         self._moved_bytes += sum(one.num_bytes for one in moves)
         self._dropped += len(gone)
+        self._is_amid_step = self._is_amid_step and bool(order)
         return order
 
     def reset(self) -> None:
@@ -610,7 +635,22 @@ class GraphDecoder:
             )
         return found
 
+    def _check_ended(self) -> None:
+        if self._is_amid_step:
+            raise InputError(
+                "rows",
+                f"A step of the {self.num_rows} rows was interrupted, or raised an error, and may "
+                "be half done. reset() the decoder and admit() the rows anew. Without recurrent "
+                "layers, truncate(row_lengths) and set tokens to those before the step.",
+            )
+
+    def _end_step(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+        self._steps += 1
+        self._is_amid_step = False
+
     def _run(self, gives: str, more: int = 0, **given: Any) -> Any:
+        self._check_ended()
         longest = max(self._lengths, default=self.max_length) + 1
         if longest > self.max_length:
             if not self._lengths:
@@ -618,10 +658,12 @@ class GraphDecoder:
             raise too_short(longest, self.max_length)
         runner = self._runners.get(gives) or self._runner(gives)
         length = min(longest + more, self.max_length)
-        results = runner(tokens=self._tokens, positions=self._positions, length=length, **given)
-        self._lengths = [one + 1 for one in self._lengths]
-        self._steps += 1
-        return results
+        self._is_amid_step = True
+        try:
+            return runner(tokens=self._tokens, positions=self._positions, length=length, **given)
+        except (DescriptorError, InputError):  # nothing has run
+            self._is_amid_step = False
+            raise
 
     def _check_drafts_fit(self) -> None:
         if not self.num_draft_tokens:

@@ -160,7 +160,8 @@ class SlotCache:
         """How many positions at its end a sequence may give up; None: all of them."""
         if self.states:
             return 0
-        return None if self._capacities == [self.length] else self._spare
+        # The position that the next token is written to may be lost, too.
+        return None if self._capacities == [self.length] else self._spare + 1
 
     @contextmanager
     def joining(self, rows: int) -> Iterator[int]:

@@ -136,7 +136,11 @@ class SpeculativeDecoder:
         """Run prompts and give each a row, as the decoder's ``admit``."""
         before = self.decoder.num_rows
         logits = self.decoder.admit(input_ids, attention_mask, **source)
-        self.drafter.admit(input_ids, self.decoder.row_lengths[before:])
+        try:
+            self.drafter.admit(input_ids, self.decoder.row_lengths[before:])
+        except BaseException:
+            self.decoder.drop(range(before, self.decoder.num_rows))
+            raise
         self._lengths = (*self._lengths, *self.decoder.row_lengths[before:])
         return logits
 
@@ -295,6 +299,9 @@ class DraftModel:
             )  # fmt: skip
         if small.cache.has_sources:
             raise ConfigError("small", type(small.model).__name__, "a model without an encoder")
+        if small is decoder or small.num_rows:
+            given = "decoder itself" if small is decoder else f"{small.num_rows} rows"
+            raise ConfigError("small", given, "a decoder of its own, without rows")
         self._decoder = small
 
     @property
