@@ -1,9 +1,9 @@
-"""Ranks that decide together: one mode and one padded size for every step.
+"""Ranks that decide together, so every step has one mode and one padded size.
 
-``RankAgreement`` carries facts between the ranks of a process group of torch.distributed;
-``RankedDispatcher`` puts it in front of a ``Dispatcher``, ``RankedRunner`` in front of a
-``GraphRunner``. What is decided from the facts needs no torch; the two names that carry
-them import it on first use.
+``RankAgreement`` exchanges facts between the ranks of a torch.distributed process group;
+``RankedDispatcher`` wraps a ``Dispatcher`` with it, and ``RankedRunner`` a ``GraphRunner``.
+Deciding from the facts needs no torch; the two names that exchange them import torch on
+first use.
 """
 
 from __future__ import annotations

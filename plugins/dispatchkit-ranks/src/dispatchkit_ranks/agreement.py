@@ -1,8 +1,8 @@
-"""RankAgreement: exchanges of small rows over a process group, with a limit on every wait.
+"""RankAgreement: exchanges of small rows over a process group, each with a time limit.
 
 A failed collective leaves connections half used, so the first failure ends the agreement:
-its group is dropped, which wakes the other ranks at once, and each finds out from the notes
-in the store whom to name.
+its group is dropped, which wakes the other ranks at once, and each rank reads the notes in
+the store to find out which rank to name.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from dispatchkit_ranks.protocol import MAX_COLUMNS, Phase
 from dispatchkit_ranks.verdict import LEFT, RAISED, WAITED, Note
 from dispatchkit_ranks.wire import Wire
 
-# Who is in which phase, and the mark with its negative; the row follows.
+# The largest and smallest phase, the mark and its negative; the row follows.
 _MARK = len(Phase)
 _ROW = _MARK + 2
 #: Numbers in one exchange.
 ROW_WIDTH = _ROW + MAX_COLUMNS
-# A collective has several waits in a row, each of them with the limit of its own: what comes
-# between two of them starts it anew. Two limits and the time for notes are within the whole.
+# A collective waits several times, and its limit restarts with each wait. Two limits plus the
+# time for notes fit within the whole timeout.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
-# On a busy machine a rank that woke with the others may need so long to leave its note; before it
-# is there, that rank looks like one that never came.
+# On a busy machine a rank that woke with the others may need this long to leave its note; until
+# then it looks like a rank that never arrived.
 _LEAST_FOR_NOTES = 1.0
-# Others wait for so much of a collective's limit in any case, counted from the last one.
+# The others always wait for this share of a collective's limit, counted from the last collective.
 _SHARE_OF_PATIENCE = 0.5
-# Nobody is kept waiting for longer by a store that does not take a note.
+# The longest wait for a store that does not accept a note.
 _SECONDS_FOR_OWN_NOTE = 0.5
 _Given = TypeVar("_Given")
 _Merged = TypeVar("_Merged")
@@ -51,12 +51,12 @@ _instances: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 
 @attrs.frozen
 class AgreementStats:
-    """What agreements cost this rank: its wait for the others included, start-up not.
+    """The time this rank spent in agreements, waits for other ranks included, start-up excluded.
 
     Attributes:
-        num_exchanges: Exchanges of steps.
-        total_us: Microseconds in them.
-        max_us: Microseconds in the longest.
+        num_exchanges: Number of step exchanges.
+        total_us: Total microseconds spent in them.
+        max_us: Microseconds spent in the longest.
     """
 
     num_exchanges: int
@@ -65,35 +65,36 @@ class AgreementStats:
 
 
 class RankAgreement:
-    """The ranks of a process group, and their exchanges.
+    """The ranks of a process group and their exchanges.
 
-    All ranks make one, at the same point; it compares versions at once. It has a process
-    group of its own with the members of the given one, so that nothing else is in the way
-    of its collectives, and closes it at its end.
+    All ranks create one at the same point; creation compares versions. It owns a separate
+    process group with the same members as the given one, so that its collectives do not queue
+    behind others, and closes that group when the agreement ends.
 
     Args:
-        group: A process group of torch.distributed; by default that of all ranks.
-        timeout: Seconds within which every rank has stopped when another does not come to
-            a step; of less than 15, or where the store does not answer, it may be two seconds
-            more. A rank counts as late from 0.4 of them on.
-        setup_timeout: The same for start-up, captures and the first step, where ranks may
-            be far apart.
-        device: Where the rows meet. By default the CPU, over gloo, which holds up no device
-            work; a CUDA device uses NCCL and waits for the device in every step.
+        group: A torch.distributed process group; by default the group of all ranks.
+        timeout: Seconds within which every rank has stopped if another rank does not reach a
+            step. Below 15 seconds, or if the store does not answer, it may take two seconds
+            longer. A rank counts as late after 0.4 of the timeout.
+        setup_timeout: The same for start-up, captures and the first step, which ranks may
+            reach far apart.
+        device: Where rows are exchanged. By default the CPU over gloo, which does not delay
+            device work; a CUDA device uses NCCL and synchronizes with the device in every step.
+        name: Distinguishes agreements of the same ranks in the store.
         name: Tells agreements of the same ranks apart in the store.
-        facts: What must be the same on all ranks, compared at once.
+        facts: Facts that must be equal on all ranks, compared at creation.
 
     Attributes:
-        rank: Number of this rank in the group.
-        size: Ranks in the group.
-        members: Their numbers among all ranks, as torchrun gives them.
+        rank: Index of this rank in the group.
+        size: Number of ranks in the group.
+        members: Their global ranks, as torchrun assigns them.
         step: Last step that was agreed on.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or an argument cannot be used.
-        RankError: A rank does not come, or has other versions or facts.
+        ConfigError: torch.distributed is not initialised, or an argument is invalid.
+        RankError: A rank does not arrive, or has other versions or facts.
 
-    Thread safety: one thread uses it.
+    Thread safety: use it from one thread.
     """
 
     rank: int
@@ -117,7 +118,7 @@ class RankAgreement:
         self.setup_timeout: float = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
         place = _device(device)
         parent = dist.group.WORLD if group is None else group
-        # As the group below has them: in ascending order.
+        # In ascending order, as in the group created below.
         self.members: tuple[int, ...] = tuple(sorted(dist.get_process_group_ranks(parent)))
         me = dist.get_rank()
         if me not in self.members:
@@ -127,11 +128,11 @@ class RankAgreement:
         self._stopped: RankError | None = None
         self._is_first_step = True
         self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0
-        # When all were together last, and for how long after it surely nobody has stopped.
+        # When all ranks last met, and how long after it no rank can have stopped.
         self._met_at = time.perf_counter()
         self._patience = self.timeout * _SHARE_OF_COLLECTIVE * _SHARE_OF_PATIENCE
         self._wire: Wire | None = None
-        # What a rank says of its phase, and what comes of it where all say the same.
+        # The head of this rank's row, and the merged head if all ranks send the same one.
         self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
         self._met = [[int(at == each) * self.size for at in Phase] for each in Phase]
         self._padding = [[0] * (MAX_COLUMNS - used) for used in range(MAX_COLUMNS + 1)]
@@ -168,14 +169,14 @@ class RankAgreement:
         mark: int = 0,
         step: int = 0,
     ) -> list[int]:
-        """Return the largest value of each column over all ranks: one small collective.
+        """Return the maximum of each column over all ranks, with one small collective.
 
         Args:
-            row: At most ``MAX_COLUMNS`` whole numbers.
+            row: At most ``MAX_COLUMNS`` integers.
             phase: What this rank is doing.
-            label: The same in words, for messages.
-            mark: A whole number that must be the same on all ranks.
-            step: Number of the step, which is the last one known from then on.
+            label: The phase in words, for messages.
+            mark: An integer that must be equal on all ranks.
+            step: Number of the step; recorded as the last known step.
 
         Raises:
             RankError: A rank is late, gone, has raised, or is doing something else.
@@ -186,7 +187,7 @@ class RankAgreement:
             self.step = step or self.step
             return list(row)
         head = [*self._heads[phase], mark, -mark]
-        # Fixed length, so that ranks in different phases can meet; what is left over is 0.
+        # Fixed length, so that ranks in different phases can meet; unused columns are 0.
         message = [*head, *row, *self._padding[len(row)]]
         is_counted = phase is Phase.STEP and not self._is_first_step
         start = time.perf_counter()
@@ -199,7 +200,7 @@ class RankAgreement:
                 self._longest = elapsed
         elif phase is not Phase.SHARE:
             self._is_first_step = phase is not Phase.STEP
-        # The last rank's number is the largest, where all are in this phase.
+        # If all ranks are in this phase, the last rank's number is the largest.
         if merged[:_ROW] != [*self._met[phase], mark, -mark]:
             raise self._apart(merged, phase, mark, self._where(phase, label, step))
         if step:
@@ -207,7 +208,7 @@ class RankAgreement:
         return merged[_ROW : _ROW + len(row)]
 
     def _limit(self, phase: Phase) -> float:
-        """Return the seconds for an exchange: many, where ranks may be far apart."""
+        """Return the time limit of an exchange in seconds; longer where ranks may be far apart."""
         if self._is_first_step or phase is Phase.CAPTURE:
             return self.setup_timeout
         return self.timeout
@@ -219,7 +220,7 @@ class RankAgreement:
         return [part.decode() for part in self._collect(text.encode(), self.size, self.rank)]
 
     def share(self, text: str) -> str:
-        """Return the text that rank 0 gave; what others give is not looked at."""
+        """Return rank 0's text; the texts of other ranks are ignored."""
         given = text.encode() if self.rank == 0 else b""
         return self._collect(given, 1, 0)[0].decode()
 
@@ -231,7 +232,7 @@ class RankAgreement:
         """Stop on all ranks if any fact is not the same everywhere.
 
         Raises:
-            RankError: It says what differs, and on which ranks.
+            RankError: It names what differs, and on which ranks.
         """
         everyone = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
         found = differences(everyone, self.members)
@@ -248,7 +249,7 @@ class RankAgreement:
         raise error
 
     def stats(self) -> AgreementStats:
-        """Return what agreements of steps have cost since the first."""
+        """Return the time spent in agreements of steps since the first."""
         return AgreementStats(self._num_exchanges, self._total * 1e6, self._longest * 1e6)
 
     # -- the end ------------------------------------------------------------------------
@@ -259,27 +260,27 @@ class RankAgreement:
         return self._stopped is None
 
     def close(self) -> None:
-        """Leave together with the others, who close at the same point.
+        """Leave together with the other ranks, which call it at the same point.
 
-        One that is alone with that waits for at most ``timeout``. After it the group is gone.
+        Waits at most ``timeout`` for them. The group no longer exists afterwards.
         """
         if self._stopped is not None:
             return
         if self._wire is not None:
             message = [*self._heads[Phase.CLOSE], 0, 0, *self._padding[0]]
-            # Whoever went first has closed its side; this one goes now.
+            # A rank that left earlier has closed its side; this rank leaves now.
             with contextlib.suppress(RuntimeError):
                 self._wire.merge(message, self.timeout * _SHARE_OF_COLLECTIVE)
             self._notes.leave(Note(LEFT, self.step, "closed"))
         self._end(RankError("The agreement of the ranks was closed.", reason=LEFT))
 
     def fail(self, error: BaseException | str) -> None:
-        """Stop, and tell the other ranks why; they stop at their next exchange."""
+        """Stop and report the reason; the other ranks stop at their next exchange."""
         if self._stopped is not None:
             return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         if self._wire is not None:
-            # The note first: dropping the group is what makes others look for it.
+            # Leave the note first: dropping the group makes other ranks look for it.
             self._notes.leave(Note(RAISED, self.step, text[:2000]))
         has_others = self._wire is not None
         me = self.members[self.rank]
@@ -304,13 +305,13 @@ class RankAgreement:
     # -- inside -------------------------------------------------------------------------
 
     def _collect(self, data: bytes, num_rows: int, row: int) -> list[bytes]:
-        """Bring together one row of bytes from every rank, or one from rank 0 alone."""
+        """Gather one row of bytes from every rank, or one row from rank 0 alone."""
         wire = self._wire
         if wire is None:
             self._check_open()
             return [data]
         longest = self.exchange((len(data),), Phase.SHARE)[0]
-        # Each rank fills its own row and leaves the others 0, the least of all bytes.
+        # Each rank fills its own row and leaves the others 0, the smallest byte.
         width = longest + 8
         table = np.zeros((num_rows, width), dtype=np.uint8)
         if num_rows > 1 or self.rank == row:
@@ -327,10 +328,10 @@ class RankAgreement:
         label: str = "",
         step: int = 0,
     ) -> _Merged:
-        """Return what a collective of the wire gives, or end and raise."""
+        """Return the result of a collective of the wire, or end the agreement and raise."""
         limit, start = self._limit(phase), time.perf_counter()
-        # Others may have stopped by now, and a collective need not tell: over NCCL one that others
-        # have given up may complete here, with whatever was under way.
+        # Other ranks may have stopped, and a collective need not fail then: an NCCL collective
+        # that they aborted may complete here with partial data.
         is_overdue = start - self._met_at > self._patience
         try:
             if is_overdue:
@@ -354,12 +355,12 @@ class RankAgreement:
         return f"step {step}" if phase is Phase.STEP else "a comparison of settings"
 
     def _broken(self, error: Exception, seconds: float, limit: float, where: str) -> RankError:
-        """End, find out whom a failed collective is put down to, and return the error."""
-        # Gloo's text alone tells a limit from a lost connection; both are RuntimeErrors.
+        """End the agreement, attribute a failed collective to ranks, and return the error."""
+        # Only gloo's text distinguishes a timeout from a lost connection; both are RuntimeErrors.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
-        # The note first: of an NCCL collective that is given up, whoever comes late may still
-        # receive something, and must see by the note that it is nothing.
+        # Leave the note first: a late rank may still receive data from an aborted NCCL
+        # collective, and only the note shows that the data is invalid.
         self._notes.leave(own, _SECONDS_FOR_OWN_NOTE)
         self._drop_wire()
         found = self._notes.judge(own, _time_for_notes(limit), where)
@@ -374,7 +375,7 @@ class RankAgreement:
         return stop
 
     def _apart(self, merged: Sequence[int], phase: Phase, mark: int, where: str) -> RankError:
-        """End where ranks met that do different things; every one of them learns of it here."""
+        """End the agreement of ranks that do different things; each of them finds out here."""
         me = self.members[self.rank]
         others = {
             each: self.members[merged[each] - 1] for each in Phase if merged[each] and each != phase
@@ -385,7 +386,7 @@ class RankAgreement:
             reason = LEFT if Phase.CLOSE in others else "differs"
             text = f"{told[0].upper()}{told[1:]}, while rank {me} reached {where}."
         else:
-            # Every rank sees that the marks differ, so that all of them come here.
+            # Every rank sees that the marks differ, so all of them get here.
             everyone = self._marks(mark, where)
             who = "; ".join(differences(everyone, self.members).values())
             blamed, reason = odd_ranks(everyone, self.members), "differs"
@@ -435,7 +436,7 @@ def _seconds(value: Any, setting: str) -> float:
 
 
 def _device(value: Any) -> torch.device:
-    """Return where rows meet; a wrong one must not look like a rank that does not come."""
+    """Return the exchange device; a wrong one must not look like a rank that does not arrive."""
     allowed = "the CPU or a CUDA device"
     try:
         device = torch.device(value)
@@ -449,11 +450,11 @@ def _device(value: Any) -> torch.device:
 
 
 def _store_of(group: Any) -> Any:
-    """Return the store that a process group was made with."""
+    """Return the store that a process group was created with."""
     public = getattr(group, "get_group_store", None)
     if public is not None:
         return public()
-    # torch 2.11 and earlier offer it under a private name only.
+    # torch 2.11 and earlier have it under a private name only.
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_process_group_store(group)  # noqa: SLF001

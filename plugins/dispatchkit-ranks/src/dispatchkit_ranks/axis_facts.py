@@ -1,7 +1,7 @@
-"""The facts of a step where the configuration has axes: their values are agreed on, too.
+"""The facts of a step when the configuration has axes, whose values are agreed on as well.
 
-Along an axis the largest value of any rank is what all pad to. An exact axis is a value that
-steers the step: where ranks have different ones, none of its graphs serves them all.
+Along an axis, all ranks pad to the largest value of any rank. An exact axis controls what the
+step does: if ranks have different values, no graph serves all of them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dispatchkit.keys import DispatchConfig
 
 from dispatchkit_ranks.facts import ALL_ON, AgreedBatch, Facts
 
-# Values above are outside all buckets wherever they are, and a row holds no larger number.
+# Larger values are outside every bucket, and a row cannot hold larger numbers.
 _MOST = 1 << 62
 
 
 class AxisFacts(Facts):
-    """Makes the row of one rank with the values of its axes, and reads the merged row.
+    """Encode one rank's row with the values of its axes, and decode the merged row.
 
-    ``loras`` are variants here, those of ``DispatchConfig.variant``.
+    ``loras`` are variants here, as ``DispatchConfig.variant`` returns them.
 
     Args:
-        config: Whose query classes and axes there are.
+        config: The configuration with the query classes and axes.
         switches: As for ``Facts``.
 
     Raises:
-        ConfigError: There are too many query classes, switches and axes for one row.
+        ConfigError: The query classes, switches and axes do not fit in one row.
     """
 
     def __init__(self, config: DispatchConfig, switches: Sequence[str] = ()) -> None:
@@ -34,7 +34,7 @@ class AxisFacts(Facts):
         self._exact: tuple[int, ...] = tuple(
             index for index, axis in enumerate(config.axes) if axis.exact
         )
-        # A smallest value travels as the distance from the largest possible one.
+        # A minimum is sent as the distance from the largest possible value.
         super().__init__(config, switches, more=len(self._axes) + len(self._exact))
 
     def row(
@@ -56,7 +56,7 @@ class AxisFacts(Facts):
         return row
 
     def merge(self, merged: Sequence[int]) -> AgreedBatch:
-        """Return what the merged row of all ranks says; see ``Facts.merge``."""
+        """Decode the merged row of all ranks; see ``Facts.merge``."""
         agreed = super().merge(merged)
         if not agreed.num_tokens:
             return agreed
@@ -76,7 +76,7 @@ class AxisFacts(Facts):
         ceiling: int,
         switches: int = 0,
     ) -> AgreedBatch:
-        """Return the facts of one rank alone, where nothing can differ."""
+        """Return the facts of one rank alone, when nothing can differ."""
         agreed = AgreedBatch(num_tokens, num_reqs, uniform, loras, ceiling, switches)
         return agreed._replace(axes=self._variants.values(loras)) if num_tokens else agreed
 

@@ -1,4 +1,4 @@
-"""RankedDispatcher: the decision of a step, made from the facts of all ranks."""
+"""RankedDispatcher: decide a step from the facts of all ranks."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ _HASH = (1 << 61) - 1
 
 
 class RankedDispatcher:
-    """Decide with the other ranks: the same mode and padded size on all of them.
+    """Decide together with the other ranks: the same mode and padded size on all of them.
 
-    Which rule the ranks agree by follows from the policy:
+    The policy determines how the ranks agree:
 
-    * A policy with the trait ``stateless``: each rank decides for its own batch; the most
-      tokens and the most careful mode of all are the outcome, and every rank decides again
-      for these.
-    * A ``LeaderPolicy``: the ranks decide once, for the most tokens of all, by a table that
-      the leader alone changes. Its changes travel at epochs.
+    * A policy with the trait ``stateless``: each rank decides for its own batch. The most
+      tokens and the most restrictive mode of any rank are the outcome, and every rank decides
+      again for these.
+    * A ``LeaderPolicy``: the ranks decide once, for the most tokens of any rank, from a table
+      that only the leader changes. Its changes are distributed at epochs.
 
-    Every rank makes one at the same point; that compares what decides (configuration,
-    policy, dialect, sizes, versions).
+    Every rank creates one at the same point; creation compares everything that affects
+    decisions (configuration, policy, dialect, sizes, versions).
 
     Args:
         dispatcher: Decides on this rank. It must not be lazy, because a graph captured in the
             middle of a step may fail on one rank only. Its graphs may be captured already, or
-            later by ``capture``.
+            later with ``capture``.
         ranks: The agreement.
         same_batches: Every rank gets the same batches, as in tensor parallelism with one
             scheduler. With a stateless policy nothing can differ, so steps exchange nothing.
         check_every: With ``same_batches``, exchange in every step whose number is a multiple
-            of this. The exchange finds batches that differ, merges lost keys and sends the
-            leader's table. 0: never. By default 0; with a LeaderPolicy, ``epoch_steps``.
+            of this. The exchange finds batches that differ, merges lost keys and distributes
+            the leader's table. 0: never. By default 0; with a LeaderPolicy, ``epoch_steps``.
         epoch_steps: With a LeaderPolicy, the minimum number of steps between two epochs.
         switches: Names of further yes-or-no choices that change the collectives inside a
             step; ``agree`` takes and returns them as bits in this order.
-        facts: Further facts that must be the same on all ranks.
+        facts: Further facts that must be equal on all ranks.
 
     Attributes:
         dispatcher: The dispatcher.
         ranks: The agreement.
-        step: Steps begun on this rank.
-        epoch: How often the leader's table has travelled.
+        step: Number of steps begun on this rank.
+        epoch: How often the leader's table was distributed.
 
     Raises:
         ConfigError: The policy learns on every rank, or the dispatcher is lazy.
         RankError: The ranks are set up differently, or one is missing.
 
-    Thread safety: one thread uses it.
+    Thread safety: use it from one thread.
     """
 
     dispatcher: Dispatcher
@@ -86,20 +86,20 @@ class RankedDispatcher:
         self._same_batches, self._check_every = same_batches, check_every
         self._switches = tuple(switches)
         self._compared = dict(facts or {})
-        # What the batches since the last exchange were, where all ranks must have the same.
+        # Checksum of the batches since the last exchange, if all ranks must have the same ones.
         self._history = 0
         self._keys = SharedKeys(dispatcher)
         self.renew()
 
     def renew(self) -> None:
-        """Go on with what a swap has put in force; all ranks swap and call it at the same point.
+        """Continue after a swap; all ranks swap and call it at the same point.
 
-        Policy and configuration are compared as at the start. Until then a rank that was
-        swapped refuses to step.
+        Policy and configuration are compared as at creation. Until then a rank that was
+        swapped raises in its next step.
 
         Raises:
             ConfigError: The policy learns on every rank, or the dispatcher is lazy.
-            RankError: What is in force is not the same on all ranks, or one does not come.
+            RankError: Policy or configuration differ between ranks, or a rank does not arrive.
         """
         dispatcher, ranks = self.dispatcher, self.ranks
         policy = dispatcher.policy
@@ -114,13 +114,13 @@ class RankedDispatcher:
             has_axes = bool(dispatcher.config.axes)
             self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
-            ranks.fail(error)  # or the others would wait for this rank
+            ranks.fail(error)  # otherwise the other ranks would wait for this one
             raise
-        # Steps from one exchange to the next; 0 where there is none.
+        # Steps between exchanges; 0 if steps exchange nothing.
         self._every = check_every if self._same_batches else 1
         if ranks.size == 1 and self._leader is None:
             self._every = 0
-        # What this rank runs where nothing is exchanged.
+        # What this rank runs in a step without an exchange.
         self._own: Callable[..., AgreedBatch] = AgreedBatch
         if isinstance(self._facts, AxisFacts):
             self._own = self._facts.own
@@ -132,7 +132,7 @@ class RankedDispatcher:
         }
         base = None if self._leader is None else self._leader.base
         ranks.compare(fingerprint(dispatcher, {**own, **self._compared}, policy=base))
-        # Another object after each swap: what is in force is not what was compared then.
+        # A swap replaces the object, so a new one was not part of the last comparison.
         self._graphs = dispatcher.graphs
         self.sync_keys()
 
@@ -140,7 +140,7 @@ class RankedDispatcher:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether anything is exchanged in steps at all."""
+        """Whether steps exchange anything at all."""
         return self._every != 0 and self.ranks.size > 1
 
     @property
@@ -159,24 +159,24 @@ class RankedDispatcher:
     ) -> AgreedBatch:
         """Return the facts that all ranks run this step under.
 
-        Every rank calls it in every step, an idle one with 0 tokens: where the answer has
-        tokens, it runs a dummy batch of them. Give its first five fields to ``dispatch`` of
-        the dispatcher, or of the runner that owns it, just once.
+        Every rank calls it in every step, an idle rank with 0 tokens; if the result has
+        tokens, an idle rank runs a dummy batch of that size. Pass the first five fields to
+        ``dispatch`` of the dispatcher, or of the runner that owns it, exactly once.
 
         Args:
             num_tokens: Unpadded tokens of this rank.
-            num_reqs: Requests; 0 where they are not known.
+            num_reqs: Requests; 0 if unknown.
             uniform: Query class, as for ``Dispatcher.dispatch``.
-            loras: Active adapters; where there are axes, ``DispatchConfig.variant`` of the
-                adapters and this rank's value of each axis.
+            loras: Active adapters; with axes, ``DispatchConfig.variant`` of the adapters and
+                this rank's value of each axis.
             ceiling: Code of the modes that this rank's batch allows.
-            switches: Bits of the switches that this rank has on; by default all.
+            switches: Bits of the switches that are on for this rank; all by default.
 
         Raises:
             DescriptorError: A fact is outside the configured limits. Nothing has been
-                exchanged: the step can be tried again.
+                exchanged, so the step can be retried.
             NoGraphError: The ranks allow no common mode; every rank raises it.
-            PolicyError: In strict mode, the policy is at fault here. The agreement has ended.
+            PolicyError: In strict mode, the policy failed on this rank. The agreement has ended.
             RankError: A rank is late, gone or has raised, or this one was swapped without
                 ``renew``; the agreement has ended.
         """
@@ -209,7 +209,7 @@ class RankedDispatcher:
     ) -> Decision:
         """Return the decision that all ranks run this step under.
 
-        Its ``num_tokens`` are the agreed ones, at least this rank's own.
+        ``num_tokens`` of the decision is the agreed number, at least this rank's own.
 
         Raises:
             DescriptorError: As for ``agree``.
@@ -224,16 +224,16 @@ class RankedDispatcher:
     def capture(
         self, capture: Callable[[GraphKey], object], keys: Iterable[GraphKey] | None = None
     ) -> dict[GraphKey, dict[int, str]]:
-        """Capture keys on all ranks in the same order, largest first, with a barrier each.
+        """Capture keys on all ranks in the same order, largest first, with a barrier after each.
 
         Args:
-            capture: Captures one key and notes it in the registry; also where this rank has
-                its graph already and another has not. One that raises fails that key.
-            keys: Which; all declared ones by default. The same on all ranks.
+            capture: Captures one key and records it in the registry. It is also called for a
+                key that is captured here but not on another rank. If it raises, the key fails.
+            keys: The keys to capture, equal on all ranks; by default all declared keys.
 
         Returns:
-            The keys that are not used because a rank could not capture them: the ranks (by
-            index) and their reasons.
+            The keys that are not used because some rank could not capture them, with those
+            ranks (by index) and their reasons.
         """
         registry = self.dispatcher.registry
         self._keys.give_all_back()
@@ -268,19 +268,19 @@ class RankedDispatcher:
         """
         lost = self._keys.merge_reports(self.ranks.gather(self._keys.report()))
         if self._leader is not None:
-            # A key that changed on one rank alone has emptied cells there, and one-shot
-            # decisions with them; now all ranks begin with an empty table.
+            # A key that changed on one rank alone emptied cells there, and dropped one-shot
+            # decisions with them; now all ranks start again from an empty table.
             self.dispatcher.set_lazy(False)
         return lost
 
     def close(self) -> None:
-        """Stop listening to the registry; the agreement is its owner's to close."""
+        """Stop listening to the registry; the caller still has to close the agreement."""
         self._keys.close()
 
     # -- inside -------------------------------------------------------------------------
 
     def _news(self) -> int:
-        """Return what this rank must exchange before the step, as a number."""
+        """Return what this rank must exchange before the step, as bits."""
         leader = self._leader
         if leader is not None and leader.has_news and self._is_epoch_due():
             return _TABLE
@@ -290,7 +290,7 @@ class RankedDispatcher:
         return self.step - self._last_epoch >= self._epoch_steps
 
     def _apply_news(self, news: int) -> None:
-        """Exchange the news of any rank: keys first, then the table, which names them."""
+        """Exchange the news of all ranks: keys first, then the table, which refers to them."""
         self.sync_keys()
         if news == _TABLE and self._leader is not None:
             is_leader = self.ranks.rank == 0
@@ -302,18 +302,18 @@ class RankedDispatcher:
     def _own_mode(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> int:
-        """Return the mode that this rank would run in, were it alone."""
+        """Return the mode that this rank would run in on its own."""
         if self._leader is not None:
-            # Asking the table here would use up one-shot decisions on this rank alone.
+            # Dispatching from the table here would consume one-shot decisions on this rank only.
             self.dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling)
             return _FULL
         try:
             return self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).mode
         except NoGraphError:
-            # The others wait: what this batch allows is in the row, and all ranks will see.
+            # The other ranks wait: the row holds what this batch allows, so all of them see it.
             return _FULL
         except PolicyError as error:
-            self.ranks.fail(error)  # the same batch would raise again: the others learn why
+            self.ranks.fail(error)  # the same batch would raise again, so report why
             raise
 
     def _swapped(self) -> RankError:
@@ -383,7 +383,7 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
                 "policy",
                 dispatcher.policy_name,
                 "one with the trait 'stateless', or a LeaderPolicy",
-                "What it learns on one rank another does not know: wrap it in a LeaderPolicy.",
+                "Other ranks do not know what it learns on one rank: wrap it in a LeaderPolicy.",
             )
     elif leader.learner is not None and ranks.rank != 0:
         raise ConfigError(

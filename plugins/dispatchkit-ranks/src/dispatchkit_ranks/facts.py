@@ -1,8 +1,7 @@
-"""A step's facts as a row of numbers, and what follows from the rows of all ranks.
+"""A step's facts as a row of integers, and how the rows of all ranks are merged.
 
-Rows meet column by column under one operation, the maximum, so that a single collective
-does: a smallest value travels as the distance from the largest possible one, a set as one
-flag for each member.
+Rows are merged column by column with a maximum, so one collective is enough: a minimum is
+sent as the distance from the largest possible value, and a set as one flag for each member.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ _FORBIDS = tuple(
 # Columns of a row: tokens, requests, adapters, then these.
 _CARE, _FORBIDDEN, _CLASSES = 3, 4, 7
 _MAX_KEPT = 4096
-#: All switches on, as far as a rank is concerned.
+#: All switches on for this rank.
 ALL_ON = -1
 
 
 class AgreedBatch(NamedTuple):
-    """The facts that every rank runs this step under; the same on all of them.
+    """The facts that every rank runs this step under, equal on all of them.
 
     The first five are the arguments of ``Dispatcher.dispatch``, in its order.
 
     Attributes:
         num_tokens: The most tokens of any rank; 0 when all are idle.
-        num_reqs: The most requests of any rank that knows its number; 0: none does.
+        num_reqs: The most requests of any rank that knows its number; 0 if no rank does.
         uniform: The query class that all batches belong to; 0 (mixed) if there is none.
-        loras: The most active adapters of any rank; with axes the variant of these.
+        loras: The most active adapters of any rank; with axes, the variant of these.
         ceiling: Code of the runtime modes that are allowed on every rank and no higher than
             what each would have chosen alone.
-        switches: The switches that are on everywhere, as bits in their declared order.
-        axes: The value of each axis that all ranks pad to: the largest of any. None for an
-            exact axis of which they have different ones: no graph serves the step.
+        switches: The switches that are on for every rank, as bits in their declared order.
+        axes: The value of each axis that all ranks pad to: the largest of any rank. None for an
+            exact axis on which ranks have different values: no graph serves the step.
     """
 
     num_tokens: int
@@ -54,20 +53,20 @@ class AgreedBatch(NamedTuple):
 
 
 class Facts:
-    """Makes the row of one rank, and reads the merged row of all.
+    """Encode one rank's row, and decode the merged row of all ranks.
 
     Args:
-        config: Whose query classes there are.
+        config: The configuration with the query classes.
         switches: Names of further yes-or-no choices that change the collectives inside a
-            step (microbatches, another all-to-all); one is on where all ranks have it on.
-        more: Further columns, at the end, for a subclass.
+            step (microbatches, another all-to-all); a switch is on if it is on for all ranks.
+        more: Number of further columns at the end, for a subclass.
 
     Attributes:
         num_columns: Length of a row.
-        all_on: All switches as bits.
+        all_on: All switches, as bits.
 
     Raises:
-        ConfigError: There are too many query classes and switches for one row.
+        ConfigError: The query classes and switches do not fit in one row.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Facts:
         self.switches: tuple[str, ...] = tuple(switches)
         self._num_classes = config.num_query_classes
         self._varlen = self._num_classes - 1 if config.varlen_decode else 0
-        # The query classes whose batches also are of requests of at most the first length.
+        # Query classes whose batches also have requests of at most the first length.
         self._fits_varlen: frozenset[int] = frozenset()
         if config.varlen_decode:
             lens = enumerate(config.query_lens, 1)
@@ -86,7 +85,7 @@ class Facts:
         self._first_more: int = self._first_switch + len(self.switches)
         self.num_columns: int = self._first_more + more
         self.all_on: int = (1 << len(self.switches)) - 1
-        # One column is the dispatcher's own.
+        # The dispatcher needs one column.
         if self.num_columns >= MAX_COLUMNS:
             raise _too_many(config, self.switches, MAX_COLUMNS - 1 - self._first_switch, more)
         self._idle = [0] * self.num_columns
@@ -105,13 +104,13 @@ class Facts:
         """Return the row of a batch.
 
         Args:
-            num_tokens: Unpadded tokens; 0: this rank is idle, and bears on modes alone.
-            num_reqs: Requests, 0 where they are not known.
+            num_tokens: Unpadded tokens; 0 for an idle rank, which restricts only modes.
+            num_reqs: Requests; 0 if unknown.
             uniform: Query class, as for ``dispatch``.
             loras: Active adapters.
             ceiling: Code of the allowed modes.
             mode: The highest mode that this rank would run in.
-            switches: Bits of the switches that it has on.
+            switches: Bits of the switches that are on for this rank.
         """
         row = self._idle.copy()
         if ceiling != _FULL:
@@ -124,12 +123,12 @@ class Facts:
         return row
 
     def merge(self, merged: Sequence[int]) -> AgreedBatch:
-        """Return what the merged row of all ranks says.
+        """Decode the merged row of all ranks.
 
         Raises:
             NoGraphError: No runtime mode is allowed on all ranks; each rank raises it.
         """
-        # All but the counts take few values, and what follows from them is kept.
+        # All columns but the counts take few values, so what is derived from them is cached.
         facts = tuple(merged[_CARE : self._first_more])
         kept = self._kept.get(facts)
         if kept is None:
@@ -163,13 +162,13 @@ class Facts:
 def _too_many(
     config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
 ) -> ConfigError:
-    """Return the error of a row too long, by what must become less of.
+    """Return the error for a row that is too long, naming what to reduce.
 
     Args:
-        config: Of the facts.
+        config: The configuration of the facts.
         switches: Their names.
         left: Columns that query classes leave for axes and switches.
-        more: Those that axes need.
+        more: Columns that axes need.
     """
     if left < 0:
         most = len(config.query_lens) + left

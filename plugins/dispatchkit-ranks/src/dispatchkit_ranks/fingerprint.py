@@ -1,4 +1,4 @@
-"""What ranks compare at start-up: configuration, policy, dialect, sizes and versions."""
+"""The facts that ranks compare at start-up: configuration, policy, dialect, sizes, versions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dispatchkit.dispatch import Dispatcher, GraphView, PlainView, Policy, knows
 from dispatchkit.keys import AxisBuckets, Batch, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
-# Sizes around which the policy's answers are compared; all of them would take seconds.
+# Number of sizes at which the policy's answers are compared; all sizes would take seconds.
 _MAX_PROBED_SIZES = 64
 
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Return the versions that must be the same on all ranks."""
+    """Return the versions that must be equal on all ranks."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("dispatchkit", "dispatchkit-ranks", "torch"):
         try:
@@ -37,20 +37,20 @@ def fingerprint(
     *,
     policy: Policy | None = None,
 ) -> dict[str, str]:
-    """Return what decides a dispatcher's answers, by name.
+    """Return everything that determines a dispatcher's answers, by name.
 
     Args:
-        dispatcher: Whose.
-        extra: Further facts that must be the same, such as the model's revision or which
-            all-reduce it uses. Their text is compared.
-        policy: What to ask for answers; by default the dispatcher's policy. Two policies of
-            one name with different options are told apart by what they answer.
+        dispatcher: The dispatcher to describe.
+        extra: Further facts that must be equal, such as the model's revision or the
+            all-reduce it uses. They are compared as text.
+        policy: The policy to ask for answers; by default the dispatcher's. Answers
+            distinguish two policies with the same name and different options.
     """
     config = dispatcher.config
     fields = attrs.fields(type(config))
     names = [field.name for field in fields if not field.name.startswith("_")]
     facts = {f"config.{name}": str(getattr(config, name)) for name in names}
-    # One rank would raise where another runs eager.
+    # If these differed, one rank would raise where another runs eager.
     facts["config states limits"] = f"{config.has_token_limit}, {config.has_request_limit}"
     facts["policy"] = dispatcher.policy_name
     facts["policy's distribution"] = dispatcher.policy_origin or "none"
@@ -64,11 +64,11 @@ def fingerprint(
 
 
 def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
-    """Return what differs between ranks: for each name, who has what, in words.
+    """Return what differs between ranks: for each name, which ranks have which value.
 
     Args:
         facts: The fingerprints, in order of ranks.
-        numbers: The number each rank goes by.
+        numbers: The number to report for each rank.
     """
     found = {}
     for name in dict.fromkeys(name for each in facts for name in each):
@@ -84,21 +84,21 @@ def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> d
 
 
 def odd_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that differ from what most (of equally many: the first) have."""
+    """Return the ranks that differ from the most common facts (on a tie, the first)."""
     texts = [tuple(sorted(each.items())) for each in facts]
     usual = max(texts, key=texts.count)
     return tuple(number for number, text in zip(numbers, texts, strict=True) if text != usual)
 
 
 def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
-    """Ask a policy about batches around each size, as if every graph were there."""
+    """Return a policy's answers for batches around each size, as if every graph were captured."""
     config = dispatcher.config
     registry = GraphRegistry()
     registry.declare(sorted(dispatcher.registry, key=str))
     every = GraphView(
         registry, config, modes=frozenset(RuntimeMode), dispatchable=lambda entry: True
     )
-    # What each batch is asked with: its axes, and the graphs that its policy sees.
+    # Each batch with its axes, and the graphs that its policy sees.
     views: list[tuple[AxisBuckets, GraphView]] = [((), every)]
     if config.axes:
         combinations = config.variants.combinations()
@@ -131,7 +131,7 @@ def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
 
 
 def _ask(policy: Policy, batch: Batch, view: GraphView) -> str:
-    """Return a policy's answer as text; one that raises does so on every rank alike."""
+    """Return a policy's answer as text; a policy that raises does so on every rank."""
     try:
         answer = policy.decide(batch, view)
     except Exception as error:  # noqa: BLE001 - its dispatcher handles it; here it is an answer

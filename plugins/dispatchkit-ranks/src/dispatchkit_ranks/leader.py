@@ -1,8 +1,8 @@
-"""LeaderPolicy: one rank learns, and all decide by what it has made known.
+"""LeaderPolicy: one rank learns, and all ranks decide from what it has published.
 
-What a rank measures is its own, so policies that learn on each rank drift apart. Here every
-rank serves the answers of a policy that does not learn, changed by what the leader made
-known; these changes take effect on all ranks between the same two steps.
+Each rank measures different times, so policies that learn on every rank drift apart. Here
+every rank serves the answers of a base policy that does not learn, overridden by the updates
+that the leader published; these take effect on all ranks between the same two steps.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _BATCH = tuple(field.name for field in attrs.fields(Batch))
 
 
 class LeaderPolicy:
-    """Serve a base policy, changed by what the leader's learner has made known.
+    """Serve a base policy, overridden by what the leader's learner has published.
 
     Args:
-        base: Answers until the learner knows better; it must claim the trait ``stateless``,
-            and be the same on all ranks.
+        base: Answers where the learner has published nothing; it must have the trait
+            ``stateless``, and be the same on all ranks.
         learner: On the leader (rank 0 of the agreement) the policy that learns; None on all
-            others.
+            other ranks.
 
     Attributes:
-        num_learner_errors: How often the learner raised, or wanted what no policy may choose;
-            it is left out then.
-        is_listening: Outcomes are given to the learner. Off until ranks run steps together:
-            what a step takes while others are still starting is no measure of it.
+        num_learner_errors: How often the learner raised, or requested something no policy may
+            choose; such a request is ignored.
+        is_listening: Whether outcomes are passed to the learner. False until ranks run steps
+            together: step times while other ranks are still starting are not representative.
 
     Raises:
-        ConfigError: The base does not claim to be stateless.
+        ConfigError: The base does not have the trait ``stateless``.
     """
 
     base: Policy
@@ -82,7 +82,7 @@ class LeaderPolicy:
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return what the leader made known for a batch, or what the base answers."""
+        """Return what the leader published for a batch, else the base's answer."""
         served = self._known.get(batch)
         if served is None or (served.key is not None and not graphs.is_ready(served.key)):
             served = self.base.decide(batch, graphs)
@@ -93,7 +93,7 @@ class LeaderPolicy:
         return served
 
     def observe(self, outcome: Outcome) -> None:
-        """Let the learner learn; what it wants changed waits to be made known."""
+        """Pass an outcome to the learner; its updates are kept until they are published."""
         if self.learner is None or not self.is_listening:
             return
         for update in self._ask("observe", outcome, read=_updates) or ():
@@ -102,19 +102,19 @@ class LeaderPolicy:
             elif update.up_to:
                 self._ranges.append(update)
                 for batch in filter(update.is_about, list(self._steady)):
-                    del self._steady[batch]  # wanted before
+                    del self._steady[batch]  # requested earlier
             elif not update.one_shot:
                 self._steady[update.batch] = update.decision
 
-    # -- making known -------------------------------------------------------------------
+    # -- publishing ---------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
-        """Whether the learner wants something changed."""
+        """Whether the learner has updates to publish."""
         return bool(self._ranges or self._steady or self._one_shots)
 
     def take_news(self) -> str:
-        """Return what the learner wants changed, as text, and forget that it does."""
+        """Return the learner's updates as text, and clear them."""
         ranges, steady, one_shots = self._ranges, self._steady, self._one_shots
         self._ranges, self._steady, self._one_shots = [], {}, []
         return json.dumps(
@@ -124,9 +124,9 @@ class LeaderPolicy:
         )
 
     def put_news(self, text: str, dispatcher: Dispatcher) -> int:
-        """Serve from now on what the leader made known; how many cells it concerns.
+        """Serve what the leader published from now on; return the number of cells it affects.
 
-        What no policy may choose is left out, on all ranks alike, and is the learner's fault.
+        Updates that no policy may choose are ignored on all ranks, and counted as learner errors.
         """
         keys = {str(key): key for key in dispatcher.registry}
         served = 0
@@ -149,11 +149,11 @@ class LeaderPolicy:
     # -- inside -------------------------------------------------------------------------
 
     def _ask(self, method: str, *args: Any, read: Callable[[Any], Any]) -> Any:
-        """Call the learner and read its answer; one at fault changes nothing of what is served."""
+        """Call the learner and read its answer; a learner that fails changes no answers."""
         call = getattr(self.learner, method, None)
         try:
             return None if call is None else read(call(*args))
-        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is reported
             self._blame(method, error)
             return None
 
@@ -170,7 +170,7 @@ class LeaderPolicy:
 
 
 def _updates(answer: Any) -> list[CellUpdate]:
-    """Return what a learner wants changed; all of it is there before any is taken up."""
+    """Return a learner's updates, all read before any is applied."""
     updates = list(answer or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
@@ -201,7 +201,7 @@ def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
-    # A key that is gone since: ask the base again, as on every other rank.
+    # The key no longer exists: ask the base again, as on every other rank.
     key = keys.get(name)
     decision = None if key is None else Decision.replay(key, reason, timed=timed)
     return CellUpdate(batch, decision, one_shot)

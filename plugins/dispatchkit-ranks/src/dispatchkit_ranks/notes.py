@@ -1,8 +1,8 @@
-"""Notes that ranks leave in the store when they stop, and what follows from them.
+"""Notes that ranks leave in the store when they stop, and the conclusions from them.
 
-A collective that fails says that something is wrong with somebody. Who it is follows from
-the notes: a rank that waited in vain leaves one within moments, one that raised or left has
-said so, and one without a note never came.
+A failed collective shows only that some rank has a problem. The notes show which: a rank that
+waited in vain leaves a note within moments, one that raised or left has said so, and a rank
+without a note never arrived.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from dispatchkit.errors import RankError
 from dispatchkit_ranks.verdict import Note, Verdict, listing, ranks_named, store_gone, verdict
 
 _T = TypeVar("_T")
-# One key for the notes of all ranks, so that it is one question whether there are any.
+# One key for the notes of all ranks, so that one query finds out whether there are any.
 _STOPPED = "stopped"
 
 
 class Notes:
-    """One agreement's corner of the store.
+    """One agreement's part of the store.
 
-    Every call has a limit, also where the store's host is frozen: a client of the store
-    then waits without one, so the call is made by a thread that is left to its fate.
+    Every call has a time limit, even if the store's host is frozen: a client of the store
+    then waits without a limit, so a thread makes the call and is abandoned if it hangs.
 
     Args:
         store: Any store of torch.distributed.
-        prefix: Names this agreement among all that use the store.
+        prefix: Identifies this agreement among all users of the store.
         members: Global numbers of the ranks.
-        rank: Index of this one.
+        rank: Index of this rank.
     """
 
     def __init__(self, store: Any, prefix: str, members: Sequence[int], rank: int) -> None:
         self._host = _host_of(store)
-        # A connection of its own: one that hangs must not hold up the caller's.
+        # A separate connection, so that a call that hangs does not block the caller's.
         self._store = PrefixStore(prefix, store.clone())
         self._members, self._rank = tuple(members), rank
 
     def group_store(self) -> Any:
-        """Return the part of the store that the agreement's process group connects through."""
+        """Return the part of the store through which the agreement's process group connects."""
         return PrefixStore("group", self._store)
 
     def meet(self, seconds: float) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank has arrived.
 
         Raises:
-            RankError: Some have not within the limit; it names them.
+            RankError: Some ranks did not arrive within the limit; it names them.
         """
         present = self._within(_at_most(seconds), lambda: self._all("here", "1", seconds))
         if present is None:
@@ -75,11 +75,11 @@ class Notes:
             )
 
     def leave(self, note: Note, seconds: float | None = None) -> None:
-        """Leave a note, for whoever looks.
+        """Leave a note for the other ranks.
 
         Args:
-            note: What this rank says of its end.
-            seconds: How long the store may take; by default as long as for any call.
+            note: Why this rank stops.
+            seconds: Time limit for the store; by default the limit of any call.
         """
         text = json.dumps(attrs.asdict(note))
 
@@ -90,21 +90,21 @@ class Notes:
         self._within(_at_most(0) if seconds is None else seconds, write)
 
     def is_anyone_stopped(self) -> bool:
-        """Whether a rank has left a note, or the one that serves the store does not answer."""
+        """Whether a rank has left a note, or the store's host does not answer."""
         found = self._within(_at_most(0), lambda: self._store.check([_STOPPED]))
         # A store outside the ranks may end before them.
         return self._host is not None if found is None else found
 
     def see_out(self, seconds: float) -> None:
-        """Wait for the others to read the notes, where the store would end with this rank."""
+        """Wait for the other ranks to read the notes, if the store would end with this rank."""
         self._within(_at_most(seconds), lambda: self._see_out(self._members, seconds))
 
     def judge(self, own: Note, seconds: float, where: str) -> Verdict:
-        """Leave a note, read those of the others, and say who stopped the ranks.
+        """Leave a note, read those of the other ranks, and determine who stopped the ranks.
 
         Args:
             own: The note of this rank.
-            seconds: How long to wait for the others' notes.
+            seconds: How long to wait for the notes of other ranks.
             where: What this rank was waiting in.
         """
         text = json.dumps(attrs.asdict(own))
@@ -136,13 +136,13 @@ class Notes:
         store.set(self._key(kind, self._me), value)
         keys = {number: self._key(kind, number) for number in self._members}
         if not self._are_set(list(keys.values()), seconds):
-            # A store that was held up answers everybody at once: let them come first.
+            # A store that was blocked answers all clients at once: let the other ranks go first.
             time.sleep(0.05)
             keys = {number: key for number, key in keys.items() if store.check([key])}
         return {number: store.get(key).decode() for number, key in keys.items()}
 
     def _see_out(self, readers: Iterable[int], seconds: float) -> None:
-        """Where the store ends with this rank's process, let the others read first."""
+        """Let the other ranks read first, if the store ends with this rank's process."""
         if self._host == self._me:
             others = [self._key("read", number) for number in readers if number != self._me]
             self._are_set(others, seconds)
@@ -150,8 +150,8 @@ class Notes:
     def _are_set(self, keys: list[str], seconds: float) -> bool:
         """Wait for keys; False if they are not all there in time.
 
-        Asked again and again: a ``wait`` of the store that ends by its limit depends on an
-        answer, and has none.
+        Polls: a ``wait`` of the store that times out relies on an answer, which a frozen store
+        does not send.
         """
         deadline, pause = time.monotonic() + seconds, 0.002
         while keys and not self._store.check(keys):
@@ -162,11 +162,11 @@ class Notes:
         return True
 
     def _within(self, seconds: float, call: Callable[[], _T]) -> _T | None:
-        """Return what a call gives, None if the store is gone or does not answer in time."""
+        """Return a call's result, or None if the store is gone or does not answer in time."""
         found: list[_T] = []
 
         def run() -> None:
-            # Every error of the store is one of these; that nothing was found says so.
+            # Every error of the store is one of these; the missing result reports it.
             with contextlib.suppress(RuntimeError):
                 found.append(call())
 
@@ -177,16 +177,16 @@ class Notes:
 
 
 def _at_most(seconds: float) -> float:
-    """Return the limit of a call that itself waits for so many seconds."""
-    # A TCPStore looks up the names of its clients, for its log, while it serves nobody else.
+    """Return the time limit of a call that itself waits for ``seconds``."""
+    # A TCPStore resolves its clients' names for its log, and serves no other client meanwhile.
     return seconds + max(2.0, seconds)
 
 
 def _host_of(store: Any) -> int | None:
-    """Return the rank whose process serves the store, if that is one of the ranks.
+    """Return the rank whose process serves the store, or None if no rank does.
 
-    Source: torch.distributed's rendezvous: rank 0 serves a TCPStore, unless the agent of
-    torchrun does; a file has no host.
+    Source: torch.distributed's rendezvous: rank 0 serves a TCPStore, unless torchrun's agent
+    does; a file store has no host.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

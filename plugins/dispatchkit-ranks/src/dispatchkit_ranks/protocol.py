@@ -1,4 +1,4 @@
-"""What carries facts between ranks, as the deciding part of this package sees it."""
+"""How facts are exchanged between ranks, as the deciding part of this package sees it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-#: Whole numbers that one exchange can carry.
+#: Number of integers that one exchange can carry.
 MAX_COLUMNS = 26
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing when it comes to an exchange; ranks in different phases stop."""
+    """What a rank is doing when it reaches an exchange; ranks in different phases stop."""
 
     STEP = 0
     SHARE = 1
@@ -33,11 +33,11 @@ _DOING = {
 
 
 class Ranks(Protocol):
-    """A fixed set of ranks that meet; every rank makes the same calls in the same order.
+    """A fixed set of ranks; every rank makes the same calls in the same order.
 
     Attributes:
-        rank: Number of this one, from 0.
-        size: How many there are.
+        rank: Index of this rank, from 0.
+        size: Number of ranks.
     """
 
     rank: int
@@ -52,17 +52,17 @@ class Ranks(Protocol):
         mark: int = 0,
         step: int = 0,
     ) -> list[int]:
-        """Return the largest value of each column over all ranks: one small collective.
+        """Return the maximum of each column over all ranks, with one small collective.
 
         Args:
-            row: At most ``MAX_COLUMNS`` whole numbers.
+            row: At most ``MAX_COLUMNS`` integers.
             phase: What this rank is doing.
-            label: The same in words, for messages.
-            mark: A whole number that must be the same on all ranks.
-            step: Number of the step, which is the last one known from then on.
+            label: The phase in words, for messages.
+            mark: An integer that must be equal on all ranks.
+            step: Number of the step; recorded as the last known step.
 
         Raises:
-            RankError: The ranks cannot go on together.
+            RankError: The ranks cannot continue together.
         """
         ...
 
@@ -71,17 +71,17 @@ class Ranks(Protocol):
         ...
 
     def share(self, text: str) -> str:
-        """Return the text that rank 0 gave; on cold paths only."""
+        """Return rank 0's text; on cold paths only."""
         ...
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Stop on all ranks if any fact is not the same everywhere.
 
         Raises:
-            RankError: It says what differs, and on which ranks.
+            RankError: It names what differs, and on which ranks.
         """
         ...
 
     def fail(self, error: BaseException | str) -> None:
-        """Tell the other ranks that this one stops, and why."""
+        """Report to the other ranks that this rank stops, and why."""
         ...

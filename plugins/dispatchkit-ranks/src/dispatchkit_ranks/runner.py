@@ -1,4 +1,4 @@
-"""RankedRunner: a GraphRunner whose steps are decided together with other ranks."""
+"""RankedRunner: a GraphRunner that decides each step together with other ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 class RankedRunner:
     """Run steps with the same mode and padded size on all ranks.
 
-    Every rank makes one at the same point, calls ``capture``, and then calls it once in
-    every step, or ``idle`` where it has no batch.
+    Every rank creates one at the same point, calls ``capture``, and then calls the runner once
+    in every step, or ``idle`` if it has no batch.
 
     Args:
         runner: Runs this rank's steps. Not lazy.
         ranks: The agreement.
-        inputs: The runner's static inputs: what rows are padded with where another rank's
+        inputs: The runner's static inputs; their fill values pad the rows when another rank's
             batch is larger.
-        options: Those of ``RankedDispatcher``.
+        options: Options of ``RankedDispatcher``.
 
     Attributes:
         runner: The runner.
-        ranked: Decides; its ``step``, ``epoch`` and ``withheld`` say how it stands.
+        ranked: Decides; read its state from ``step``, ``epoch`` and ``withheld``.
 
     Raises:
         ConfigError: The runner is lazy, or its policy learns on every rank.
@@ -61,22 +61,22 @@ class RankedRunner:
         self.ranked: RankedDispatcher = RankedDispatcher(runner.dispatcher, ranks, **options)
 
     def capture(self, keys: Iterable[GraphKey] | None = None) -> dict[GraphKey, dict[int, str]]:
-        """Capture on all ranks in the same order; a key that fails on one is used by none.
+        """Capture on all ranks in the same order; no rank uses a key that fails on any rank.
 
         Returns:
-            The keys that are not used: the ranks (by index) that cannot run them, and why.
+            The keys that are not used, with the ranks (by index) that cannot run them and why.
         """
         self._made_under = self._guard.now()
         return self.ranked.capture(self._capture_one, keys)
 
     def renew(self) -> None:
-        """Go on with what a ``swap`` of the runner has put in force; see ``RankedDispatcher``.
+        """Continue after a ``swap`` of the runner; see ``RankedDispatcher``.
 
         All ranks swap and call it at the same point.
 
         Raises:
             ConfigError: The policy learns on every rank.
-            RankError: What is in force is not the same on all ranks, or one does not come.
+            RankError: Policy or configuration differ between ranks, or a rank does not arrive.
         """
         self.ranked.renew()
 
@@ -93,34 +93,34 @@ class RankedRunner:
         """Run one step with the other ranks.
 
         Args:
-            num_reqs: Requests in this rank's batch; 0 where they are not known.
+            num_reqs: Requests in this rank's batch; 0 if unknown.
             uniform: Query class of this rank's batch.
             loras: Active adapters.
             ceiling: Code of the modes that this rank's batch allows.
-            switches: Bits of the switches that this rank has on.
-            tensors: Inputs by name; where there are axes, this rank's values of them too.
+            switches: Bits of the switches that are on for this rank.
+            tensors: Inputs by name; with axes, this rank's values of them as well.
 
         Returns:
-            What the step returns for this rank's rows. Outputs are cut along dimension 0,
-            where that has the agreed size, and along axes as far as a capture has measured
-            which dimensions follow one.
+            The step's result for this rank's rows. Outputs are cut along dimension 0 if that
+            has the agreed size, and along axes if a capture has measured which dimensions
+            follow them.
 
         Raises:
-            InputError: An input is missing, unknown, has no rows or is another tensor than was
-                declared. Nothing has been exchanged.
+            InputError: An input is missing, unknown, has no rows or does not match its
+                declaration. Nothing has been exchanged.
             DescriptorError: A fact is outside the limits. Nothing has been exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises it.
             RankError: A rank is late, gone or has raised; or another rank's axes are larger, and
-                no capture here has measured how the outputs are to be cut (``not_measured``).
-            ReplayError: The graph that was agreed on could not be replayed here. The agreement
-                has ended, as after any error of the step itself: the other ranks may be in its
-                collectives, and are told to stop.
+                no capture here has measured how to cut the outputs (``not_measured``).
+            ReplayError: The agreed graph could not be replayed here. The agreement has ended,
+                as after any error of the step itself: the other ranks may be in its
+                collectives, and stop with an error.
         """
         own = self._num_rows(tensors)
         ceiling = self._ceiling(ceiling)
         if self._names:
             return self._run_with_axes(tensors, own, num_reqs, uniform, loras, ceiling, switches)
-        # Before anybody waits for this rank.
+        # Check before any rank waits for this one.
         for name, given in tensors.items():
             if not isinstance(given, torch.Tensor):
                 raise InputError(name, f"Input {name!r} must be a tensor to be padded.")
@@ -133,7 +133,7 @@ class RankedRunner:
         return _cut_rows(result, own, rows)
 
     def idle(self, ceiling: int = 2) -> bool:
-        """Join a step without a batch: run rows of fill if any other rank has a batch.
+        """Join a step without a batch: run dummy rows if any other rank has a batch.
 
         Returns:
             Whether a dummy batch was run; False if all ranks are idle.
@@ -155,14 +155,14 @@ class RankedRunner:
     # -- inside -------------------------------------------------------------------------
 
     def _ceiling(self, ceiling: int) -> int:
-        """Return the modes that this rank allows: eager alone under another autocast, say.
+        """Return the modes that this rank allows: only eager under another autocast, for example.
 
-        Graphs that have a value built in that was replaced here are no rank's any more.
+        Graphs that contain a value that was replaced here are no longer used by any rank.
         """
         self.runner.decisions.drop_replaced()
         if self._guard.now() == self._made_under:
             return ceiling
-        # Where that is excluded, or is no code at all, the agreement says so.
+        # If that mode is excluded, or is not a valid code, the agreement reports it.
         has_eager = 0 <= ceiling < len(ALLOWED_MODES) and RuntimeMode.NONE in ALLOWED_MODES[ceiling]
         return int(RuntimeMode.NONE) if has_eager else ceiling
 
@@ -172,12 +172,12 @@ class RankedRunner:
         inputs: Callable[[GraphKey | None], Mapping[str, Any]],
         cut: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Run what all ranks run, or tell them that this one does not.
+        """Run the agreed step, or report to the other ranks that this rank does not.
 
         Args:
-            agreed: What all run.
-            inputs: Makes the inputs for the key that was decided on, None for eager.
-            cut: Makes of the result what is returned.
+            agreed: The facts that all ranks run the step under.
+            inputs: Returns the inputs for the chosen key, or for eager if it is None.
+            cut: Cuts the result to this rank's rows.
         """
         try:
             decision = self.runner.decisions.decide(*agreed[:5])
@@ -191,7 +191,7 @@ class RankedRunner:
 
     def _capture_one(self, key: GraphKey) -> None:
         if self.runner.controls.has(key):
-            self.runner.evict(key)  # another rank lost its own: all warm up and capture again
+            self.runner.evict(key)  # another rank lost the key: all warm up and capture again
         self.runner.capture([key])
 
     def _num_rows(self, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -210,7 +210,7 @@ class RankedRunner:
     def _padded(
         self, tensors: Mapping[str, torch.Tensor], own: int, rows: int
     ) -> dict[str, torch.Tensor]:
-        """Return inputs of the agreed size; what is given comes first, fill follows."""
+        """Return inputs of the agreed size: the given rows, then rows of fill values."""
         padded = {}
         for name, spec in self._inputs.items():
             given = tensors.get(name)
@@ -219,7 +219,7 @@ class RankedRunner:
                 padded[name] = self._fill_rows(name, 0) if given is None else given
                 continue
             fill = self._fill_rows(name, rows).narrow(dim, 0, rows - own)
-            # Always new memory: a step may keep, or write to, what it is given.
+            # Always new memory: a step may keep its inputs or write to them.
             padded[name] = fill.clone() if given is None else torch.cat([given, fill], dim)
         return padded
 
@@ -234,14 +234,14 @@ class RankedRunner:
         for name, shape in self._shapes(own, values).items():
             tensor: Any = given.get(name)
             is_tensor = isinstance(tensor, torch.Tensor)
-            if not is_tensor or tensor.shape != shape:  # before anybody waits for this rank
+            if not is_tensor or tensor.shape != shape:  # before any rank waits for this one
                 found = tuple(tensor.shape) if is_tensor else type(tensor).__name__
                 raise InputError(
                     name, f"Input {name!r} must be a tensor of {tuple(shape)} here, got {found}."
                 )
         self.runner.decisions.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
-        # An exact axis of which ranks have different values: eager, each with its own.
+        # Ranks have different values of an exact axis: eager, each with its own.
         wanted = {
             name: values[name] if value is None else value
             for name, value in zip(self._names, agreed.axes, strict=True)
@@ -264,7 +264,7 @@ class RankedRunner:
     def _padded_with_axes(
         self, given: Mapping[str, torch.Tensor], rows: int, values: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return inputs of the agreed rows and values, fill behind what is given."""
+        """Return inputs of the agreed rows and values: the given part, then fill values."""
         device = torch.device(self.runner.backend.torch_device)
         padded: dict[str, Any] = {}
         for name, shape in self._shapes(rows, values).items():
@@ -274,21 +274,21 @@ class RankedRunner:
             elif tensor.shape == shape:
                 padded[name] = tensor
             else:
-                # Of its own type, so that a wrong one is refused and not converted.
+                # Keep the given dtype, so that a wrong one is rejected and not converted.
                 padded[name] = pad_input(tensor, spec, shape)
         return padded | {name: one for name, one in given.items() if name not in padded}
 
     def _shapes(self, rows: int, values: Mapping[str, int]) -> dict[str, torch.Size]:
-        """Return the shape of each input at a number of rows and a value of each axis."""
+        """Return the shape of each input for a number of rows and a value of each axis."""
         return {name: spec.at(values).sized(rows) for name, spec in self._inputs.items()}
 
     def _cuts(
         self, key: GraphKey | None, values: Mapping[str, int], wanted: Mapping[str, int]
     ) -> tuple[AxisCut, ...]:
-        """Return how results at the agreed values are cut to this rank's, before any is made.
+        """Return how to cut results from the agreed values to this rank's, before the step runs.
 
         Raises:
-            RankError: No capture has measured it.
+            RankError: No capture has measured how outputs follow the axes.
         """
         cuts = self.runner.decisions.known_axis_cuts(tuple(wanted.values()), key)
         if cuts is not None:
@@ -345,7 +345,7 @@ class RankedRunner:
 
 
 def _cut_rows(result: Any, own: int, rows: int) -> Any:
-    """Return a result for this rank's rows; an object of which nothing is cut is itself."""
+    """Return a result cut to this rank's rows; an object with nothing to cut is returned as is."""
     leaves, structure = flatten(result)
     found = [_cut(leaf, own, rows) for leaf in leaves]
     is_cut = any(one is not other for one, other in zip(found, leaves, strict=True))

@@ -1,4 +1,4 @@
-"""Keys that all ranks have: one that is lost on any rank is used by none."""
+"""Keys that all ranks have: a key that is lost on any rank is used by none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dispatchkit.registry import KeyState, RegistryEvent
 
 
 class SharedKeys:
-    """Withholds, on this rank, the keys that another rank cannot run.
+    """Withhold, on this rank, the keys that another rank cannot run.
 
-    A key is withheld by disabling it in the registry; it is enabled again when all ranks
-    have it. Every change of a key must be exchanged before the next decision.
+    A key is withheld by disabling it in the registry, and enabled again once all ranks have it.
+    Every change of a key must be exchanged before the next decision.
 
     Args:
         dispatcher: The dispatcher with the keys.
@@ -35,7 +35,7 @@ class SharedKeys:
         self._unsubscribe = self._registry.subscribe(self._on_event)
 
     def close(self) -> None:
-        """Stop listening to the registry; what is withheld stays so."""
+        """Stop listening to the registry; withheld keys stay withheld."""
         self._unsubscribe()
 
     def report(self) -> str:
@@ -53,7 +53,7 @@ class SharedKeys:
         return json.dumps({"ready": sorted(ready), "lost": lost})
 
     def merge_reports(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:
-        """Withhold keys that are not ready on every rank, and release those that now are.
+        """Withhold keys that are not ready on every rank, and restore those that now are.
 
         Args:
             reports: The reports of all ranks, in order.
@@ -83,7 +83,7 @@ class SharedKeys:
         return lost
 
     def give_all_back(self) -> None:
-        """Withhold nothing, before captures."""
+        """Restore all withheld keys, before captures."""
         with self._merging():
             for key in tuple(self.withheld):
                 self._give_back(key)
@@ -92,7 +92,7 @@ class SharedKeys:
 
     @contextmanager
     def _merging(self) -> Iterator[None]:
-        # Under the registry's lock: what another thread changes meanwhile is news, and waits.
+        # Holds the registry's lock: changes by other threads meanwhile wait, and count as news.
         with self._registry.lock:
             self._is_merging = True
             try:
@@ -101,12 +101,12 @@ class SharedKeys:
                 self._is_merging = False
 
     def _give_back(self, key: GraphKey) -> None:
-        """Withhold a key no longer; a user's own wish stays."""
+        """Restore a withheld key; a key that the user disabled stays disabled."""
         if self.withheld.pop(key, None) is not None and key not in self._disabled_by_user:
             self._registry.set_enabled(True, key=key)
 
     def _why_not(self, key: GraphKey) -> str | None:
-        """Return why a key cannot run here, whatever is withheld for the other ranks' sake."""
+        """Return why a key cannot run here, ignoring what is withheld for other ranks."""
         why = self._dispatcher.graphs.why_not(key)
         if why != Reason.DISABLED or key not in self.withheld:
             return why
@@ -125,7 +125,7 @@ class SharedKeys:
             self.withheld.pop(event.key, None)
             self._disabled_by_user.discard(event.key)
         if event.before is event.after and not event.by_mode:
-            # Switched on or off by the user, where it may be withheld at the same time.
+            # The user enabled or disabled the key, which may be withheld at the same time.
             if event.reason == "disabled":
                 self._disabled_by_user.add(event.key)
             elif event.reason == "enabled":

@@ -1,4 +1,4 @@
-"""Who stopped the ranks, judged from the notes that they left."""
+"""Who stopped the ranks, determined from the notes that they left."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ WAITED, RAISED, LEFT = "waited", "raised", "left"
 
 @attrs.frozen
 class Note:
-    """What a rank says of its end.
+    """Why a rank stopped, in its own words.
 
     Attributes:
-        what: ``waited`` (in vain, for others), ``raised`` or ``left``.
+        what: ``waited`` (in vain, for other ranks), ``raised`` or ``left``.
         step: Last step that it agreed on.
         text: The error, or what it was doing.
         seconds: How long it had waited when its exchange failed.
-        timed_out: The exchange failed by the limit, not by a broken connection.
+        timed_out: The exchange failed by its time limit, not by a broken connection.
     """
 
     what: str
@@ -33,9 +33,9 @@ class Verdict:
     """Who stopped the ranks, and why.
 
     Attributes:
-        ranks: Global numbers of those it is put down to.
+        ranks: Global numbers of the ranks responsible.
         reason: A short word.
-        text: The whole of it, in one or two sentences.
+        text: The full explanation, in one or two sentences.
     """
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class Verdict:
 
 
 def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: str) -> Verdict:
-    """Return who stopped the ranks, from the notes that could be found.
+    """Return who stopped the ranks, from the notes that were found.
 
     Args:
         notes: Notes by global number.
@@ -72,7 +72,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
     waited = max((note.seconds for note in notes.values()), default=0.0)
     missing = [number for number in members if number not in notes]
     if missing:
-        # Whoever waits has agreed on every step before, and so have all the others.
+        # A rank that waits has agreed on every step before, and so have all the others.
         return Verdict(
             tuple(missing),
             "late",
@@ -92,7 +92,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
 
 
 def store_gone(host: int | None, own: Note, where: str) -> Verdict:
-    """Return the verdict where no notes can be read."""
+    """Return the verdict when no notes can be read."""
     if host is None:
         return Verdict(
             (),
@@ -109,10 +109,10 @@ def store_gone(host: int | None, own: Note, where: str) -> Verdict:
 
 
 def ranks_named(numbers: Sequence[int]) -> str:
-    """Return numbers as the subject of a sentence."""
+    """Return numbers as the subject of a sentence, such as "Ranks 1, 2"."""
     return f"Rank{'' if len(numbers) == 1 else 's'} {listing(numbers)}"
 
 
 def listing(numbers: Sequence[int]) -> str:
-    """Return numbers with commas; a long list is cut."""
+    """Return numbers separated by commas; a long list is shortened."""
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

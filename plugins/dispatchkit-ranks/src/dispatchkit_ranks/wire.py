@@ -1,4 +1,4 @@
-"""The collective under an agreement: a maximum over all ranks, with a limit on the wait."""
+"""The collective behind an agreement: a maximum over all ranks, with a time limit."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.distributed as dist
 
 
 class Wire:
-    """A process group of its own, for one agreement: over gloo on the CPU, or over NCCL.
+    """A separate process group for one agreement, over gloo on the CPU or over NCCL.
 
-    It is not made by ``torch.distributed.new_group``: that names a group which only its
-    members make after these alone, and a second group of the same members would meet the
-    addresses that the first left in the store.
+    It is not created with ``torch.distributed.new_group``: a group that only its members create
+    is named after those members alone, so a second group of the same members would find the
+    addresses that the first one left in the store.
 
     Args:
         store: Where the ranks find each other.
-        rank: This one.
-        size: How many there are.
-        device: Where the numbers meet.
-        width: Numbers in one exchange.
-        seconds: Limit for connecting.
+        rank: Index of this rank.
+        size: Number of ranks.
+        device: Where rows are exchanged.
+        width: Number of integers in one exchange.
+        seconds: Time limit for connecting.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Wire:
         self._seconds = 0.0
 
     def merge(self, row: Sequence[int], seconds: float) -> list[int]:
-        """Return the largest value of each column over all ranks.
+        """Return the maximum of each column over all ranks.
 
         Raises:
-            RuntimeError: The others did not come in time, or the connection broke.
+            RuntimeError: Other ranks did not arrive in time, or the connection broke.
         """
         self._as_array[:] = row
         if self._is_on_cpu:
@@ -60,10 +60,10 @@ class Wire:
         return merged
 
     def merge_bytes(self, table: np.ndarray[Any, Any], seconds: float) -> np.ndarray[Any, Any]:
-        """Return the largest value of each byte of a table over all ranks.
+        """Return the maximum of each byte of a table over all ranks.
 
         Raises:
-            RuntimeError: The others did not come in time, or the connection broke.
+            RuntimeError: Other ranks did not arrive in time, or the connection broke.
         """
         tensor = torch.from_numpy(table).to(self._device)
         self._allreduce(tensor, seconds)
@@ -71,14 +71,14 @@ class Wire:
         return found
 
     def close(self) -> None:
-        """Let go of the group: connections close, and ranks that wait in it wake up."""
+        """Release the group: connections close, and ranks that wait in it wake up."""
         group, self._group = self._group, None
         if group is None:
             return
         if self._is_on_cpu:
             group.shutdown()
         else:
-            # A collective of NCCL that others do not come to would hold a shutdown up.
+            # An NCCL collective that other ranks do not join would delay a shutdown.
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
@@ -89,13 +89,13 @@ class Wire:
         if self._is_on_cpu:
             work.wait()
             return
-        # NCCL's own wait orders streams, and has no limit on the host.
+        # NCCL's own wait orders streams, and has no time limit on the host.
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
-        # One that failed is completed too, and a wait without a limit says nothing of it. There is
-        # nothing left to wait for.
+        # A failed collective is also completed, and a wait without a limit does not report it.
+        # Nothing is left to wait for.
         work.wait(self._options.timeout)
 
 
@@ -109,6 +109,6 @@ def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    # NCCL's own watchdog ends the process: it must not come first.
+    # NCCL's own watchdog ends the process, so its limit must not expire first.
     options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - its only spelling
     return ProcessGroupNCCL(store, rank, size, options)
