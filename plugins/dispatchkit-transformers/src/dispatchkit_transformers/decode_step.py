@@ -71,36 +71,36 @@ def verify_step(
     memory: SlotCache,
     lengths: Sequence[int],
     forward: Callable[..., Any],
-    num_drafts: int,
+    num_draft_tokens: int,
     *,
     compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return one step that verifies drafts.
 
-    It takes tokens and positions (B,), the drafts to follow each token (B, ``num_drafts``) and how
-    much of the cache it must read. It runs them all, accepts the drafts that are the likeliest
-    tokens up to the first that is not, and returns
+    It takes tokens and positions (B,), the drafts to follow each token (B, ``num_draft_tokens``)
+    and how much of the cache it must read. It runs them all, accepts the drafts that are the
+    likeliest tokens up to the first that is not, and returns
 
     - the likeliest token behind each one, and how many drafts are accepted and were given
-      (B, ``num_drafts`` + 3);
+      (B, ``num_draft_tokens`` + 3);
     - the token behind the last accepted one (B,), and its position (B,).
 
-    Drafts below 0 and those beyond the end of the cache are none. What rejected ones leave in the
+    A value below 0 or beyond the end of the cache is not a draft. What rejected drafts leave in the
     cache lies behind the row's end: no token looks there before others are written over it.
 
     Args:
         probe: What was found out about the model.
-        memory: The cache, with ``num_drafts`` spare positions or more.
+        memory: The cache, with ``num_draft_tokens`` spare positions or more.
         lengths: Positions that it may read, ascending.
         forward: What computes it: the model, or its compiled form.
-        num_drafts: Drafts of each row.
+        num_draft_tokens: Drafts of each row.
         compile: Is given what a step of one length runs, and returns what runs in its place.
     """
-    offsets = torch.arange(1 + num_drafts, device=probe.device)
+    offsets = torch.arange(1 + num_draft_tokens, device=probe.device)
     last_token = probe.vocabulary - 1
 
     def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        logits_of = probe.step(memory, length, forward, 1 + num_drafts)
+        logits_of = probe.step(memory, length, forward, 1 + num_draft_tokens)
 
         def run(
             tokens: torch.Tensor, positions: torch.Tensor, drafts: torch.Tensor

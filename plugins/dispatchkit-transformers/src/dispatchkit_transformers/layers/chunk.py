@@ -161,7 +161,7 @@ def _write_rows(place: Place, memory: States, rows: dict[int, torch.Tensor]) -> 
     """Write rows of states (B, ...) into the slots of a chunk.
 
     Rows of padding name a slot that others use. They write what the first row writes, where it
-    does: of equal values it is no matter which is written last.
+    does: of equal values, either may be written last.
     """
     has_tokens = place.has_tokens
     slots = torch.where(has_tokens, place.slots, place.slots[:1])

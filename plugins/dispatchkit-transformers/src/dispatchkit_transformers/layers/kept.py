@@ -27,7 +27,7 @@ class Kept:
         name: Which one: ``keys``, ``values``, ``convolution`` or ``recurrence`` and its number.
         states: The library's: keys and values (B, heads, T, head size), states (B, ...).
         capacity: Positions that are kept of keys and values; None for states and for a source.
-        source_length: Most positions of a source; None where it is none.
+        source_length: Most positions of a source; None for anything else.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Kept:
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What tensors in one block of memory have in common."""
+        """What the tensors of one bank have in common."""
         is_source = self.source_length is not None
         return self.slot_shape, self.states.dtype, self.states.device, self.capacity, is_source
 

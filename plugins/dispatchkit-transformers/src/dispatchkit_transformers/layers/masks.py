@@ -30,7 +30,7 @@ class Look:
     Attributes:
         length: Positions that they read.
         capacity: Positions that they keep.
-        window: They see so many; None: all that they keep.
+        window: The latest positions, which they see; None: all that they keep.
         chunk: They see those since the last multiple of this; None: whatever the window has.
     """
 
