@@ -299,7 +299,7 @@ def test_the_account_of_a_memory_is_scraped(address: str, registry: CollectorReg
         assert value("dispatchkit_memory_pool_bytes", pool=pool.name) == pool.num_bytes > 0
     assert value("dispatchkit_memory_counted_bytes") == account.num_bytes
     assert value("dispatchkit_memory_max_bytes") == 1 << 30
-    with pytest.raises(ConfigError, match="one for each memory"):
+    with pytest.raises(ConfigError, match="a different name for each memory"):
         watch_memory(GraphMemory(), registry=registry)
     del memory, runners, runner
     gc.collect()

@@ -1,9 +1,9 @@
-"""What dispatchkit's runners do, as Prometheus metrics.
+"""Prometheus metrics of dispatchkit's runners.
 
-``watch`` has a runner's counters read whenever Prometheus scrapes; a step pays nothing for it.
-``watch_memory`` has the account of a ``GraphMemory`` read likewise.
-``PrometheusObserver`` counts rare events as they happen: captures with their time, failures,
-evictions, faults of policies. ``export_engine`` shows what an engine counts, on a port or in a
+``watch`` reads a runner's counters at each scrape; it adds nothing to a step.
+``watch_memory`` reads the account of a ``GraphMemory`` the same way.
+``PrometheusObserver`` counts rare events as they happen: captures and their times, failures,
+evictions and policy faults. ``export_engine`` exports an engine's counters on a port or to a
 text file.
 """
 

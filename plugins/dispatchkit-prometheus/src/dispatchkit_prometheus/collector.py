@@ -1,4 +1,4 @@
-"""Counters of runners, read when Prometheus scrapes and at no other time."""
+"""Metrics of runners' counters, read only when Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTS = (
     ("dispatchkit_captures", "Graphs captured.", "captures"),
     ("dispatchkit_capture_failures", "Captures that failed.", "capture_failures"),
     ("dispatchkit_replay_failures", "Replays that failed.", "replay_failures"),
-    ("dispatchkit_evictions", "Graphs given up.", "evictions"),
+    ("dispatchkit_evictions", "Graphs evicted.", "evictions"),
     ("dispatchkit_failed_steps", "Steps that raised an exception.", "failed_steps"),
 )
 # (metric, what it counts, field of the statistics, label of its keys)
@@ -39,9 +39,9 @@ _TABLES = (
 class RunnerCollector(Collector):
     """Reads the statistics of runners at each scrape.
 
-    Runners are held weakly: one that is gone is no longer reported.
+    Runners are held by weak references: one that was collected is no longer reported.
 
-    Thread safety: runners may be added, and scraped, from any thread.
+    Thread safety: any thread may add runners and scrape.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class RunnerCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, runner: Any) -> None:
-        """Report a runner under a name, its label ``runner``.
+        """Report a runner under a name, the value of its label ``runner``.
 
         Raises:
             ConfigError: Another runner has that name.
@@ -59,13 +59,13 @@ class RunnerCollector(Collector):
                 raise ConfigError(
                     "name",
                     name,
-                    "one for each runner",
+                    "a different name for each runner",
                     "Another runner is watched under this name.",
                 )
             self._runners[name] = runner
 
     def describe(self) -> Iterable[Metric]:
-        """Return the metrics without values, so that their names are taken."""
+        """Return the metrics without values, so that the registry reserves their names."""
         return _metrics(())
 
     def collect(self) -> Iterable[Metric]:
@@ -137,15 +137,15 @@ _COLLECTORS_LOCK = threading.Lock()
 def watch(
     runner: Any, *, name: str = "runner", registry: CollectorRegistry = REGISTRY
 ) -> RunnerCollector:
-    """Have a runner's counters read at each scrape of a registry.
+    """Report a runner's counters at each scrape of a registry.
 
     Args:
         runner: A GraphRunner; it is not kept alive.
-        name: Value of the label ``runner``, different for each one.
-        registry: Where prometheus-client looks; its default one.
+        name: Value of the label ``runner``, different for each runner.
+        registry: The registry to report to; prometheus-client's default one if not given.
 
     Returns:
-        The collector of that registry, one for all its runners.
+        The registry's collector, shared by all its runners.
 
     Raises:
         ConfigError: Another runner is watched under that name.
@@ -154,9 +154,9 @@ def watch(
         known = _COLLECTORS.get(registry)
         collector = RunnerCollector() if known is None else known
         try:
-            registry.register(collector)  # again too, where somebody has unregistered it
+            registry.register(collector)  # every time: it may have been unregistered
         except ValueError:
-            if known is None:  # others have its names; else it is there already
+            if known is None:  # another collector has these names; a known one is registered
                 raise
         _COLLECTORS[registry] = collector
     collector.add(name, runner)

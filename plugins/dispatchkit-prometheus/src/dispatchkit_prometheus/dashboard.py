@@ -1,4 +1,4 @@
-"""The Grafana dashboard that comes along."""
+"""The Grafana dashboard that ships with the plugin."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["dashboard"]
 
 
 def dashboard() -> str:
-    """Return the dashboard as JSON text, for Grafana's import or a provisioning folder."""
+    """Return the dashboard as JSON text, to import into Grafana or to provision."""
     return (files("dispatchkit_prometheus") / "grafana.json").read_text(encoding="utf-8")

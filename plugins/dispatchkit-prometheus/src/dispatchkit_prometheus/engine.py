@@ -1,7 +1,7 @@
-"""Counters of an engine that serves elsewhere: on a port of its own, or in a text file.
+"""Export an engine's counters from the worker process, on a port or to a text file.
 
-vLLM's workers serve no ``/metrics``, and its front end knows nothing of a worker's steps. So
-each worker shows its own.
+vLLM's workers serve no ``/metrics``, and its front end does not see a worker's steps, so each
+worker exports its own counters.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PERIOD_S = 5.0
 
 
 class EngineCounts(Protocol):
-    """What an engine counts; see ``dispatchkit_vllm.engine.counts.StepCounts``."""
+    """An engine's counters, such as ``dispatchkit_vllm.engine.counts.StepCounts``."""
 
     policy: str
     runner: str
 
     def read(self) -> Iterable[Any]:
-        """Return records of a mode, a reason, steps, real tokens and padded tokens."""
+        """Return records with a mode, a reason, steps, real tokens and padded tokens."""
         ...
 
 
@@ -37,7 +37,7 @@ class EngineCollector(Collector):
     """Reads the counters of engines at each scrape.
 
     Args:
-        rank: Label of all its metrics.
+        rank: Value of the label ``rank`` of every metric.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -45,11 +45,11 @@ class EngineCollector(Collector):
         self._engines: list[EngineCounts] = []
 
     def add(self, counts: EngineCounts) -> None:
-        """Show the counters of one more engine."""
+        """Add an engine whose counters are reported."""
         self._engines.append(counts)
 
     def describe(self) -> Iterable[Metric]:
-        """Return the metrics without values, so that their names are taken."""
+        """Return the metrics without values, so that the registry reserves their names."""
         return self._metrics(())
 
     def collect(self) -> Iterable[Metric]:
@@ -88,16 +88,17 @@ class EngineCollector(Collector):
 
 
 class EngineExport:
-    """Where an engine's metrics are shown.
+    """An HTTP port or a text file that exposes an engine's metrics.
 
     Args:
-        where: A port, or the path of a text file (``.prom``) for the node exporter's collector.
-        rank: The process's rank; ports count up with it, files get it in their name.
-        world_size: How many ranks there are.
-        period_s: Seconds between two writes of a file.
+        where: A port, or the path of a text file (``.prom``) for the node exporter's textfile
+            collector.
+        rank: The process's rank; it is added to the port, or to the file's name.
+        world_size: Number of ranks.
+        period_s: Seconds between two writes of the file.
 
     Raises:
-        ConfigError: The port is taken, or the file cannot be written.
+        ConfigError: The port is in use, or the file cannot be written.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class EngineExport:
             ) from error
 
     def close(self) -> None:
-        """Write a last time and stop."""
+        """Write the file a last time, or close the port."""
         self._ended.set()
         if self.path is not None:
             self._write()
@@ -142,7 +143,7 @@ class EngineExport:
             try:
                 self._write()
             except OSError:
-                continue  # the disk may be full for a while; the next write tries again
+                continue  # for example a full disk; the next write tries again
 
     def _write(self) -> None:
         write_to_textfile(str(self.path), self.registry)
@@ -155,16 +156,16 @@ _lock = threading.Lock()
 def export_engine(
     counts: EngineCounts, where: str, *, rank: int = 0, world_size: int = 1
 ) -> EngineExport:
-    """Show an engine's counters; engines of one process share a port or a file.
+    """Export an engine's counters; engines of one process share a port or a file.
 
     Args:
-        counts: What the engine counts.
+        counts: The engine's counters.
         where: A port, or the path of a text file.
         rank: The process's rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
 
     Raises:
-        ConfigError: The port is taken, or the file cannot be written.
+        ConfigError: The port is in use, or the file cannot be written.
     """
     with _lock:
         export = _exports.get((where, rank))

@@ -1,4 +1,4 @@
-"""The account of a GraphMemory, read when Prometheus scrapes and at no other time."""
+"""Metrics of a GraphMemory's account, read only when Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["MemoryCollector", "watch_memory"]
 class MemoryCollector(Collector):
     """Reads the accounts of memories at each scrape.
 
-    They are held weakly: one that is gone is no longer reported.
+    Memories are held by weak references: one that was collected is no longer reported.
 
-    Thread safety: memories may be added, and scraped, from any thread.
+    Thread safety: any thread may add memories and scrape.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class MemoryCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, memory: Any) -> None:
-        """Report a memory under a name, its label ``memory``.
+        """Report a memory under a name, the value of its label ``memory``.
 
         Raises:
             ConfigError: Another memory has that name.
@@ -38,17 +38,17 @@ class MemoryCollector(Collector):
                 raise ConfigError(
                     "name",
                     name,
-                    "one for each memory",
+                    "a different name for each memory",
                     "Another memory is watched under this name.",
                 )
             self._memories[name] = memory
 
     def describe(self) -> Iterable[Metric]:
-        """Return the metrics without values, so that their names are taken."""
+        """Return the metrics without values, so that the registry reserves their names."""
         return _metrics(())
 
     def collect(self) -> Iterable[Metric]:
-        """Read every account and return it as metrics."""
+        """Read every account and return the metrics."""
         with self._lock:
             memories = sorted(self._memories.items())
         return _metrics([(name, memory.account()) for name, memory in memories])
@@ -78,7 +78,7 @@ def _metrics(accounts: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
             for part, num_bytes in account.lines().items():
                 parts.add_metric([*place, part], num_bytes)
             sums: dict[str, int] = {}
-            for pool in account.pools:  # those that are apart may have one name
+            for pool in account.pools:  # separate pools may share a name
                 sums[pool.name] = sums.get(pool.name, 0) + pool.num_bytes
             for pool_name, num_bytes in sums.items():
                 pools.add_metric([*place, pool_name], num_bytes)
@@ -95,15 +95,15 @@ _COLLECTORS_LOCK = threading.Lock()
 def watch_memory(
     memory: Any, *, name: str = "memory", registry: CollectorRegistry = REGISTRY
 ) -> MemoryCollector:
-    """Have the account of a memory read at each scrape of a registry.
+    """Report a memory's account at each scrape of a registry.
 
     Args:
         memory: A GraphMemory; it is not kept alive.
-        name: Value of the label ``memory``, different for each one.
-        registry: Where prometheus-client looks; its default one.
+        name: Value of the label ``memory``, different for each memory.
+        registry: The registry to report to; prometheus-client's default one if not given.
 
     Returns:
-        The collector of that registry, one for all memories.
+        The registry's collector, shared by all memories.
 
     Raises:
         ConfigError: Another memory is watched under that name.
@@ -112,9 +112,9 @@ def watch_memory(
         known = _COLLECTORS.get(registry)
         collector = MemoryCollector() if known is None else known
         try:
-            registry.register(collector)  # again too, where somebody has unregistered it
+            registry.register(collector)  # every time: it may have been unregistered
         except ValueError:
-            if known is None:  # others have its names; else it is there already
+            if known is None:  # another collector has these names; a known one is registered
                 raise
         _COLLECTORS[registry] = collector
     collector.add(name, memory)

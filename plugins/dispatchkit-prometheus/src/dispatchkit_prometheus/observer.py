@@ -1,4 +1,4 @@
-"""Rare events, counted as they happen."""
+"""Counters of rare events, updated as the events happen."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class PrometheusObserver:
-    """Counts what runners tell: capture times, failures and evictions by reason, policy faults.
+    """Records capture times, and counts failures and evictions by reason, and policy faults.
 
-    It hears of the runners that were made with the plugins it was attached to::
+    It receives the events of runners created with the plugins it is attached to::
 
         plugins = load_plugins()
         plugins.create_observer("prometheus")
         runner = GraphRunner(step, inputs, policy=plugins.with_policy())
 
     Args:
-        registry: Where prometheus-client looks; its default one.
+        registry: The registry of the metrics; prometheus-client's default one if not given.
 
     Raises:
-        ConfigError: That registry has such an observer already.
+        ConfigError: The registry already has such an observer.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -87,7 +87,7 @@ class PrometheusObserver:
         self._failed.labels(event.runtime_mode, event.reason).inc()
 
     def on_evict(self, event: EvictEvent) -> None:
-        """A graph was given up."""
+        """A graph was evicted."""
         self._evicted.labels(event.runtime_mode, event.reason or "unknown").inc()
 
     def on_policy_error(self, event: PolicyErrorEvent) -> None:
@@ -95,5 +95,5 @@ class PrometheusObserver:
         self._faults.labels(event.policy, event.method).inc()
 
     def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
-        """Another policy decides."""
+        """Another policy was installed."""
         self._swaps.labels(event.policy).inc()

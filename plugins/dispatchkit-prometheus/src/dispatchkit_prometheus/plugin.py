@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""Hook implementations that this distribution registers with dispatchkit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dispatchkit.hookspecs import ObserverSpec, hookimpl
 
 
 def make_observer(**options: Any) -> Any:
-    """Return the observer; prometheus-client is loaded now and not before."""
+    """Return the observer; prometheus-client is imported on the first call."""
     from dispatchkit_prometheus.observer import PrometheusObserver
 
     return PrometheusObserver(**options)
 
 
 def make_engine_export(**options: Any) -> Any:
-    """Show an engine's counters; see ``export_engine``."""
+    """Export an engine's counters; see ``export_engine``."""
     from dispatchkit_prometheus.engine import export_engine
 
     return export_engine(**options)
@@ -24,7 +24,7 @@ def make_engine_export(**options: Any) -> Any:
 
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Register the observer of runners, and the way an engine's counters are shown."""
+    """Register the observer of runners and the exporter of an engine's counters."""
     return [
         ObserverSpec(
             "prometheus",
