@@ -336,7 +336,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_a_composite_is_no_member_of_itself() -> None:
     policy = CompositePolicy()
-    with pytest.raises(ConfigError, match="another policy"):
+    with pytest.raises(ConfigError, match="other than the composite itself"):
         policy.add("me", policy)
 
 

@@ -20,11 +20,11 @@ from dispatchkit.errors import ConfigError
 
 
 class Launch(NamedTuple):
-    """One launch.
+    """One launch of a graph.
 
     Attributes:
-        stream: Raw handle of the stream it went to.
-        is_direct: It went past ``replay``, by the call of the device's runtime.
+        stream: Raw handle of the stream it was launched on.
+        is_direct: It was launched by a direct call of the device's runtime, not by ``replay``.
     """
 
     stream: int
@@ -36,9 +36,9 @@ class LaunchLogBackend:
 
     Args:
         backend: The other backend, or its name.
-        device: Its device, where the name leaves it open.
+        device: Its device, if the name does not specify it.
         delay_us: Microseconds that the host waits before each launch.
-        capacity: Launches that the log keeps; older ones are dropped.
+        capacity: Number of launches that the log keeps; older ones are dropped.
 
     Raises:
         ConfigError: The delay is negative.
@@ -60,8 +60,8 @@ class LaunchLogBackend:
         inner = resolve_backend(backend, device=device)
         self._inner, self._delay = inner, delay_us / 1e6
         self.launches: deque[Launch] = deque(maxlen=capacity)
-        # Streams, events and pools are the other backend's own: they are only given back to it.
-        # Its bound methods are taken as they are, since each step asks for the current stream.
+        # Streams, events and pools belong to the other backend and are only passed back to it. Its
+        # bound methods are used directly, since every step asks for the current stream.
         self.current_stream = inner.current_stream
         self.current_stream_handle = inner.current_stream_handle
         self.new_stream = inner.new_stream
@@ -70,7 +70,7 @@ class LaunchLogBackend:
         self.synchronize = inner.synchronize
         self.new_pool, self.pool_bytes = inner.new_pool, inner.pool_bytes
         self.warmup, self.is_capturing = inner.warmup, inner.is_capturing
-        # A part that a backend need not have is offered by having its method.
+        # A backend offers an optional part by having its method.
         self._features = features = features_of(inner)
         if features.rehearsals is not None:
             self.rehearse = features.rehearsals.rehearse
@@ -80,24 +80,24 @@ class LaunchLogBackend:
             self.copy_node = features.copy_nodes.copy_node
 
     def log_launch(self, stream: int, *, is_direct: bool) -> None:
-        """Wait as long as launches are delayed, and log one."""
+        """Wait for the launch delay, then log a launch."""
         if self._delay:
             time.sleep(self._delay)
         self.launches.append(Launch(stream, is_direct))
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """Its name in reports."""
         return f"launchlog on {self._inner.name}"
 
     @property
     def torch_device(self) -> str:
-        """Where the runner makes tensors."""
+        """The device on which the runner creates tensors."""
         return self._inner.torch_device
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What the other backend can do; arguments of optional parts are passed on."""
+        """The capabilities of the other backend; ``capture`` passes their arguments on."""
         return self._inner.capabilities
 
     def device_info(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ class LaunchLogBackend:
         return LoggedGraph(graph, self)
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the other backend's call, which logs the launch; None if it has none."""
+        """Return the other backend's call, wrapped to log the launch; None if it has none."""
         launches = self._features.direct_launches
         found = None if launches is None else launches.direct_launch(_inner_graph(graph))
         if found is None:
@@ -138,7 +138,7 @@ class LaunchLogBackend:
 
 
 class LoggedGraph:
-    """A graph of the other backend; what it holds and has for its backend is the same."""
+    """A graph of the other backend that logs its replays; other attributes are unchanged."""
 
     def __init__(self, inner: CapturedGraph, backend: LaunchLogBackend) -> None:
         self.inner, self._backend = inner, backend
@@ -148,16 +148,16 @@ class LoggedGraph:
 
     @property
     def outputs(self) -> Any:
-        """What the step returned at capture."""
+        """The outputs of the step at capture."""
         return self.inner.outputs
 
     @property
     def has_random_state(self) -> bool:
-        """Whether a replay draws."""
+        """Whether a replay draws random numbers."""
         return self.inner.has_random_state
 
     def replay(self) -> None:
-        """Log the launch, and launch."""
+        """Log the launch, then replay."""
         self._backend.log_launch(self._backend.current_stream_handle(), is_direct=False)
         self.inner.replay()
 

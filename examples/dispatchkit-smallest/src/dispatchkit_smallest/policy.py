@@ -17,14 +17,14 @@ from dispatchkit import (
 
 
 class SmallestPolicy:
-    """Replay the smallest graph that covers the batch. Make ``decide`` your own rule."""
+    """Replay the smallest graph that covers the batch. Replace ``decide`` with your own rule."""
 
     name = "smallest"
-    # Promises that the kit tests; take out what your rule does not keep.
+    # Properties that the kit tests; remove those that your rule does not have.
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys that may exist: one for each capture size, for any mixture."""
+        """Return the keys that may exist: one for each capture size, for mixed batches."""
         if not config.mode.mixed_mode():
             return []
         mode = config.mode.mixed_mode().runtime_mode
@@ -36,7 +36,7 @@ class SmallestPolicy:
         return keys
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the decision for a batch; None would leave it to other policies."""
+        """Return the decision for a batch; None leaves it to other policies."""
         reason: str = Reason.NO_KEY
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if not batch.allows(mode):

@@ -1,4 +1,4 @@
-"""Several policies as one: the highest in priority that answers decides."""
+"""Several policies combined by priority: the first that answers decides."""
 
 from __future__ import annotations
 

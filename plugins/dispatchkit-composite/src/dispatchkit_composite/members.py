@@ -1,4 +1,4 @@
-"""Members of a composite: how they are written down, and what is kept of each."""
+"""Members of a composite: read them from text, tables or a file, and report on them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Member:
     """One member of a composite.
 
     Attributes:
-        name: What it is called in the composite; no two have the same.
+        name: Its name, unique in the composite.
         policy: A policy, or the name of one; by default the name of the member.
-        priority: Higher ones are asked first; equal ones in the order they were added.
-        options: Given to the policy's factory, where the policy is a name.
+        priority: Members of higher priority are asked first, those of equal priority in the order
+            in which they were added.
+        options: Options for the policy's factory, if the policy is given by name.
     """
 
     name: str
@@ -35,19 +36,19 @@ class Member:
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        name: Any = self.name  # whatever a file has there
+        name: Any = self.name  # a file may contain a value of any type
         if not isinstance(name, str) or not name or set(name) & set("/,:= "):
-            allowed = "a word without any of '/,:=' and spaces"
+            allowed = "non-empty text without spaces or any of '/,:='"
             raise ConfigError("member name", self.name, allowed)
         setting = f"priority of member {self.name!r}"
         object.__setattr__(self, "priority", check_count(self.priority, setting, minimum=None))
 
     @classmethod
     def parse(cls, text: str) -> Member:
-        """Return the member written ``name[=policy][:priority]``.
+        """Parse a member from ``name[=policy][:priority]``.
 
         Raises:
-            ConfigError: The text is not of that form.
+            ConfigError: The text does not have that form.
         """
         what, colon, number = text.strip().partition(":")
         name, _, policy = (part.strip() for part in what.partition("="))
@@ -61,15 +62,15 @@ class Member:
 
 @attrs.frozen
 class MemberReport:
-    """What a composite says of a member.
+    """The state of a member, as reported by a composite.
 
     Attributes:
         name: Its name.
         priority: Its priority.
-        policy: The name its policy goes by.
+        policy: The name of its policy.
         faults: How often it raised or broke a hard constraint.
-        last_fault: The last of these, in words; empty without any.
-        suspended: It is not asked any more, until it is resumed.
+        last_fault: Description of the last fault; empty if there was none.
+        suspended: It is no longer asked, until it is resumed.
     """
 
     name: str
@@ -82,7 +83,7 @@ class MemberReport:
 
 @attrs.define(eq=False)
 class Seat:
-    """A member in force, with its faults."""
+    """A member with its policy object and its faults."""
 
     name: str
     priority: int
@@ -94,10 +95,10 @@ class Seat:
 
 
 def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
-    """Return members from any of the forms they may be written in.
+    """Return members given as records, tables or text.
 
     Raises:
-        ConfigError: One of them cannot be read.
+        ConfigError: A member is invalid.
     """
     items: Iterable[Member | str | Mapping[str, Any]] = members
     if isinstance(members, str):
@@ -105,7 +106,7 @@ def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> l
         if not items:
             raise ConfigError("members", members, "at least one name[=policy][:priority]")
     if not isinstance(items, Iterable):
-        raise ConfigError("members", members, "Members, tables or text")
+        raise ConfigError("members", members, "a list of Members, tables or text")
     return [_read(item) for item in items]
 
 
@@ -119,7 +120,7 @@ def _read(item: Member | str | Mapping[str, Any]) -> Member:
     known = [field.name for field in attrs.fields(Member)]
     for name in item:
         if name not in known:
-            raise ConfigError("member", dict(item), f"a table with {', '.join(known)} only")
+            raise ConfigError("member", dict(item), f"a table with only {', '.join(known)}")
     given = dict(item)
     given.setdefault("name", given.get("policy", ""))
     return Member(**given)
@@ -129,12 +130,12 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
     """Return the members listed in a file's ``[[tool.dispatchkit.composite.members]]``.
 
     Raises:
-        ConfigError: The file cannot be read, or lists no members.
+        ConfigError: The file cannot be read, or contains no members.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("pyproject", str(path), "a TOML file", f"It says: {error}.") from error
+        raise ConfigError("pyproject", str(path), "a TOML file", f"Error: {error}.") from error
     where: Any = table
     for part in ("tool", "dispatchkit", "composite", "members"):
         where = where.get(part) if isinstance(where, dict) else None
@@ -145,7 +146,7 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
 
 
 def seat(member: Member, plugins: PluginSet | None = None) -> Seat:
-    """Make a member's policy, where it is given by name."""
+    """Return a member's seat; a policy given by name is created."""
     policy = member.policy or member.name
     if isinstance(policy, str):
         plugins = load_plugins() if plugins is None else plugins

@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "composite",
             CompositePolicy,
-            summary="Several policies by priority; the highest that answers decides",
+            summary="Several policies by priority; the first that answers decides",
         )
     ]

@@ -42,20 +42,20 @@ _log = logging.getLogger("dispatchkit.composite")
 class CompositePolicy:
     """Ask members in the order of their priority; the first that answers decides.
 
-    A member that raises, or breaks a hard constraint, is named in the log, counted and
-    passed over; after several faults in a row it is suspended. Decisions carry the name of
-    the member that made them.
+    If a member raises or breaks a hard constraint, the fault is logged and counted, and the next
+    member is asked. After ``max_faults`` faults in a row, the member is suspended. Decisions carry
+    the name of the member that made them.
 
     Args:
-        members: Members; tables with their attributes; or ``name[=policy][:priority]``, as a
-            list or with commas. ``vllm`` alone by default.
-        pyproject: A TOML file that lists them, in place of ``members``.
+        members: Members, tables with their attributes, or text (``name[=policy][:priority]``), in
+            a list; or one text with members separated by commas. By default only ``vllm``.
+        pyproject: A TOML file that lists the members; replaces ``members``.
         max_faults: Faults in a row after which a member is suspended.
-        plugins: Where policies are found by name; by default plugins are loaded.
+        plugins: The plugins that provide policies by name; by default they are loaded.
 
     Raises:
-        ConfigError: Members cannot be read, or two have one name.
-        UnknownNameError: No policy goes by the name of a member's.
+        ConfigError: A member is invalid, or two members have the same name.
+        UnknownNameError: A member names a policy that does not exist.
     """
 
     name = "composite"
@@ -69,7 +69,7 @@ class CompositePolicy:
         plugins: PluginSet | None = None,
     ) -> None:
         if members is not None and pyproject is not None:
-            raise ConfigError("pyproject", pyproject, "left out where members are given")
+            raise ConfigError("pyproject", pyproject, "omitted if members are given")
         self.max_faults = check_count(max_faults, "max_faults")
         self._seats: tuple[Seat, ...] = ()
         self._graphs: GraphView | None = None
@@ -86,7 +86,7 @@ class CompositePolicy:
 
     @property
     def members(self) -> tuple[MemberReport, ...]:
-        """The members in the order in which they are asked."""
+        """The members, in the order in which they are asked."""
         return tuple(
             MemberReport(
                 one.name,
@@ -101,7 +101,7 @@ class CompositePolicy:
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits of the only member; of several, only ``stateless`` outlives mixing."""
+        """The traits of a single member; of several, only ``stateless`` if all claim it."""
         claimed = [policy_traits(one.policy) for one in self._seats]
         if len(claimed) == 1:
             return claimed[0]
@@ -111,13 +111,13 @@ class CompositePolicy:
         """Add a member. Call ``dispatcher.swap()`` afterwards, which empties the table.
 
         Raises:
-            ConfigError: The name is taken or cannot be used.
-            UnknownNameError: No policy goes by that name.
+            ConfigError: The name is invalid or already used.
+            UnknownNameError: No policy has that name.
         """
         self._take(seat(Member(name, policy, priority, options)))
 
     def remove(self, name: str) -> None:
-        """Remove a member. Call ``dispatcher.swap()`` afterwards, which empties the table.
+        """Remove a member. Call ``dispatcher.swap()`` afterwards to empty the table.
 
         Raises:
             UnknownNameError: There is no such member.
@@ -126,7 +126,7 @@ class CompositePolicy:
         self._seats = tuple(one for one in self._seats if one is not gone)
 
     def resume(self, name: str) -> None:
-        """Ask a suspended member again. Cells decided by others stay until they are swapped.
+        """Resume a suspended member. Cells that others decided remain until the next swap.
 
         Raises:
             UnknownNameError: There is no such member.
@@ -137,10 +137,11 @@ class CompositePolicy:
 
     def _take(self, new: Seat) -> None:
         if new.policy is self:
-            raise ConfigError(f"member {new.name!r}", new.policy, "another policy than its own")
+            allowed = "a policy other than the composite itself"
+            raise ConfigError(f"member {new.name!r}", new.policy, allowed)
         if any(one.name == new.name for one in self._seats):
-            raise ConfigError("member name", new.name, "one that no other member has")
-        # Sorting is stable, so that equal priorities stay in the order of addition.
+            raise ConfigError("member name", new.name, "different from those of other members")
+        # Sorting is stable, so members of equal priority stay in the order of addition.
         self._seats = tuple(sorted((*self._seats, new), key=lambda one: -one.priority))
 
     def _find(self, name: str) -> Seat:
@@ -152,14 +153,14 @@ class CompositePolicy:
     # -- the policy ---------------------------------------------------------------------
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys of all members, those of the first members first."""
+        """Return the keys of all members, in the order of their priority."""
         keys: dict[GraphKey, None] = {}
         for one in self._active():
             keys.update(dict.fromkeys(self._guarded(one, "declare", _declared, config) or ()))
         return list(keys)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the answer of the first member that has one within the constraints."""
+        """Return the first member's answer that keeps the hard constraints."""
         self._graphs = graphs
         refused: Decision | None = None
         for one in self._active():
@@ -168,16 +169,16 @@ class CompositePolicy:
                 continue
             if answer.key is not None or batch.allows(RuntimeMode.NONE):
                 return answer
-            refused = refused or answer  # eager is no fault, but others may have a graph
+            refused = refused or answer  # answering eager is no fault; later members may replay
         return refused
 
     @property
     def observe(self) -> Callable[[Outcome], list[CellUpdate]] | None:
-        """What receives outcomes; None where no member learns, so that no step is measured."""
+        """Receives outcomes; None if no member learns, so that no step is measured."""
         return self._observe if any(_learns(one) for one in self._seats) else None
 
     def _observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Tell every member; one whose decision did not run is told so (``won``)."""
+        """Pass the outcome to every learning member; ``won`` only for the one that decided."""
         who, _, rest = outcome.decision.policy.partition("/")
         updates = []
         for one in self._active():
@@ -192,7 +193,7 @@ class CompositePolicy:
         return updates
 
     def calibration_runs(self, graphs: GraphView) -> list[Any]:
-        """Return the timed runs that members ask for after a capture."""
+        """Return the timed runs that members request after a capture."""
         runs: list[Any] = []
         for one in self._active():
             if hasattr(one.policy, "calibration_runs"):
@@ -214,10 +215,10 @@ class CompositePolicy:
         return None if answer is None else attrs.evolve(answer, policy=_label(one, answer))
 
     def _own(self, one: Seat, update: CellUpdate) -> CellUpdate | None:
-        """Return an update a member may make: of a cell that is its to decide, or asked again."""
+        """Return an update if the member decides its cell, or only has cells asked again."""
         answer, graphs = update.decision, self._graphs
         if answer is None and update.up_to:
-            return update  # whoever decides these batches answers as before
+            return update  # harmless: cells that another member decides get the same answer
         if graphs is None:
             return None
         for other in self._active():
@@ -232,7 +233,7 @@ class CompositePolicy:
     def _guarded(self, one: Seat, method: str, ask: Callable[..., Any], *args: Any) -> Any:
         try:
             answer = ask(one.policy, *args)
-        except Exception as error:  # noqa: BLE001 - a member may raise anything; it is named
+        except Exception as error:  # noqa: BLE001 - a member may raise anything; it is logged
             self._blame(one, method, f"{type(error).__name__}: {error}")
             return None
         one.faults_in_a_row[method] = 0
@@ -244,8 +245,8 @@ class CompositePolicy:
         one.last_fault = f"{method}: {problem}"
         one.suspended = one.faults_in_a_row[method] >= self.max_faults
         if one.faults == 1 or one.suspended:
-            end = " It is suspended; resume() asks it again." if one.suspended else ""
-            _log.warning("Member %r of the composite, %s.%s", one.name, one.last_fault, end)
+            end = " It is suspended; call resume() to ask it again." if one.suspended else ""
+            _log.warning("Composite member %r failed in %s.%s", one.name, one.last_fault, end)
 
 
 def _learns(one: Seat) -> bool:
@@ -256,7 +257,7 @@ def _declared(policy: Policy, config: DispatchConfig) -> list[GraphKey]:
     keys = list(policy.declare(config))
     for key in keys:
         if not isinstance(key, GraphKey):
-            raise TypeError(f"it returned {key!r}; only GraphKeys are keys")
+            raise TypeError(f"returned {key!r}; only GraphKeys are allowed")
     return keys
 
 
@@ -272,7 +273,7 @@ def _learnt(policy: Any, outcome: Outcome) -> list[CellUpdate]:
     updates = list(policy.observe(outcome) or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
-            raise TypeError(f"it returned {update!r}; only CellUpdates are allowed")
+            raise TypeError(f"returned {update!r}; only CellUpdates are allowed")
     return updates
 
 

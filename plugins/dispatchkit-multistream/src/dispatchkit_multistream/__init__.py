@@ -1,4 +1,4 @@
-"""Which lane a step runs on: in turn, the least busy, by its key, or by its priority."""
+"""Lane policies: in turn, by load, by graph key, or by the priority of the step."""
 
 from __future__ import annotations
 

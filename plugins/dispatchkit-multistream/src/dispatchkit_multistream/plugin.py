@@ -13,8 +13,10 @@ from dispatchkit_multistream.policies import ByKey, LeastLoaded, Priority, Round
 def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:
     """Register the four lane policies."""
     return [
-        LanePolicySpec("round-robin", RoundRobin, summary="One lane after the other"),
-        LanePolicySpec("least-loaded", LeastLoaded, summary="The lane with least unfinished work"),
+        LanePolicySpec("round-robin", RoundRobin, summary="All lanes in turn"),
+        LanePolicySpec(
+            "least-loaded", LeastLoaded, summary="The lane with the least unfinished work"
+        ),
         LanePolicySpec("by-key", ByKey, summary="Each graph on its own lane, to save memory"),
-        LanePolicySpec("priority", Priority, summary="Lanes kept free for urgent steps"),
+        LanePolicySpec("priority", Priority, summary="Lanes reserved for urgent steps"),
     ]

@@ -1,4 +1,4 @@
-"""The four lane policies. None of them touches a device."""
+"""The four lane policies; none of them touches a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.keys import check_count
 
 
 class RoundRobin:
-    """One lane after the other, whatever they have to do."""
+    """Use all lanes in turn, however busy they are."""
 
     name = "round-robin"
     traits: ClassVar[frozenset[str]] = frozenset({"spreads"})
@@ -22,20 +22,20 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
-        """Return the lane after the last one."""
+        """Return the lane after the one chosen last."""
         lane = self._next % len(lanes)
         self._next = lane + 1
         return lane
 
 
 class LeastLoaded:
-    """The lane with the least unfinished work; of equals, the next in turn.
+    """Use the lane with the least unfinished work; among equals, the next in turn.
 
     Args:
-        by: What work is counted in: ``tokens`` or ``steps``.
+        by: The measure of work: ``tokens`` or ``steps``.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: ``by`` is neither.
     """
 
     name = "least-loaded"
@@ -48,14 +48,14 @@ class LeastLoaded:
         self._last = -1
 
     def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
-        """Return the lane that has least to do."""
+        """Return the lane with the least unfinished work."""
         self._last = self.least(lanes)
         return self._last
 
     def least(self, lanes: Sequence[LaneView]) -> int:
-        """Return which of some lanes has least to do."""
+        """Return the index of the least busy of the given lanes."""
         last = self._last
-        # Lanes behind the last one go before those up to it.
+        # Lanes after the one chosen last come first, then the others.
         order = sorted(lanes, key=lambda lane: (lane.index <= last, lane.index))
         return min(order, key=self._load).index
 
@@ -64,14 +64,14 @@ class LeastLoaded:
 
 
 class ByKey:
-    """Each graph on lanes of its own, and its steps where it is: stream-local graph caching.
+    """Assign each graph to fixed lanes and run its steps there: stream-local graph caching.
 
-    A key's home follows from its name alone, so that it is the same in every process. Steps
-    that run eager take the least busy lane.
+    The lanes of a key depend only on its name, so they are the same in every process. Steps that
+    run eager use the least busy lane.
 
     Args:
-        copies: On how many lanes each graph is captured: more balance better and take more
-            memory.
+        copies: Number of lanes on which each graph is captured. More copies balance the load
+            better and take more memory.
 
     Raises:
         ConfigError: ``copies`` is not a whole number of at least 1.
@@ -86,12 +86,12 @@ class ByKey:
         self._least = LeastLoaded()
 
     def homes(self, key: GraphKey, num_lanes: int) -> Sequence[int]:
-        """Return the lanes a key is captured on."""
+        """Return the lanes on which a key is captured."""
         first = zlib.crc32(str(key).encode()) % num_lanes
         return [(first + more) % num_lanes for more in range(min(self._copies, num_lanes))]
 
     def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
-        """Return the least busy lane that has the graph, or is a home of it."""
+        """Return the least busy lane that has the graph; if none has, one assigned to it."""
         if step.key is None:
             return self._least.choose(step, lanes)
         homes = [lanes[index] for index in self.homes(step.key, len(lanes))]
@@ -100,17 +100,17 @@ class ByKey:
 
 
 class Priority:
-    """Keeps the last lanes, on streams that go before others, for urgent steps.
+    """Reserve the last lanes, on high-priority streams, for urgent steps.
 
-    Urgent steps take whichever lane is least busy, of those kept free first; usual ones share
-    the others. With one lane all share it.
+    Urgent steps use the least busy lane, among equals a reserved one. Other steps share the
+    remaining lanes. A single lane is shared by all steps.
 
     Args:
-        reserved: How many lanes are kept; at least one is left for usual steps.
-        threshold: From which priority on a step is urgent.
+        reserved: Number of reserved lanes; at least one lane is left for other steps.
+        threshold: Least priority of an urgent step.
 
     Raises:
-        ConfigError: ``reserved`` is not a whole number of at least 1.
+        ConfigError: ``reserved`` or ``threshold`` is not a whole number of at least 1.
     """
 
     name = "priority"
@@ -122,12 +122,12 @@ class Priority:
         self._urgent, self._usual = LeastLoaded(), LeastLoaded()
 
     def stream_priorities(self, num_lanes: int) -> Sequence[int]:
-        """Return 1 for the lanes kept free, 0 for the others."""
+        """Return 1 for reserved lanes, 0 for the others."""
         kept = min(self._reserved, num_lanes - 1)
         return [0] * (num_lanes - kept) + [1] * kept
 
     def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
-        """Return a lane of those that the step may use."""
+        """Return the least busy of the lanes that the step may use."""
         kept = min(self._reserved, len(lanes) - 1)
         usual, free = lanes[: len(lanes) - kept], lanes[len(lanes) - kept :]
         if step.priority < self._threshold or not free:

@@ -1,4 +1,4 @@
-"""Graphs between two numbers of tokens and within a padding limit."""
+"""A policy that uses graphs only within fixed limits on tokens and padding."""
 
 from __future__ import annotations
 

@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "threshold",
             ThresholdPolicy,
-            summary="Graphs between a minimum and a maximum of tokens, within a padding limit",
+            summary="Graphs only within fixed limits on tokens and padding",
         )
     ]

@@ -27,22 +27,22 @@ PADDING_LIMIT = "padding_limit"
 
 
 class ThresholdPolicy:
-    """Replay the smallest graph for batches of a middling size; run the others eager.
+    """Replay the smallest graph for batches within fixed limits; run the others eager.
 
     Args:
         min_tokens: Batches of fewer tokens run eager.
-        max_tokens: Batches of more tokens run eager; None: no limit.
+        max_tokens: Batches of more tokens run eager; None for no limit.
         prefer_piecewise: Try PIECEWISE before FULL.
-        max_waste: Largest share of a bucket that may be padding, 0 (exact sizes only) to 1
-            (any). A mode whose smallest graph wastes more is passed over.
-        split: Where the rows of a step are independent (``rows_independent``), a mixed batch that
-            no graph serves within the limits is cut over several: full ones of the largest size
-            that it fills, and the smallest one that covers the rest.
+        max_waste: Largest share of a bucket that may be padding, from 0 (exact sizes only) to 1
+            (any padding). A mode whose smallest graph wastes more is skipped.
+        split: If the rows of a step are independent (``rows_independent``), split a mixed batch
+            that no graph serves within the limits over several graphs: full ones of the largest
+            size that it fills, and the smallest one that covers the rest.
 
-    Options may be given as text, as a command line has them.
+    Options may be given as text, as on a command line.
 
     Raises:
-        ConfigError: An option cannot be used.
+        ConfigError: An option is invalid.
     """
 
     name = "threshold"
@@ -71,7 +71,7 @@ class ThresholdPolicy:
         self.traits = frozenset(traits)
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return a key for each size and kind of batch that the limits let through."""
+        """Return a key for each size and kind of batch that the limits allow."""
         return list(_keys(config, self._useful))
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
@@ -87,7 +87,7 @@ class ThresholdPolicy:
             for key in graphs.covering(batch, mode):
                 if key.num_tokens - batch.num_tokens > self.max_waste * key.num_tokens:
                     obstacle = obstacle or PADDING_LIMIT
-                    break  # the next ones are larger still
+                    break  # later keys are larger and waste more
                 why = graphs.why_not(key)
                 if why is None:
                     return Decision.replay(key)
@@ -107,7 +107,7 @@ class ThresholdPolicy:
         )
 
     def _useful(self, sizes: Sequence[int]) -> list[int]:
-        """Return the ascending sizes of a kind that the limits allow."""
+        """Return the sizes, of an ascending list, that batches within the limits can use."""
         return [
             size
             for below, size in itertools.pairwise((0, *sizes))
@@ -146,7 +146,7 @@ def _why_no_key(batch: Batch, graphs: GraphView) -> str:
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
-    """Return sizes of whole requests, of at most ``max_num_seqs`` of them."""
+    """Return the sizes that hold whole requests, at most ``max_num_seqs`` of them."""
     own = config.uniform_sizes if query_len > 1 else None
     sizes = config.sizes if own is None else own
     return [
