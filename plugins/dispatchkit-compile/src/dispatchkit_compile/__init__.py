@@ -1,6 +1,6 @@
 """Splitting of models into graph and eager pieces, and a backend for ``torch.compile``.
 
-Names are loaded on first use: whoever only marks a model's code does not load Dynamo.
+Names are imported on first use, so code that only marks a model does not import Dynamo.
 """
 
 from __future__ import annotations

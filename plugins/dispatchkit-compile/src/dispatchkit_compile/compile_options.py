@@ -15,16 +15,16 @@ from dispatchkit_compile.split import SplitRules
 
 __all__ = ["CompileOptions"]
 
-#: Modes of inductor, which people may pass out of habit.
+#: Modes of inductor, which users may pass out of habit.
 _MODES_OF_INDUCTOR = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-#: Options that have another place, and where that is.
+#: Options that belong elsewhere, and where to pass them instead.
 _ELSEWHERE = {
-    "skip_guards": "Give dispatchkit_compile.compile(skip_guards=True), or "
-    "the option guard_filter_fn=torch.compiler.skip_all_guards_unsafe of torch.compile itself.",
-    "dynamic": "It is an argument of torch.compile itself; better is to mark the batch "
+    "skip_guards": "Use dispatchkit_compile.compile(skip_guards=True), or pass "
+    "guard_filter_fn=torch.compiler.skip_all_guards_unsafe in the options of torch.compile.",
+    "dynamic": "It is an argument of torch.compile itself; prefer to mark the batch "
     "dimension, as dispatchkit_compile.compile does.",
     "fullgraph": "It is an argument of torch.compile itself.",
-    "backend": "The device's backend is the option device_backend.",
+    "backend": "Use the option device_backend for the device's backend.",
 }
 
 
@@ -36,7 +36,7 @@ def _optional_mode(value: Any) -> CUDAGraphMode | None:
             "mode",
             value,
             f"one of {', '.join(CUDAGraphMode.__members__)}",
-            "Modes of inductor do not apply here; piece_compiler='inductor' compiles the pieces.",
+            "Inductor's modes do not apply; to compile the pieces, use piece_compiler='inductor'.",
         )
     return CUDAGraphMode.parse(value)
 
@@ -66,31 +66,33 @@ def _runner_options(instance: Any, attribute: attrs.Attribute[Any], value: Any) 
 
 @attrs.frozen(kw_only=True)
 class CompileOptions:
-    """What can be set.
+    """Options of the ``torch.compile`` backend.
 
     Attributes:
-        at: What runs eager between graphs: as for ``split_module``.
-        mode: Which runtime modes decode and mixed batches use; by default
-            FULL_AND_PIECEWISE for a graph that is split and FULL for one that is not.
-        support: For which batches the whole may be captured, beside what its operators state.
-        fill: What rows without a token hold, by the name of the argument; others hold zeros.
-            A graph that writes a buffer or cache is captured only if this is given: what it
-            writes for these rows must do no harm (``{}`` if it writes nothing for them).
-        sizes: Capture sizes in rows, by default derived from ``max_num_tokens``.
-        max_num_tokens: Largest batch that graphs may serve; larger ones run plainly.
-        policy: Name of the policy, or an object.
-        device_backend: What captures: ``auto``, a backend's name, or an object.
+        at: Operators, modules and functions that run eager between graphs, as for
+            ``split_module``.
+        mode: Runtime modes of decode and mixed batches; by default FULL_AND_PIECEWISE for a
+            graph that is split and FULL for one that is not.
+        support: Batches for which the whole graph may be captured; its operators may limit
+            this further.
+        fill: Values of padding rows, by argument name; 0 for arguments not named. A graph that
+            writes a buffer or cache is captured only if this is given, and its writes for
+            padding rows must be harmless (``{}`` if it writes nothing for them).
+        sizes: Capture sizes in rows; by default derived from ``max_num_tokens``.
+        max_num_tokens: Largest batch that graphs may serve; larger ones run eager.
+        policy: A policy's name or instance.
+        device_backend: The backend that captures: ``auto``, a name or an instance.
         outputs: ``owned`` or ``view``.
-        lazy: Capture a size when it is first needed; otherwise all in the first call.
-        piece_compiler: Compiles each graph piece: ``"inductor"``, another backend of
+        lazy: Capture each size when it is first needed; if False, all in the first call.
+        piece_compiler: Compiler of the graph pieces: ``"inductor"``, another backend of
             ``torch.compile``, or a function of a graph and the fake values of its arguments.
-        options: Further settings of the runner; with ``strict`` a step that cannot be served by
-            a graph raises.
-        name: What graphs are called in messages, before a number.
+        options: Further settings of the runner; with ``strict`` a step that no graph can serve
+            raises.
+        name: Prefix of the graphs' names in messages; a number follows.
 
     Raises:
-        ConfigError: An option has a value that cannot be used.
-        UnknownNameError: There is no option, mode or compiler of a name.
+        ConfigError: An option has an invalid value.
+        UnknownNameError: An option, a mode or a compiler is unknown.
     """
 
     at: tuple[Any, ...] = ()
@@ -112,7 +114,7 @@ class CompileOptions:
         set_(self, "at", SplitRules(self.at).given)
         fill: Any = self.fill
         if fill is not None and not isinstance(fill, Mapping):
-            raise ConfigError("fill", fill, "a dict of values by the name of an argument")
+            raise ConfigError("fill", fill, "a dict of values by argument name")
         if self.sizes is not None:
             set_(self, "sizes", tuple(self.sizes))
 
@@ -121,13 +123,13 @@ class CompileOptions:
         """Return the options of a call of ``torch.compile``.
 
         Args:
-            options: Its ``options``.
-            mode: Its ``mode``, which may stand for the option of that name.
+            options: The call's ``options``.
+            mode: The call's ``mode``, which may replace the option ``mode``.
 
         Raises:
-            ConfigError: They are no mapping, a setting belongs into ``options`` among them, or
-                mode is given twice.
-            UnknownNameError: There is no option of a name; it names the nearest.
+            ConfigError: ``options`` is not a mapping, holds a setting that belongs in its entry
+                ``options``, or mode is given twice.
+            UnknownNameError: An option is unknown; the error suggests the nearest names.
         """
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError("options", options, "a dict of options by name")

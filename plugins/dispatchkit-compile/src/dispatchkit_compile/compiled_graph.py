@@ -1,8 +1,8 @@
-"""One graph of Dynamo's, run through captured graphs by a GraphRunner.
+"""One of Dynamo's graphs, run through captured graphs by a GraphRunner.
 
-Dynamo calls it with tensors of the exact size. It gives the batched ones to the runner,
-which decides, pads, replays and cuts. What the graph cannot be captured for, and every step
-that differs from what it was made for, runs plainly, counted with a reason.
+Dynamo calls it with tensors of the exact size. It passes the batched ones to the runner,
+which decides, pads, replays and trims. If the graph cannot be captured, or a step differs
+from what it was compiled for, the step runs eager and is counted with a reason.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from dispatchkit_compile.tracing import example_of
 
 __all__ = ["CompiledGraph"]
 
-#: How often tensors that should stay may be replaced before their graph runs plainly.
+#: How often held tensors may be replaced before their graph runs eager for good.
 MAX_REBINDS = 8
 
 _WHAT_TO_DO = {
     PlainReason.GRADIENTS: "Graphs carry no gradients: call under torch.no_grad() or "
     "torch.inference_mode().",
     PlainReason.INPUT_WRITTEN: "Copy it first, or keep it in the module as a buffer.",
-    PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()), so that no memory is shared.",
-    PlainReason.SEVERAL_DIMS: "Mark the batch dimension alone.",
+    PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()) that shares no memory.",
+    PlainReason.SEVERAL_DIMS: "Mark only the batch dimension.",
     PlainReason.NOTHING_TO_CAPTURE: "Leave some operations out of the eager pieces.",
-    PlainReason.FILL_UNKNOWN: "Say with the option fill what rows without a token hold, so that "
-    "what is written for them does no harm: fill={'slots': sink}, or fill={} if nothing is.",
-    PlainReason.HELD_MOVED: "Write into the same tensors, rather than replacing them.",
-    PlainReason.LAYOUT: "Give it as a contiguous tensor.",
+    PlainReason.FILL_UNKNOWN: "Set the option fill so that writes for padding rows are "
+    "harmless: fill={'slots': sink}, or fill={} if nothing is written for them.",
+    PlainReason.HELD_MOVED: "Write into the same tensors instead of replacing them.",
+    PlainReason.LAYOUT: "Pass a contiguous tensor.",
 }
 
 
 class CompiledGraph:
-    """What the backend gives back to Dynamo for one graph.
+    """The callable that the backend returns to Dynamo for one graph.
 
     Args:
         graph: Dynamo's graph.
-        options: What was set.
-        name: What it is called, unlike all others of this process.
+        options: The options of the backend.
+        name: Its name, unique in this process.
 
     Attributes:
-        name: What it is called.
-        options: What was set.
-        pieces: What it was split into; one graph piece where it is whole.
-        runner: Runs its steps; None before the first.
-        plain: Why no step of it is captured, in a word and in words; None if steps are.
+        name: Its name.
+        options: The options of the backend.
+        pieces: The pieces it was split into; a single graph piece if it was not split.
+        runner: The runner of its steps; None before the first.
+        plain: Why all its steps run eager, as (reason, explanation); None if steps are captured.
 
     Thread safety: any thread may call it.
     """
@@ -103,10 +103,10 @@ class CompiledGraph:
     # -- the step -----------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step on the graph's arguments, and return its results.
+        """Run one step on the graph's arguments and return its results.
 
         Raises:
-            NoGraphError: It runs plainly, and the options say strict.
+            NoGraphError: The step would run eager, and ``strict`` is set.
         """
         if self.plain is not None:
             return self._run_plainly(self.plain[0], args, self.plain[1])
@@ -117,7 +117,7 @@ class CompiledGraph:
         ):
             return self._run_plainly(PlainReason.GRADIENTS, args)
         inputs = self._inputs
-        # Compared by identity: a replaced weight is another object, an updated one is not.
+        # Compare by identity: a replaced weight is another object, an updated one is not.
         if inputs is None or not all(map(operator.is_, self._pick_held(args), self._held)):
             with self._lock:
                 reason = self._bind(args)
@@ -125,7 +125,7 @@ class CompiledGraph:
                 return self._run_plainly(reason, args)
             inputs = self._inputs
         runner = self.runner
-        if inputs is None or runner is None:  # replaced by another thread meanwhile
+        if inputs is None or runner is None:  # another thread is replacing them
             return self._run_plainly(PlainReason.HELD_MOVED, args)
         try:
             num_rows, _ = inputs.check(tensors)
@@ -143,7 +143,7 @@ class CompiledGraph:
         return runner(*tensors)
 
     def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:
-        """Run Dynamo's graph itself, counted; warn once for each reason."""
+        """Run Dynamo's graph eager and count the step; warn once for each reason."""
         if self.options.options.strict or self._once.first(reason):
             what_to_do = _WHAT_TO_DO.get(reason, "")
             text = f"{self.name} runs without captured graphs, reason {reason}"
@@ -157,7 +157,7 @@ class CompiledGraph:
     # -- making -------------------------------------------------------------------------
 
     def _fill_is_missing(self) -> tuple[str, str] | None:
-        """Return why the graph must not run on rows without a token, None if it may."""
+        """Return why the graph must not run on padding rows; None if it may."""
         arguments = self._arguments
         if not arguments.written or self.options.fill is not None or arguments.num_rows is not None:
             return None
@@ -167,10 +167,10 @@ class CompiledGraph:
         )
 
     def _make_backend(self) -> GraphBackend:
-        """Return what captures.
+        """Return the backend that captures.
 
         Raises:
-            ConfigError: It cannot see what the pieces are to be compiled to.
+            ConfigError: The backend cannot record the kernels of the piece compiler.
         """
         options = self.options
         nodes = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
@@ -186,8 +186,8 @@ class CompiledGraph:
                 "piece_compiler",
                 "inductor",
                 f"left out with the {made.name} backend",
-                "It records operators of torch, and would miss inductor's own kernels. Use "
-                "mode='NONE' to run these without graphs.",
+                "That backend records torch operators and would miss inductor's own kernels. "
+                "Use mode='NONE' to run them without graphs.",
             )
         return made
 
@@ -215,7 +215,7 @@ class CompiledGraph:
         ]
 
     def _bind(self, args: Sequence[Any]) -> str:
-        """Make the runner for the held tensors of a call; return why not, or nothing."""
+        """Create the runner for a call's held tensors; return the reason if it cannot, or ""."""
         held = self._pick_held(args)
         if self._inputs is not None and all(map(operator.is_, held, self._held)):
             return ""
@@ -249,8 +249,8 @@ class CompiledGraph:
         set_options = options.options
         if self._arguments.num_rows is not None:
             sizes, most = (self._arguments.num_rows,), None
-            # Of a graph for one size nothing can be found out at a second one, and nothing
-            # needs to be: no row of its results is padding.
+            # A graph compiled for one size cannot be probed at a second one, and need not be:
+            # no row of its results is padding.
             set_options = attrs.evolve(
                 set_options,
                 buffers=attrs.evolve(set_options.buffers, output_batch_dims=None),
@@ -273,12 +273,12 @@ class CompiledGraph:
     # -- reading ------------------------------------------------------------------------
 
     def stats(self) -> CompiledStats:
-        """Return what it has done so far."""
+        """Return its counters so far."""
         runner = None if self.runner is None else self.runner.stats()
         return CompiledStats(self.name, dict(self._plain_steps), runner)
 
     def explain(self, num_rows: int, **facts: Any) -> str:
-        """Say what would happen to a batch and why."""
+        """Return how a batch would run, and why."""
         if self.plain is not None:
             return f"{self.name}: runs eager, {self.plain[0]}: {self.plain[1]}"
         if self.runner is None:
@@ -300,8 +300,8 @@ class CompiledGraph:
             failed_at = getattr(piece.fn, "failed_at", "")
             if failed_at:
                 lines.append(
-                    f"{piece.name} failed at {failed_at}; with that in the option at, what is "
-                    "around it is captured"
+                    f"{piece.name} failed at {failed_at}; add it to the option at to capture "
+                    "the operations around it"
                 )
         if self.runner is not None:
             lines.append(str(self.runner))

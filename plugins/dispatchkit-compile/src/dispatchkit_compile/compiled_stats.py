@@ -1,4 +1,4 @@
-"""What one compiled graph has done."""
+"""Statistics of one compiled graph."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["CompiledStats"]
 
 @attrs.frozen
 class CompiledStats:
-    """What one compiled graph has done.
+    """Statistics of one compiled graph.
 
     Attributes:
-        name: Which.
-        plain_steps: Steps that went by the runner, by reason.
-        runner: What the runner did; None if no step has reached it.
+        name: The graph's name.
+        plain_steps: Steps that bypassed the runner and ran eager, by reason.
+        runner: The runner's statistics; None if no step has reached it.
     """
 
     name: str
@@ -27,10 +27,10 @@ class CompiledStats:
 
     @property
     def steps(self) -> int:
-        """All steps."""
+        """Number of steps, through the runner or not."""
         return sum(self.plain_steps.values()) + (self.runner.steps if self.runner else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
+        """Return the statistics as plain values, for JSON."""
         runner = None if self.runner is None else self.runner.to_dict()
         return {"name": self.name, "plain_steps": dict(self.plain_steps), "runner": runner}

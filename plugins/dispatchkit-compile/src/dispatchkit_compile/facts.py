@@ -1,4 +1,4 @@
-"""The facts of a batch that a compiled function cannot see in its tensors."""
+"""Facts of a batch that a compiled function cannot see in its tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _ceiling(value: RuntimeMode | str) -> RuntimeMode:
 
 @attrs.frozen
 class BatchFacts:
-    """What is known of a batch besides its rows; as the arguments of a runner's call.
+    """Facts of a batch besides its rows: the arguments of a runner's call.
 
     Attributes:
-        num_reqs: Requests in the batch; 0 where they are not known.
-        uniform: False for a mixed batch, True for a uniform decode batch: every request is past
-            its prompt and brings exactly as many tokens; or the place of that query length among
-            those configured, counted from 1.
+        num_reqs: Requests in the batch; 0 if not known.
+        uniform: False for a mixed batch; True for a uniform decode batch, in which every request
+            is past its prompt and has the same number of tokens; or the position of that query
+            length among those configured, counted from 1.
         loras: Active adapters.
         ceiling: Highest runtime mode that the batch may run in.
 
@@ -40,7 +40,7 @@ class BatchFacts:
     ceiling: RuntimeMode = attrs.field(default=RuntimeMode.FULL, converter=_ceiling)
 
     def for_graph(self, num_rows: int) -> dict[str, int]:
-        """Return the arguments of a runner; a later graph may have fewer rows than requests."""
+        """Return a runner's arguments; a later graph may have fewer rows than requests."""
         return {
             "num_reqs": min(self.num_reqs, num_rows),
             "uniform": self.uniform,
@@ -49,12 +49,12 @@ class BatchFacts:
         }
 
 
-# A context variable, so that threads and tasks have their own.
+# A context variable, so that each thread and task has its own facts.
 _current: ContextVar[BatchFacts | None] = ContextVar("dispatchkit_batch_facts", default=None)
 
 
 def current_facts() -> BatchFacts | None:
-    """Return the facts that are set in this thread or task; None where there are none."""
+    """Return the facts set in this thread or task; None if none are set."""
     return _current.get()
 
 
@@ -66,9 +66,9 @@ def batch_facts(
     loras: int = 0,
     ceiling: RuntimeMode | str = RuntimeMode.FULL,
 ) -> Iterator[BatchFacts]:
-    """Set the facts of the batch that compiled functions are called with inside.
+    """Set the facts of the batch for compiled functions called inside the block.
 
-    The facts from before are back afterwards. The arguments are those of ``BatchFacts``.
+    The previous facts are restored on exit. The arguments are those of ``BatchFacts``.
 
     Raises:
         ModeError: The ceiling is a mode for configurations, made of two.

@@ -1,8 +1,8 @@
-"""What a graph of Dynamo's takes, changes and returns, found out before it runs.
+"""Analysis of what a Dynamo graph reads, writes and returns, before it runs.
 
-Dynamo gives a graph everything as arguments: inputs, sizes, weights, buffers. Which of them
-are a batch, which stay, which the graph writes, and whether a result is part of an argument,
-decides whether and how it can be captured.
+Dynamo passes everything to a graph as arguments: inputs, sizes, weights, buffers. Which of
+them are batched, which are held, which the graph writes, and whether a result aliases an
+argument decide whether and how the graph can be captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GraphArguments", "PlainReason", "read_arguments"]
 
 
 class PlainReason:
-    """Why a graph, or a step of it, runs plainly; words for counters."""
+    """Reasons why a graph, or one step of it, runs eager, as counted."""
 
     GRADIENTS = "gradients"
     INPUT_CHANGED = "input_changed"
@@ -51,15 +51,15 @@ class PlainReason:
 
 @attrs.frozen
 class GraphArguments:
-    """What is known of a graph.
+    """The arguments of a graph, and what it does with them.
 
     Attributes:
         traced: The graph with the role of each argument.
         batch_dims: For each input, in order, its batch dimension; None if it is not batched.
-        input_places: Where the inputs are among the arguments.
-        held_places: Where the tensors that stay are.
-        written: Which of these, by index, the graph writes.
-        num_rows: The one size the graph was compiled for, where its size is fixed.
+        input_places: Positions of the inputs among the arguments.
+        held_places: Positions of the held tensors among the arguments.
+        written: Indices of the held tensors that the graph writes.
+        num_rows: The only size the graph was compiled for; None if it serves any size.
         plain: Why it cannot be captured, as (reason, explanation); None if it can.
     """
 
@@ -73,7 +73,7 @@ class GraphArguments:
 
 
 def read_arguments(graph: fx.GraphModule) -> GraphArguments:
-    """Find out what a graph takes, changes and returns."""
+    """Return what a graph reads, writes and returns."""
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     fakes = [example_of(node) for node in nodes]
     writes, aliases = _effects(graph, fakes)
@@ -124,7 +124,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         if place in writes:
             plain.append((PlainReason.INPUT_WRITTEN, f"{name!r} is written in place"))
         if place in aliases:
-            plain.append((PlainReason.OUTPUT_IS_INPUT, f"a result is part of {name!r}"))
+            plain.append((PlainReason.OUTPUT_IS_INPUT, f"a result shares memory with {name!r}"))
         if not fake.is_contiguous():
             plain.append((PlainReason.LAYOUT, f"{name!r} is not contiguous"))
         roles.append(Input(name))
@@ -154,7 +154,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
 
 
 def _labels(nodes: Sequence[fx.Node]) -> dict[str, str]:
-    """Return what to call each argument: a parameter's own name where it is one."""
+    """Return a name for each argument: the parameter's own name if it has one."""
     labels: dict[str, str] = {}
     for node in nodes:
         source = getattr(node.meta.get("grapharg"), "source", None)
@@ -174,7 +174,7 @@ def _results(graph: fx.GraphModule) -> Sequence[Any]:
 def _is_argument(node: fx.Node) -> bool:
     """Return whether a graph's argument is one of the compiled function's own arguments.
 
-    Everything else is found by way of them or of globals: a module's weights, an attribute.
+    All others are reached through these or through globals: a module's weights, an attribute.
     """
     if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
         return False
@@ -191,11 +191,11 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Return which arguments a graph writes, and of which a result is a part.
+    """Return the positions of arguments that a graph writes, and of those that a result aliases.
 
-    It is run once on fake tensors, which have shapes and storages but no data.
+    The graph is run once on fake tensors, which have shapes and storages but no data.
     """
-    # Their own mode: by now Dynamo has made another one current, for backends to use.
+    # Use the fakes' own mode: Dynamo has by now made another one current for backends.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:
         return set(), set()
@@ -215,7 +215,7 @@ def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set
 
 
 class _WatchWrites(DispatchMode):
-    """Notes the storages that operations write."""
+    """Records the storages that operations write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -1,4 +1,4 @@
-"""Names of the marks in a model's code, as a traced graph has them."""
+"""Operator names of the split marks in a traced graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What graph pieces may be compiled to before they are captured."""
+"""Compilers of graph pieces, applied before capture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def piece_compiler(compiler: Any) -> PieceCompiler | None:
-    """Return what the option ``piece_compiler`` stands for."""
+    """Return the compiler that the option ``piece_compiler`` names."""
     if not isinstance(compiler, str):
         return cast("PieceCompiler | None", compiler)
     if compiler == "inductor":
@@ -24,7 +24,7 @@ def piece_compiler(compiler: Any) -> PieceCompiler | None:
 
 
 def _with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
-    """Compile a piece with inductor, for every size its arguments may have."""
+    """Compile a piece with inductor, for all sizes of its arguments."""
     from torch._inductor import standalone_compile
 
     compiled: Callable[..., Any] = standalone_compile(piece, fakes, dynamic_shapes="from_graph")

@@ -1,4 +1,4 @@
-"""Where a step is split: what operators, modules and functions are named by."""
+"""Rules that name the operators, modules and functions at which a step is split."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["SplitRules", "function_name", "node_support", "op_name"]
 
 
 class SplitRules:
-    """What runs eager between graphs.
+    """The operations that run eager between graphs.
 
     Args:
         at: Operators, modules, classes and functions, by object or name.
 
     Attributes:
-        given: What was given.
+        given: The rules as given.
 
     Raises:
-        ConfigError: A rule is of a kind that names nothing.
+        ConfigError: A rule is not an operator, module path, module class or function.
     """
 
     def __init__(self, at: Iterable[Any] = ()) -> None:
@@ -39,7 +39,7 @@ class SplitRules:
         self._used: set[int] = set()
 
     def match(self, node: fx.Node) -> bool:
-        """Return whether an operation is to run eager."""
+        """Return whether an operation runs eager."""
         found = False
         for index, rule in enumerate(self._rules):
             if rule(node):
@@ -51,7 +51,8 @@ class SplitRules:
         """Check that every rule matched something.
 
         Raises:
-            UnknownNameError: A name is none of an operator or module; it names the nearest.
+            UnknownNameError: No operator, module or function has a name; the error suggests the
+                nearest ones.
             ConfigError: The operator exists, but the step does not call it.
         """
         for index, one in enumerate(self.given):
@@ -68,9 +69,9 @@ class SplitRules:
 
 
 def op_name(node: fx.Node) -> str | None:
-    """Return the qualified name of the operator a node calls, None if it calls none."""
+    """Return the qualified name of the operator that a node calls; None if it calls none."""
     target = node.target
-    # Dynamo puts the packet of all overloads into its graph, other tracers one overload.
+    # Dynamo's graphs hold the packet of all overloads, other tracers' graphs one overload.
     if isinstance(target, torch._ops.OpOverloadPacket):
         return str(target._qualified_op_name)
     if isinstance(target, torch._ops.OpOverload):
@@ -79,7 +80,7 @@ def op_name(node: fx.Node) -> str | None:
 
 
 def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
-    """Return for which batches a node may be captured, and the name of what limits it."""
+    """Return the batches for which a node may be captured, and the name of what limits it."""
     name = op_name(node)
     found = limited_support(name, [kind for _, kind in _modules_of(node)])
     return found if found is not None else (AttentionSupport.ALWAYS, "")
@@ -110,7 +111,7 @@ def _rule(one: Any) -> Callable[[fx.Node], bool]:
         "at",
         one,
         "made of operators, module paths, module classes and functions",
-        "A module is named by its path in the model, such as 'layers.*.attention'.",
+        "Name a module by its path in the model, such as 'layers.*.attention'.",
     )
 
 
@@ -130,7 +131,7 @@ _MEMBER = re.compile(r"\['?([^'\]]+)'?\]")
 
 
 def _modules_of(node: fx.Node) -> Iterator[tuple[str, type]]:
-    """Yield path and class of the modules that a node was called in, outermost first."""
+    """Yield path and class of the modules that contain a node's call, outermost first."""
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
         if isinstance(kind, type):
             plain = _ROOT.sub("", str(path)).replace("._modules", "")
@@ -143,7 +144,7 @@ def _op_exists(name: str) -> bool:
 
 
 def _names_in(graph: fx.GraphModule) -> set[str]:
-    """Return what a graph could be split at: its custom operators and its modules."""
+    """Return the names a graph could be split at: its custom operators and modules."""
     names: set[str] = set()
     for node in graph.graph.nodes:
         name = op_name(node)

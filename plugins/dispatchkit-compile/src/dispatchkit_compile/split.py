@@ -1,10 +1,10 @@
-"""Splitting a step into graph and eager pieces, at what is named or marked in its code.
+"""Split a step into graph and eager pieces, at named operations and at marks in its code.
 
-The step's graph of operations is cut into consecutive parts. What a rule matches, or what
-lies in a marked region, is an eager part; the rest are graph parts. Each becomes a piece for
-``GraphRunner``: a later piece gets the values it and those behind it need as one tuple, and
-inputs and weights directly. So a value stays where the graph that computed it wrote it, and
-nothing is copied between pieces but what an eager piece returned in fresh memory.
+The step's graph of operations is cut into consecutive parts. Operations that a rule matches,
+or that lie in a marked region, form eager parts; the rest form graph parts. Each part becomes
+a piece for ``GraphRunner``. A later piece receives the values that it and its successors need
+as one tuple, and inputs and weights directly. So a value stays where the graph that computed
+it wrote it, and only what an eager piece returned in new memory is copied between pieces.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dispatchkit_compile.tracing import (
 
 __all__ = ["SplitRules", "split_graph", "split_module"]
 
-# Nodes that launch nothing by themselves: a graph of nothing else would be an empty graph.
+# Nodes that launch nothing by themselves: a graph of only these would be empty.
 _LAUNCHES_NOTHING = frozenset(
     "getitem _assert_scalar _check sym_size sym_stride size stride dim numel view view_as unbind "
     "squeeze unsqueeze transpose permute expand split chunk detach empty empty_like "
@@ -55,27 +55,27 @@ def split_module(
     at: Iterable[Any] = (),
     device: torch.device | str | None = None,
 ) -> list[Piece]:
-    """Split a model, or a function, into pieces for ``GraphRunner``.
+    """Split a model or a function into pieces for ``GraphRunner``.
 
-    It is read once, for all sizes of the batch, without running anything. What its Python
-    decides is decided then, such as whether the module is in training; values in tensors
-    are read by every step, weights too.
+    The step is traced once, for all batch sizes, without running anything. Decisions in Python,
+    such as whether the module is in training, are fixed then; values in tensors, weights
+    included, are read in every step.
 
     Args:
         step: Called with the inputs as keywords.
         example: A tensor or a ``StaticInput`` for each input. The batch dimension is that of
-            the StaticInput; of tensors, dimension 0 of those as long as the first.
-        at: What runs eager between graphs, beside ``eager_region`` blocks and operators
-            that are declared not to be capturable for every batch: an operator
+            the StaticInput; for tensors, dimension 0 of those as long as the first.
+        at: What runs eager between graphs, in addition to ``eager_region`` blocks and
+            operators declared not to be capturable for every batch: an operator
             (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
             its class or the class's name), or a function or tensor method that the code
             calls (or its name).
-        device: Where inputs given as a StaticInput are; by default where the weights are.
+        device: Device of inputs given as a StaticInput; that of the weights by default.
 
     Raises:
-        UnknownNameError: Nothing goes by a name in ``at``; it names the nearest.
-        ConfigError: Something in ``at`` does not occur in the step, or all of it is eager.
-        CaptureError: The step cannot be read as one graph for all sizes.
+        UnknownNameError: A name in ``at`` is unknown; the error suggests the nearest names.
+        ConfigError: An entry of ``at`` does not occur in the step, or the whole step is eager.
+        CaptureError: The step cannot be traced as one graph for all sizes.
     """
     rules = SplitRules(at)
     given = dict(example)
@@ -107,12 +107,11 @@ def split_graph(
 
     Args:
         traced: The step.
-        rules: Where.
-        name: What the pieces are called, before a number.
-        compile_piece: Makes another callable of a graph piece and the fake values of its
-            arguments.
-        held: The list that pieces read held tensors from when they run; by default the
-            traced ones.
+        rules: Where to split.
+        name: Prefix of the pieces' names; a number follows.
+        compile_piece: Compiles a graph piece, given the fake values of its arguments.
+        held: The list from which pieces read held tensors when they run; the traced tensors
+            by default.
 
     Raises:
         ConfigError: No piece is left to capture.
@@ -122,8 +121,8 @@ def split_graph(
         raise ConfigError(
             "at",
             [str(rule) for rule in rules.given],
-            "a choice that leaves something to put into graphs",
-            f"All operations of {name!r} are eager pieces.",
+            "rules that leave some operations for graphs",
+            f"All operations of {name!r} would run eager.",
         )
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))
 
@@ -140,19 +139,19 @@ class _Part:
 
 
 def _launches(node: fx.Node) -> bool:
-    """Return whether a node may give the device something to do."""
+    """Return whether a node may launch work on the device."""
     name = op_name(node)
     if name is not None and not name.startswith("aten::"):
         return True
     name = (name or function_name(node)).rpartition("::")[2]
     if name in _ON_SIZES:
-        # Arithmetic on sizes is the host's; on tensors it is the device's.
+        # Arithmetic on sizes runs on the host, arithmetic on tensors on the device.
         return not isinstance(example_of(node), _SIZES)
     return name not in _LAUNCHES_NOTHING
 
 
 def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
-    """Return consecutive parts; neighbours of a kind are one, unless a mark is between them."""
+    """Return consecutive parts; adjacent ones of a kind are merged unless a mark separates them."""
     parts: list[_Part] = []
     depth = 0
     is_broken = True
@@ -175,19 +174,19 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
     for part in parts:
         before = merged[-1] if merged else None
         if before is not None and before.is_graph:
-            # What an eager part allocates first, for results of its operators, is allocated
-            # by the graph before it instead: then the memory stays, and nothing is copied.
+            # Move the leading allocations of an eager part, for results of its operators, into
+            # the graph before it: their memory then stays in place, and nothing is copied.
             while part.nodes and not _launches(part.nodes[0]):
                 before.nodes.append(part.nodes.pop(0))
             if not part.nodes:
                 continue
         elif before is not None and not any(map(_launches, before.nodes)):
-            # Sizes and their checks, in front of everything.
+            # Sizes and their checks, before everything else.
             before.is_graph = part.is_graph
             before.nodes += part.nodes
             continue
         if not any(map(_launches, part.nodes)):
-            part.is_graph = False  # nothing to capture: done by the host either way
+            part.is_graph = False  # nothing to capture: it runs on the host either way
         if before is not None and not part.is_graph and not before.is_graph:
             before.nodes += part.nodes
         else:
@@ -196,7 +195,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
 
 
 class _Builder:
-    """Makes pieces of parts."""
+    """Builds the pieces of a split step from its parts."""
 
     def __init__(
         self,
@@ -236,7 +235,7 @@ class _Builder:
         return (leaf for leaf in self._traced.leaves if isinstance(leaf, kind))
 
     def _needed_by(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return what nodes, and the results of the step, take."""
+        """Return the nodes that some nodes, and the results of the step, read."""
         needed = {taken for node in nodes for taken in node.all_input_nodes}
         return needed | {one for one in self._results if isinstance(one, fx.Node)}
 
@@ -286,7 +285,7 @@ class _Builder:
         return stage
 
     def _source(self, node: fx.Node, places: Mapping[fx.Node, int]) -> tuple[str, Any]:
-        """Return where a piece takes a value from that it does not compute."""
+        """Return where a piece reads a value that it does not compute."""
         role = self._roles.get(node)
         if role is None:
             return "carried", places[node]
@@ -298,7 +297,7 @@ class _Builder:
         places: Mapping[fx.Node, int],
         made_at: Mapping[fx.Node, int],
     ) -> tuple[str, Any]:
-        """Return where the last piece takes a leaf of the step's result from."""
+        """Return where the last piece reads a leaf of the step's result."""
         if isinstance(leaf, Constant):
             return "constant", leaf.value
         if not isinstance(leaf, Result):
@@ -313,7 +312,7 @@ class _Builder:
         return self._source(node, places)
 
     def _claim_idle_inputs(self, stages: list[Stage]) -> None:
-        """Let the first piece take the inputs that no piece needs."""
+        """Let the first piece accept the inputs that no piece needs."""
         wanted = {name for stage in stages for name in stage.inputs()}
         idle = [name for name in self._traced.inputs if name not in wanted]
         stages[0].also_takes = tuple(idle)

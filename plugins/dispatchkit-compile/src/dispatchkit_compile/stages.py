@@ -1,4 +1,4 @@
-"""What a piece of a split step does: bring its values together, run, hand on."""
+"""The callable of one piece of a split step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Stage", "source_of"]
 
 
 def source_of(role: Role) -> tuple[str, Any]:
-    """Return where a piece takes an argument of the graph from."""
+    """Return where a piece reads an argument of the graph from."""
     if isinstance(role, Input):
         return "input", role.name
     if isinstance(role, Size):
@@ -30,20 +30,20 @@ def source_of(role: Role) -> tuple[str, Any]:
 
 @declare_bookkeeping
 class Stage:
-    """What a piece does: brings the values together, runs its operations, hands on.
+    """A piece's callable: gathers its arguments, runs the operations, returns what later ones need.
 
     Args:
-        name: What it is called in messages.
+        name: Its name in messages.
         module: Its operations.
-        run: They, or what they were compiled to.
-        held: The list that held tensors are in.
-        is_first: Nothing is carried to it.
+        run: The operations as a callable, compiled or not.
+        held: The list of held tensors.
+        is_first: Whether it is the first piece, to which nothing is carried.
 
     Attributes:
         arguments: For each argument of ``run``, where it comes from.
-        returns: For each value handed on, likewise.
-        spec: The structure of the step's result, in the last piece.
-        also_takes: Further inputs that it is given.
+        returns: For each returned value, where it comes from.
+        spec: The structure of the step's result, in the last piece; None in others.
+        also_takes: Further inputs that it accepts.
         failed_at: The operation that raised last, with its line in the user's code.
     """
 
@@ -69,7 +69,7 @@ class Stage:
         self.failed_at: str = ""
 
     def inputs(self) -> list[str]:
-        """Return the inputs it needs, by name."""
+        """Return the names of its inputs."""
         names = dict.fromkeys(self.also_takes)
         for kind, what in (*self.arguments, *self.returns):
             if kind in ("input", "size"):
@@ -77,7 +77,7 @@ class Stage:
         return list(names)
 
     def sign(self) -> Stage:
-        """Declare its parameters, for a runner to read."""
+        """Set its signature, from which a runner reads its parameters."""
         kinds = inspect.Parameter
         parameters = [] if self._is_first else [kinds("carried", kinds.POSITIONAL_ONLY)]
         parameters += [kinds(name, kinds.KEYWORD_ONLY) for name in self.inputs()]
@@ -85,7 +85,7 @@ class Stage:
         return self
 
     def __call__(self, carried: tuple[Any, ...] = (), /, **inputs: torch.Tensor) -> Any:
-        """Run on what the piece before returned and on the inputs it takes."""
+        """Run on the values that the previous piece returned and on its inputs."""
         arguments = [self._value(kind, what, carried, (), inputs) for kind, what in self.arguments]
         try:
             made = self.run(*arguments)
@@ -121,13 +121,13 @@ class Stage:
 
 
 def place_of(error: BaseException, module: fx.GraphModule) -> str:
-    """Return which operation of a piece raised, and the line of the user's that it is from."""
+    """Return which operation of a piece raised, and its line in the user's code."""
     code = getattr(module.forward, "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     if trace is None:
-        return "code that it was compiled to"
+        return "its compiled code"
     line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
     name = line.partition(" ")[0].rstrip(":;")
     for node in module.graph.nodes:

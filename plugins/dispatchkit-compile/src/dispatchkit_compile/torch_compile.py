@@ -1,8 +1,8 @@
 """A backend for ``torch.compile`` that runs models through captured graphs.
 
-Registered under the entry point ``torch_dynamo_backends``, so that
-``torch.compile(model, backend="dispatchkit", options={...})`` finds it. ``compile`` here does
-the same and marks the batch, so that one compilation serves every size.
+It is registered under the entry point ``torch_dynamo_backends``, so that
+``torch.compile(model, backend="dispatchkit", options={...})`` finds it. ``compile`` in this
+module does the same and marks the batch, so that one compilation serves every size.
 """
 
 from __future__ import annotations
@@ -48,46 +48,46 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: Any = None,
 ) -> CompiledGraph:
-    """Compile one graph of Dynamo's; what ``backend="dispatchkit"`` stands for.
+    """Compile one Dynamo graph; the function behind ``backend="dispatchkit"``.
 
     Args:
-        graph: Its operations.
-        example_inputs: Fake tensors and sizes; the graph has them too.
+        graph: Dynamo's graph.
+        example_inputs: Fake tensors and sizes; not used, since the graph has them too.
         options: Fields of ``CompileOptions`` by name.
-        mode: As the option of that name.
+        mode: The same as the option ``mode``.
 
     Raises:
-        ConfigError: An option has a value that cannot be used.
-        UnknownNameError: There is no option of a name; it names the nearest.
+        ConfigError: An option has an invalid value.
+        UnknownNameError: An option is unknown; the error suggests the nearest names.
     """
     return _compile_graph(graph, CompileOptions.parse(options, mode))
 
 
 def compiled_graphs() -> list[CompiledGraph]:
-    """Return all graphs that this process has compiled and not let go of, oldest first."""
+    """Return all graphs compiled in this process that are still alive, oldest first."""
     return sorted(_graphs, key=lambda one: int(one.name.rpartition("_")[2]))
 
 
 def _compile_graph(graph: fx.GraphModule, options: CompileOptions) -> CompiledGraph:
-    # Unlike all others: Dynamo may give several graphs of one model, and the same again.
+    # A unique name: Dynamo may pass several graphs of one model, and the same graph again.
     compiled = CompiledGraph(graph, options, f"{options.name}_{next(_numbers)}")
     _graphs.add(compiled)
     return compiled
 
 
 class Backend:
-    """A backend that keeps what it compiles, to be looked at.
+    """A backend that keeps the graphs it compiles, for inspection.
 
     Args:
         options: Fields of ``CompileOptions`` by name.
 
     Attributes:
-        options: What was set.
-        graphs: What it has compiled, in order.
+        options: Its options.
+        graphs: The graphs it has compiled, in order.
 
     Raises:
-        ConfigError: An option has a value that cannot be used.
-        UnknownNameError: There is no option of a name; it names the nearest.
+        ConfigError: An option has an invalid value.
+        UnknownNameError: An option is unknown; the error suggests the nearest names.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -95,7 +95,7 @@ class Backend:
         self.graphs: list[CompiledGraph] = []
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Iterable[Any]) -> CompiledGraph:
-        """Compile one graph of Dynamo's."""
+        """Compile one Dynamo graph."""
         compiled = _compile_graph(graph, self.options)
         self.graphs.append(compiled)
         return compiled
@@ -113,17 +113,17 @@ def compile(  # noqa: A001 - as torch.compile is called
 
     Args:
         model: A module or function of tensors.
-        batch: The batch dimension of arguments, by parameter name; None for one without. By
-            default it is dimension 0 of each tensor as long as the first.
-        fullgraph: Refuse what would break the model into several graphs.
-        skip_guards: After the first call Dynamo checks nothing before it runs the model.
-            Types, shapes and other arguments than tensors are still compared here; what
-            else the model's Python reads (attributes, globals) must not change.
+        batch: The batch dimension of arguments, by parameter name; None for an argument that
+            is not batched. By default, dimension 0 of each tensor as long as the first.
+        fullgraph: Raise if the model would be broken into several graphs.
+        skip_guards: Skip Dynamo's guards after the first call. Types, shapes and arguments
+            other than tensors are still compared here; anything else that the model's Python
+            reads (attributes, globals) must not change.
         **options: Fields of ``CompileOptions``.
 
     Raises:
-        ConfigError: An option has a value that cannot be used.
-        UnknownNameError: There is no option of a name; it names the nearest.
+        ConfigError: An option has an invalid value.
+        UnknownNameError: An option is unknown; the error suggests the nearest names.
     """
     return CompiledModel(model, Backend(**options), batch, fullgraph, skip_guards)
 
@@ -132,10 +132,10 @@ class CompiledModel:
     """A compiled model, called as the model is.
 
     Attributes:
-        model: What was compiled.
-        backend: What it was compiled by.
-        num_uncompiled: Calls that ran the plain model, since an argument other than a tensor
-            differed from the first call's and Dynamo was told to check nothing.
+        model: The model as given.
+        backend: The backend that compiles it.
+        num_uncompiled: Calls that ran the uncompiled model, because guards are skipped and the
+            arguments differed from the first call's in more than tensors' contents and sizes.
     """
 
     model: Callable[..., Any]
@@ -190,7 +190,7 @@ class CompiledModel:
         return self._compiled(*args, **kwargs)
 
     def _mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the batch dimension of the arguments, for a compilation that may come."""
+        """Mark the batch dimension of the arguments, in case Dynamo compiles this call."""
         if self._batch is None:
             tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             rows = next((len(one) for one in tensors if one.dim()), None)
@@ -208,7 +208,7 @@ class CompiledModel:
             mark_batch(value, dim % value.dim())
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what Dynamo would have guarded of the call, but for tensors' contents."""
+        """Return the facts of the call that Dynamo would have guarded, except tensors' sizes."""
         return (
             tuple(map(_fact, args)),
             tuple((name, _fact(value)) for name, value in kwargs.items()),
@@ -220,16 +220,16 @@ class CompiledModel:
 
     @property
     def graphs(self) -> list[CompiledGraph]:
-        """What was compiled so far, in order."""
+        """The graphs compiled so far, in order."""
         return self.backend.graphs
 
     @property
     def num_compiles(self) -> int:
-        """How many graphs were compiled so far."""
+        """Number of graphs compiled so far."""
         return len(self.backend.graphs)
 
     def stats(self) -> list[CompiledStats]:
-        """Return what each graph has done so far."""
+        """Return the statistics of each graph so far."""
         return [graph.stats() for graph in self.backend.graphs]
 
     def __str__(self) -> str:

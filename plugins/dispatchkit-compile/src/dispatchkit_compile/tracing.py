@@ -1,9 +1,8 @@
-"""From a step in plain Python to one graph of operations, the same for every batch size.
+"""Trace a Python step into one graph of operations that holds for every batch size.
 
-TorchDynamo reads the step once, with the size of the batch as an unknown. What cannot be
-read so (a branch on data or on the size, a call that Dynamo cannot follow) is refused with
-the line it is on: a graph that had settled such a question at one size would be wrong at
-another. Nothing of the step is run.
+TorchDynamo traces the step once, with an unknown batch size. Code that cannot be traced so (a
+branch on data or on the size, a call that Dynamo cannot follow) is rejected with its line: a
+graph that fixed such a decision at one size would be wrong at another. The step is not run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from dispatchkit.errors import CaptureError, ConfigError
 
-# Sizes stand for unknowns in what the traced step returns; these occur in no program.
+# Integers that stand for unknown sizes in the traced step's result; no program uses them.
 _FIRST_STAND_IN = 0x5D15_7A7C_0000
 
 
@@ -45,21 +44,21 @@ class Size:
 
 @attrs.frozen
 class Held:
-    """A graph argument that stays the same tensor: a weight, a buffer, a cache."""
+    """A graph argument that is the same tensor in every step: a weight, a buffer, a cache."""
 
     index: int
 
 
 @attrs.frozen
 class Result:
-    """A value that the graph computed, by its place among the graph's results."""
+    """A value that the graph computes, by its position among the graph's results."""
 
     index: int
 
 
 @attrs.frozen
 class Constant:
-    """A Python value that no input changes."""
+    """A Python value that does not depend on the inputs."""
 
     value: Any
 
@@ -73,11 +72,11 @@ class TracedStep:
 
     Attributes:
         graph: Its operations; parameters of the model are arguments too.
-        inputs: The step's inputs, by name.
-        roles: For each argument of the graph, in order, what it is given.
-        held: The tensors that stay.
-        leaves: What the step returns, flat.
-        spec: The structure of it.
+        inputs: Names of the step's inputs.
+        roles: For each argument of the graph, in order, what is passed to it.
+        held: The held tensors.
+        leaves: The step's result, flattened.
+        spec: The structure of the step's result.
     """
 
     graph: fx.GraphModule
@@ -91,7 +90,7 @@ class TracedStep:
 def trace(
     step: Callable[..., Any], example: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int]
 ) -> TracedStep:
-    """Read a step once for all sizes of its batch.
+    """Trace a step once for all sizes of its batch.
 
     Args:
         step: A function or module, called with the inputs as keywords.
@@ -99,10 +98,10 @@ def trace(
         batch_dims: The batch dimension of each batched input.
 
     Raises:
-        CaptureError: It cannot be read as one graph: reason ``not_traceable``; or reading it
-            has effects in Python that a graph would lose: ``python_effects``.
+        CaptureError: The step cannot be traced as one graph (reason ``not_traceable``), or it
+            has effects in Python that a graph would lose (``python_effects``).
     """
-    # Other tensor objects on the same memory: the caller's are left without marks.
+    # New tensor objects on the same memory, so that the caller's are not marked.
     inputs = {name: tensor.detach() for name, tensor in example.items()}
     for name, dim in batch_dims.items():
         mark_batch(inputs[name], dim)
@@ -125,15 +124,12 @@ def trace(
     changed = _restore_python_state(before)
     if changed:
         raise CaptureError(
-            f"The step sets {', '.join(changed)}; a graph does not run Python again, so that "
-            "this would happen once and never again. Write into a tensor in place, or return "
-            "the value.",
+            f"The step sets {', '.join(changed)}; a replay runs no Python, so this would happen "
+            "only once. Write into a tensor in place, or return the value.",
             reason="python_effects",
         )
     if not seen:
-        raise CaptureError(
-            "The step has no tensor operation to put into a graph.", reason="not_traceable"
-        )
+        raise CaptureError("The step has no tensor operation to capture.", reason="not_traceable")
     graph, args, results = seen[0]
     roles, held = _roles(graph, args, inputs)
     flat, spec = tree_flatten(returned)
@@ -141,8 +137,8 @@ def trace(
     lost = set(range(len(results))) - {leaf.index for leaf in leaves if isinstance(leaf, Result)}
     if lost:
         raise CaptureError(
-            f"The step returns a {type(returned).__name__} that torch does not know how to take "
-            "apart. Return tensors, lists, tuples or dicts, or register the type with "
+            f"The step returns a {type(returned).__name__}, which torch cannot flatten. Return "
+            "tensors, lists, tuples or dicts, or register the type with "
             "torch.utils._pytree.register_dataclass.",
             reason="not_traceable",
         )
@@ -150,7 +146,7 @@ def trace(
 
 
 def mark_batch(tensor: torch.Tensor, dim: int) -> None:
-    """Mark a dimension as of unknown size, so that one graph serves every size, 1 too."""
+    """Mark a dimension's size as unknown, so that one graph serves every size, 1 included."""
     mark = torch._dynamo.decorators.mark_unbacked
     if _MARK_TAKES_ID:
         mark(tensor, dim, shape_id="batch")
@@ -162,7 +158,7 @@ _MARK_TAKES_ID = "shape_id" in inspect.signature(torch._dynamo.decorators.mark_u
 
 
 def size_source(size: Any, tensors: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return which dimension of which tensor a symbolic size is, None if of none."""
+    """Return the tensor and dimension that a symbolic size belongs to; None if none does."""
     expression = _expression(size)
     for name, tensor in tensors.items():
         for dim, length in enumerate(tensor.shape):
@@ -176,7 +172,7 @@ def _expression(size: Any) -> Any:
 
 
 def example_of(node: fx.Node) -> Any:
-    """Return the fake value that the tracer gave an argument of a graph."""
+    """Return the fake value that the tracer assigned to a node of a graph."""
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
@@ -184,10 +180,10 @@ def example_of(node: fx.Node) -> Any:
 
 
 def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the step, with code that Dynamo has never seen.
+    """Return a function that calls the step, with a code object that Dynamo has not seen.
 
-    What Dynamo compiles it keeps with the code object. On one of its own it goes away with
-    the trace, and neither fills nor is refused by the limits of the user's own compilations.
+    Dynamo keeps compilations with the code object. On a new one they are released with the
+    trace, and do not count towards the recompile limits of the user's own compilations.
     """
 
     def call(inputs: dict[str, torch.Tensor]) -> Any:
@@ -199,7 +195,7 @@ def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stand_ins(graph: fx.GraphModule) -> list[Any]:
-    """Return an object to recognise for each result of a graph."""
+    """Return a recognisable stand-in for each result of a graph."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     numbers = itertools.count(_FIRST_STAND_IN)
     return [
@@ -265,9 +261,9 @@ def _not_traceable(error: Exception) -> CaptureError:
     where = re.findall(r'File "([^"]+)", line (\d+)', text) or re.findall(r"# (\S+):(\d+) in", text)
     place = f" ({where[-1][0]}:{where[-1][1]})" if where else ""
     return CaptureError(
-        f"The step cannot be read as one graph for all sizes: {problem}{place}. Make what is "
-        "there a custom operator (torch.library.custom_op) and split at it, or list the pieces "
-        "by hand with graph_piece and eager_piece. torch.compile(backend='dispatchkit') without "
+        f"The step cannot be traced as one graph for all sizes: {problem}{place}. Put that code "
+        "into a custom operator (torch.library.custom_op) and split at it, or list the pieces "
+        "yourself with graph_piece and eager_piece. torch.compile(backend='dispatchkit') without "
         "fullgraph=True accepts such steps, as several graphs.",
         reason="not_traceable",
     )
@@ -278,9 +274,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def _python_state(step: Callable[..., Any]) -> _ModuleState:
-    """Return what the modules of a step hold, to see whether reading it changed that."""
+    """Return the attributes of a step's modules, to detect whether tracing changes them."""
     if not isinstance(step, torch.nn.Module):
-        step = getattr(step, "__self__", step)  # of a bound method
+        step = getattr(step, "__self__", step)  # the module of a bound method
     if not isinstance(step, torch.nn.Module):
         return []
     return [
@@ -290,7 +286,7 @@ def _python_state(step: Callable[..., Any]) -> _ModuleState:
 
 
 def _restore_python_state(before: _ModuleState) -> list[str]:
-    """Put attributes back; return the names of those that had changed."""
+    """Restore attributes; return the names of those that had changed."""
     changed = []
     for module, attributes, tables in before:
         now = vars(module)
@@ -320,5 +316,5 @@ def batch_dims_of(specs: Mapping[str, Any]) -> dict[str, int]:
     """
     dims = {name: spec.batch_dim for name, spec in specs.items() if spec.batch_dim is not None}
     if not dims:
-        raise ConfigError("example", sorted(specs), "given with at least one batched input")
+        raise ConfigError("example", sorted(specs), "inputs of which at least one is batched")
     return dims
