@@ -301,7 +301,7 @@ def test_a_dispatcher_of_another_form_is_left_alone_and_said(runner_module, monk
     runner = runner_module.GPUModelRunner(config())
     assert type(runner.cudagraph_dispatcher) is Strange
     started(runner)
-    assert "vLLM 0.0.test is not served" in caplog.text
+    assert "vLLM 0.0.test is not supported" in caplog.text
     assert "rows" in caplog.text
 
 
@@ -343,7 +343,7 @@ def test_a_runner_that_decides_in_its_own_way_is_said(runner_module, monkeypatch
         def _determine_batch_execution_and_padding(self): ...
 
     started(Own(config()))
-    assert "Own decides its steps in a way of its own" in caplog.text
+    assert "Own overrides how its steps are decided" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["vllm@0.13", "vllm-drafter", "vllm-lora-count"])
@@ -425,7 +425,7 @@ def test_a_policy_that_raises_while_serving_costs_no_step(runner_module, monkeyp
         assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4)
     assert tried(runner.execute_model(2, 2, 1)) == ("NONE", 2)
     assert runner.cudagraph_dispatcher.station.core.fallbacks == {"policy_error": 1}
-    assert "vLLM's own dispatcher answers in its place" in caplog.text
+    assert "vLLM's own dispatcher answers instead" in caplog.text
 
 
 def test_dummy_runs_and_captures_are_answered_by_vllm(runner_module, monkeypatch):

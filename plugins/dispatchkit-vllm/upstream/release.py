@@ -94,7 +94,7 @@ def main() -> int:
         sys.path.append(str(as_cpu_build(release)))
     with contextlib.redirect_stdout(sys.stderr):  # where vLLM's logger writes from then on
         importlib.import_module(DISPATCHER)
-    # Before 0.12 the interface is another one, in which policies are not served.
+    # Before 0.12 the interface is another one, which does not support policies.
     is_served = not release.startswith("0.11.")
     runs: list[tuple[Any, ...]] = [(ask, release)] if is_served else []
     if Path(DISPATCH).is_file():

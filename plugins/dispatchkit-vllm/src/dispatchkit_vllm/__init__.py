@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# They need torch, which policies do not.
+# These need torch, policies do not.
 __getattr__, __dir__ = lazy_names(
     __name__, {"GraphWrapper": "wrapper", "set_forward_context": "wrapper"}
 )

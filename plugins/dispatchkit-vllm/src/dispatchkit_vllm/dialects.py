@@ -1,7 +1,7 @@
-"""What differs between the generations of vLLM's dispatch rule, as data.
+"""The differences between the generations of vLLM's dispatch rule, as data.
 
-The rule itself is written once, in ``ladder`` and ``policy``. A dialect says which of its
-few variations apply.
+The rule itself is implemented once, in ``ladder`` and ``policy``. A dialect selects among its
+few variations.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["DIALECTS", "Dialect", "Loras", "Padding"]
 
 
 class Loras(enum.Enum):
-    """Which counts of active adapters have graphs of their own."""
+    """The counts of active adapters that have separate graphs."""
 
     NONE = "none"  # Adapters are not part of the key.
-    FLAG = "flag"  # With or without; the captured graph serves every count.
+    FLAG = "flag"  # With or without adapters; the captured graph serves every count.
     EVERY_COUNT = "every count"  # One graph per count, or the largest when drafting.
-    CASES = "cases"  # The largest count, and powers of two below it where asked for.
-    CASES_CLAMPED = "cases, clamped"  # As CASES, and larger counts take the largest case.
+    CASES = "cases"  # The largest count, and powers of two below it if configured.
+    CASES_CLAMPED = "cases, clamped"  # As CASES; larger counts use the largest case.
 
 
 class Padding(enum.Enum):
-    """Where a batch's bucket comes from."""
+    """How the bucket of a batch is determined."""
 
     SHARED = "shared"  # One size list and one table for all modes.
-    PER_QUERY_LEN = "per query length"  # Uniform batches of several tokens have their own.
+    PER_QUERY_LEN = "per query length"  # Uniform batches of several tokens have separate ones.
     PER_MODE = "per mode"  # The smallest graph of each mode that is large enough.
 
 
@@ -40,21 +40,21 @@ class Dialect:
     Attributes:
         name: Name of the policy.
         summary: One line for lists of policies.
-        padding: Where a batch's bucket comes from.
-        loras: Which counts of adapters have graphs.
-        sizes_descending: Keys are declared from the largest size down.
-        names_requests: Keys say how many requests they hold.
-        relaxes_mixed_full: FULL keys of mixed batches hold any number of requests, and a
-            batch looks for such a key after its exact one. Otherwise they hold as many as
-            fit, and only the exact key is looked for.
-        caps_uniform_reqs: A uniform key never names more requests than a batch may have.
-        uniform_needs_separate: Uniform batches are told from others only where the mode
-            has a routine of its own for them.
-        rounding: Generation whose rule raises sizes to multiples of the query length;
-            empty: sizes stay as they are.
-        traits: Lasting properties that the policy claims, checked by the test kit.
-        varies_query_len: Decode graphs for requests of varying length are captured where
-            the configuration asks for them.
+        padding: How the bucket of a batch is determined.
+        loras: The counts of adapters that have graphs.
+        sizes_descending: Keys are declared in descending order of size.
+        names_requests: Keys include their number of requests.
+        relaxes_mixed_full: FULL keys of mixed batches allow any number of requests, and a
+            batch looks for such a key after its exact one. Otherwise they allow as many as
+            fit, and a batch looks only for the exact key.
+        caps_uniform_reqs: A uniform key never has more requests than a batch may have.
+        uniform_needs_separate: Uniform batches are distinguished only if the mode has a
+            separate routine for them.
+        rounding: Generation whose rule rounds sizes up to multiples of the query length;
+            empty: sizes are not changed.
+        traits: Permanent properties that the policy claims, checked by the test kit.
+        varies_query_len: Decode graphs for requests of varying length are captured if the
+            configuration asks for them.
     """
 
     name: str
@@ -117,8 +117,8 @@ MANAGER = Dialect(
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
     varies_query_len=True,
-    # Graphs of a query length have other sizes than those of mixed batches, so that one more token
-    # may find a smaller graph.
+    # Graphs of a query length have other sizes than graphs of mixed batches, so a batch with one
+    # more token may find a smaller graph.
     traits=_TRAITS - {"monotone"},
 )
 DRAFTER = Dialect(

@@ -1,7 +1,7 @@
-"""The rule itself: which keys a configuration has, and which of them a batch looks for.
+"""The rule itself: the keys of a configuration, and the keys that a batch looks for.
 
-A ``Ladder`` is one dialect applied to one configuration. It holds no state and touches no
-registry: what exists and can run now is the caller's to ask. Policies and facades share it.
+A ``Ladder`` is one dialect applied to one configuration. It has no state and uses no registry:
+the caller checks which keys exist and can run. Policies and facades share it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FULL, _PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
 
 class PartialRequestError(AssertionError):
-    """A uniform graph would hold a part of a request.
+    """A uniform graph would contain a part of a request.
 
     An AssertionError, as in vLLM; only the facades let it propagate.
     """
@@ -49,18 +49,18 @@ class Ladder:
     """One dialect applied to one configuration.
 
     Attributes:
-        dialect: Which variation of the rule.
+        dialect: The variation of the rule.
         mode: Configured mode.
         sizes: Capture sizes, in the order in which keys are declared.
-        uniform_sizes: Sizes of uniform batches of several tokens per request, where the
-            dialect keeps them apart.
-        max_num_seqs: Most requests of a batch.
-        query_lens: Tokens per request of uniform batches; all but the drafter know one.
-        max_loras: Largest count of active adapters, 0 without any.
-        specialize_lora: Graphs without adapters are captured too.
-        specialize_active_loras: Several counts of adapters have graphs.
-        varlen: Decode graphs take requests of varying length.
-        cases: Counts of adapters that have graphs, where the caller chose them.
+        uniform_sizes: Sizes of uniform batches with several tokens per request, if the
+            dialect has separate sizes for them.
+        max_num_seqs: The most requests of a batch.
+        query_lens: Tokens per request of uniform batches; several only for drafters.
+        max_loras: Largest count of active adapters, 0 without adapters.
+        specialize_lora: Whether graphs without adapters are captured as well.
+        specialize_active_loras: Whether several counts of adapters have graphs.
+        varlen: Whether decode graphs take requests of varying length.
+        cases: Counts of adapters that have graphs, if the caller chose them.
         table: Bucket of every number of tokens up to the largest size.
         lora_cases: Counts of adapters that have graphs, in the order of declaration.
     """
@@ -95,12 +95,12 @@ class Ladder:
 
     @classmethod
     def of(cls, dialect: Dialect, config: DispatchConfig) -> Ladder:
-        """Apply a dialect to a configuration, rounding its sizes where the dialect does."""
+        """Apply a dialect to a configuration, rounding its sizes if the dialect does."""
         sizes, query_len = config.sizes, config.query_len
         if (
             dialect.rounding
             and rounds_for_query_len(config.mode, query_len, dialect.rounding)
-            # A request larger than every size has no graph; the other sizes stay useful.
+            # A request larger than every size has no graph; the other sizes remain usable.
             and query_len <= config.max_capture_size
         ):
             rounded = round_sizes_for_query_len(sizes, query_len, generation=dialect.rounding)
@@ -121,23 +121,23 @@ class Ladder:
 
     @property
     def query_len(self) -> int:
-        """Tokens per request of a uniform batch; the first of several."""
+        """Tokens per request of a uniform batch; the first if there are several."""
         return self.query_lens[0]
 
     @property
     def max_size(self) -> int:
-        """Largest capture size, 0 without any."""
+        """Largest capture size; 0 if there is none."""
         return len(self.table) - 1
 
     @property
     def separate_decode(self) -> bool:
-        """Whether uniform decode batches have FULL graphs of their own."""
+        """Whether uniform decode batches have separate FULL graphs."""
         return self.mode.separate_routine() and self.mode.decode_mode() is CUDAGraphMode.FULL
 
     # -- adapters -----------------------------------------------------------------------
 
     def _captured_counts(self) -> tuple[int, ...]:
-        """Counts above zero that have graphs, where cases are captured."""
+        """Return the counts above zero that have graphs, if cases are captured."""
         top = self.max_loras
         if self.cases is not None:
             return tuple(sorted(count for count in self.cases if count > 0))
@@ -165,7 +165,7 @@ class Ladder:
     def lora_case(self, count: int) -> int:
         """Return the count of adapters in the key that a batch looks for.
 
-        A count without a case is returned unchanged, and finds no graph.
+        A count without a case is returned unchanged, and matches no graph.
         """
         kind = self.dialect.loras
         without = self.max_loras == 0 and self.cases is None
@@ -194,8 +194,8 @@ class Ladder:
 
         Args:
             window_query_len: Query length that bounds the sizes of uniform keys from below
-                and above, where it is not the configured one.
-            partial: What becomes of uniform keys that would hold a part of a request.
+                and above, if it is not the configured one.
+            partial: How to treat uniform keys that would contain a part of a request.
 
         Raises:
             PartialRequestError: There is such a size, and ``partial`` is ``"raise"``.
@@ -256,7 +256,7 @@ class Ladder:
         return self.query_lens if several else self.query_lens[:1]
 
     def decode_sizes(self, query_len: int) -> tuple[int, ...]:
-        """Return the sizes that uniform batches of a query length are captured at."""
+        """Return the capture sizes of uniform batches with a query length."""
         apart = self.dialect.padding is Padding.PER_QUERY_LEN and query_len > 1
         return self.uniform_sizes if apart else self.sizes
 
@@ -276,7 +276,7 @@ class Ladder:
         )
 
     def _mixed(self, num_tokens: int, case: int, mode: RuntimeMode) -> BatchDescriptor:
-        """A graph for any mixture; piecewise ones never depend on requests."""
+        """Return the descriptor of a mixed graph; piecewise ones never depend on requests."""
         relaxed = BatchDescriptor(num_tokens, num_active_loras=case)
         if mode is _PIECEWISE or self.dialect.relaxes_mixed_full:
             return relaxed
@@ -313,9 +313,9 @@ class Ladder:
         yield GraphKey(_PIECEWISE, relaxed)
 
     def exact(self, bucket: int, query_len: int, case: int) -> BatchDescriptor | None:
-        """Return the most special descriptor of a padded batch.
+        """Return the most specific descriptor of a padded batch.
 
-        None for a uniform batch whose bucket is not made of whole requests.
+        None for a uniform batch whose bucket does not consist of whole requests.
         """
         if self.dialect.uniform_needs_separate and not self.mode.separate_routine():
             query_len = 0
@@ -327,7 +327,7 @@ class Ladder:
         return attrs.evolve(relaxed, num_reqs=min(bucket, self.max_num_seqs))
 
     def _aligned_bucket(self, num_tokens: int, query_len: int) -> int:
-        """The smallest size of whole requests that is large enough; 0 where there is none."""
+        """Return the smallest sufficient size of whole requests; 0 if there is none."""
         fitting = (
             size for size in self.uniform_sizes if size >= num_tokens and size % query_len == 0
         )

@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""The policies that this distribution registers with dispatchkit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit_vllm.runner_rule import rule_in_force
 
 
 def _vllm() -> Policy:
-    """Return the newest rule; inside vLLM that of the release it is."""
+    """Return the newest rule, or inside vLLM the rule of the installed release."""
     return rule_in_force() or VllmPolicy(NEWEST)
 
 

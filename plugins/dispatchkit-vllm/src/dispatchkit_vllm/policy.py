@@ -1,4 +1,4 @@
-"""The policies: one class, a dialect as its data."""
+"""The policies: one class, with a dialect as its data."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class VllmPolicy:
     the batch to the next mode at the same size, never to a larger bucket.
 
     Args:
-        dialect: Name of a generation, or the record of one.
-        ladder: The dialect applied to a configuration, where the caller made it; by
-            default it follows the dispatcher's configuration.
+        dialect: Name of a generation, or its ``Dialect``.
+        ladder: A ladder to use instead of applying the dialect to the dispatcher's
+            configuration.
 
     Raises:
-        UnknownNameError: No dialect goes by that name.
+        UnknownNameError: No dialect has that name.
     """
 
     def __init__(self, dialect: Dialect | str = "vllm", *, ladder: Ladder | None = None) -> None:
@@ -45,7 +45,7 @@ class VllmPolicy:
         return self._applied(config)[0]
 
     def _applied(self, config: DispatchConfig) -> tuple[Ladder, Container[GraphKey] | None]:
-        """The ladder, and its keys; None for the keys where the caller made the ladder."""
+        """Return the ladder and its keys; None for the keys if the caller passed the ladder."""
         if self._fixed is not None:
             return self._fixed, None
         last = self._last
@@ -55,7 +55,7 @@ class VllmPolicy:
         return last[1], last[2]
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys of the configuration; none where the caller made the ladder."""
+        """Return the keys of the configuration; none if the caller passed the ladder."""
         return () if self._fixed is not None else tuple(self.ladder(config).keys())
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
@@ -66,7 +66,7 @@ class VllmPolicy:
         query_len = batch.query_len if batch.uniform else 0
         if query_len not in ladder.query_lens:
             query_len = 0
-        # A mixture of requests where only decode batches have graphs: configured to be eager.
+        # A mixed batch when only decode batches have graphs: configured to run eager.
         mixed = not query_len and batch.max_query_len is None
         is_eager = mixed and ladder.mode.mixed_mode() is CUDAGraphMode.NONE
         obstacle: str = Reason.MODE_NONE if is_eager else Reason.NO_KEY
@@ -76,7 +76,7 @@ class VllmPolicy:
         if not chain and batch.num_tokens > ladder.max_size:
             return Decision.eager(obstacle if is_eager else Reason.ABOVE_LARGEST)
         for key in chain:
-            # A graph of an earlier configuration may still be there; it is not looked for.
+            # A graph of an earlier configuration may still exist; do not look for it.
             if key not in graphs or (own is not None and key not in own):
                 continue
             if not key.covers(batch):

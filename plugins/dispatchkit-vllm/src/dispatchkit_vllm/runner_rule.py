@@ -15,7 +15,7 @@ _rule: ContextVar[Policy | None] = ContextVar("dispatchkit_vllm_rule", default=N
 
 
 class RunnerRule:
-    """What the runner's own dispatcher answers, whichever release it is of.
+    """Answer as the runner's own dispatcher does, whatever its release.
 
     Args:
         keys: The graphs that the runner captures.
@@ -34,7 +34,7 @@ class RunnerRule:
         return self._keys
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return what the runner's own code answers."""
+        """Return the answer of the runner's own code."""
         key = self._ask(batch)
         if key is None:
             return Decision.eager(self._why_eager(batch, graphs))
@@ -54,13 +54,13 @@ class RunnerRule:
 
 
 def rule_in_force() -> Policy | None:
-    """Return the rule of the runner that a policy is being made for; None elsewhere."""
+    """Return the rule of the runner whose policy is being created; None elsewhere."""
     return _rule.get()
 
 
 @contextmanager
 def use_rule(rule: Policy) -> Iterator[None]:
-    """Let the name ``vllm`` mean a runner's own rule while a policy is made."""
+    """Let the name ``vllm`` mean a runner's own rule while a policy is created."""
     token = _rule.set(rule)
     try:
         yield

@@ -1,8 +1,8 @@
 """Compare the facades with golden vectors: facts recorded from published dispatchers.
 
-``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped, one
-configuration with its results per line, and says for each file how many records agree. The
-kind of a record is told by its id, not by the name of the file.
+``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped, with
+one configuration and its results per line, and prints how many records of each file agree. The
+kind of a record follows from its id, not from the name of the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _check_wrapper(record: Mapping[str, Any], found: Findings) -> None:
     check_wrapper(record, found)
 
 
-#: What compares a record, by the kind that its id begins with.
+#: Functions that compare a record, by the kind at the start of its id.
 CHECKS: Mapping[str, Callable[[Mapping[str, Any], Findings], None]] = MappingProxyType(
     {
         **dict.fromkeys(KINDS, check_dispatcher),
@@ -52,13 +52,13 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any], Findings], None]] = MappingPro
 
 @attrs.frozen
 class RecordReport:
-    """What comparing one record found.
+    """The result of comparing one record.
 
     Attributes:
         line: Its line in the file, from 1.
-        name: Its id, or what stands for one.
-        num_compared: Comparisons made.
-        problems: What failed, one text each; empty when the record agrees.
+        name: Its id, or a placeholder if it has none.
+        num_compared: Number of comparisons.
+        problems: Descriptions of what failed; empty if the record agrees.
     """
 
     line: int
@@ -69,7 +69,7 @@ class RecordReport:
 
 @attrs.frozen
 class FileReport:
-    """What comparing one file found.
+    """The result of comparing one file.
 
     Attributes:
         path: The file.
@@ -91,7 +91,7 @@ class FileReport:
 
     @property
     def num_compared(self) -> int:
-        """How many single comparisons were made."""
+        """How many individual comparisons were made."""
         return sum(record.num_compared for record in self.records)
 
 
@@ -99,8 +99,8 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
     """Compare the records of a file with the facades.
 
     Args:
-        path: JSON Lines; gzipped where the name ends in ``.gz``.
-        every: Compare only each so-many-th record, for a sample.
+        path: JSON Lines, gzipped if the name ends in ``.gz``.
+        every: Compare only every ``every``-th record, as a sample.
 
     Raises:
         OSError: The file cannot be read.
@@ -134,7 +134,7 @@ def _check_line(number: int, line: str) -> RecordReport:
         CHECKS[kind](record, found)
     except FormatError as error:
         return RecordReport(number, name, found.num_compared, (f"not in the format: {error}",))
-    except Exception as error:  # noqa: BLE001 - what the facade never should raise is a finding
+    except Exception as error:  # noqa: BLE001 - errors that no record expects are findings
         problem = f"raised where no error was recorded: {describe(error)}"
         return RecordReport(number, name, found.num_compared, (problem,))
     problems = tuple(

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unreadable = False
     for path in options.files:
         try:
-            # Sizes that cover only a part of the batches are what vectors are about.
+            # Vectors deliberately include sizes that cover only a part of the batches.
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Vectors of dispatchers that were never initialised are no news."""
+    """Silence the log: vectors contain dispatchers that were never initialised."""
     logger = logging.getLogger("dispatchkit_vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)

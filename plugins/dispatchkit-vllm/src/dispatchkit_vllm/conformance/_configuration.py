@@ -41,7 +41,7 @@ _ENUM = Fields.of(
 
 
 def check_sizes(record: Record, found: Findings) -> None:
-    """Compare the derivation of capture sizes, and their rounding."""
+    """Compare the capture sizes that are derived, and how they are rounded."""
     _SIZES.check(record["id"], record)
     if ("error" in record) == ("sizes" in record) or ("sizes" in record) != ("max" in record):
         raise FormatError("a record has either an error, or sizes and max.")
@@ -88,7 +88,7 @@ def check_sizes(record: Record, found: Findings) -> None:
 
 
 def check_resolution(record: Record, found: Findings) -> None:
-    """Compare how a mode steps down to what attention supports."""
+    """Compare how a mode is lowered to what attention supports."""
     _RESOLVE.check(record["id"], record)
 
     def resolved() -> list[Any]:

@@ -22,16 +22,16 @@ _ENDINGS = "construct_error adjust_error init_error keys_before_error"
 
 @attrs.frozen
 class Kind:
-    """How records of one generation are read.
+    """How to read the records of one generation.
 
     Attributes:
         module: The facade.
         cfg: Fields of the configuration.
-        group: Arguments that the rows of a group share.
-        parts: Fields of a record that ran to its end.
+        group: Arguments shared by the rows of a group.
+        parts: Fields of a record that ran to completion.
         optional: Fields that such a record may lack.
-        descending: Sizes are stored from the largest down.
-        pads: The dispatcher pads; otherwise it is given a padded descriptor.
+        descending: Sizes are stored in descending order.
+        pads: The dispatcher pads; otherwise it receives a padded descriptor.
     """
 
     module: Any
@@ -134,7 +134,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
         and not ends
         and ("pad" in record) != bool(record["capture_order"] or _on(cfg))
     ):
-        raise FormatError("pad is there exactly when a table is built.")
+        raise FormatError("pad must be present exactly if a table is built.")
 
     sizes = sorted(set(cfg["sizes"]), reverse=kind.descending)
     if cfg.get("adjusted_for_query_len"):
@@ -164,7 +164,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
             found.compare("keys_before_error", before, keys_of(dispatcher))
             return
     found.compare("keys", record["keys"], keys_of(dispatcher))
-    # The newest release has a table of its own, the others read the configuration's.
+    # The newest release has a separate table, the others read the configuration's.
     table = config.compilation_config.bs_to_padded_graph_size
     table = getattr(dispatcher, "padding_table", None) or table
     for num_tokens, padded in record.get("pad", ()):
@@ -191,7 +191,7 @@ def mode_of(cfg: Record) -> CUDAGraphMode:
 
 
 def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
-    """Return a dispatcher, or None where its construction ends the record."""
+    """Return a dispatcher, or None if its construction ends the record."""
     dispatcher: list[Any] = []
     error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
@@ -199,7 +199,7 @@ def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
 
 
 def error_of(call: Callable[[], Any]) -> Exception | None:
-    """Return what a call raises, or None."""
+    """Return the exception that a call raises, or None."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -217,7 +217,7 @@ def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
 
 
 def plain(descriptor: Any) -> list[Any] | None:
-    """A descriptor as the records write it: an array, truth values as numbers."""
+    """Return a descriptor as records write it: an array with truth values as numbers."""
     if descriptor is None:
         return None
     fields = getattr(descriptor, "_fields", None) or descriptor.__dataclass_fields__
@@ -269,7 +269,7 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
 def _compare_flow(
     row: Any, kind: Kind, dispatcher: Any, cfg: Record, table: Any, found: Findings
 ) -> None:
-    """What a runner of the 0.11 line does: pad where a graph may be, then dispatch."""
+    """Compare what a runner of the 0.11 line does: pad if there may be a graph, then dispatch."""
     num_tokens, *expected = row
     got: list[Any] = []
     for uniform in (False, True):

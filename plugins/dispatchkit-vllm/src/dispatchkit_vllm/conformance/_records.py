@@ -1,4 +1,4 @@
-"""Records of golden vectors: which fields each kind has, and what comparing one found."""
+"""Records of golden vectors: the fields of each kind, and the findings of a comparison."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Mismatch:
     """One comparison that failed.
 
     Attributes:
-        where: What was compared, as a path inside the record.
-        expected: What the record says.
-        got: What the facade answered.
+        where: What was compared, as a path within the record.
+        expected: The recorded value.
+        got: The facade's value.
     """
 
     where: str
@@ -32,24 +32,24 @@ class Mismatch:
 
 @attrs.define
 class Findings:
-    """What comparing one record found.
+    """The results of comparing one record.
 
     Attributes:
-        num_compared: Comparisons made.
-        mismatches: Those that failed.
+        num_compared: Number of comparisons.
+        mismatches: The comparisons that failed.
     """
 
     num_compared: int = 0
     mismatches: list[Mismatch] = attrs.Factory(list)
 
     def compare(self, where: str, expected: Any, got: Any) -> None:
-        """Compare one value; numbers and truth values are alike, as in the records."""
+        """Compare one value; truth values equal the numbers 0 and 1, as in records."""
         self.num_compared += 1
         if expected != got:
             self.mismatches.append(Mismatch(where, expected, got))
 
     def compare_error(self, where: str, expected: str | None, error: Exception | None) -> None:
-        """Compare an exception with the class name recorded, None for neither."""
+        """Compare an exception with the recorded class name; None stands for no exception."""
         self.num_compared += 1
         if expected is None and error is None:
             return
@@ -68,7 +68,7 @@ def describe(error: BaseException) -> str:
 
 
 def attempt(expected: Any, call: Callable[[], Any]) -> Any:
-    """Return what a call gives, or the recorded ``"!Name"`` if it raises what that names."""
+    """Return a call's result, or the recorded ``"!Name"`` if it raises that exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -79,11 +79,11 @@ def attempt(expected: Any, call: Callable[[], Any]) -> Any:
 
 @attrs.frozen
 class Fields:
-    """The fields that an object of a kind has.
+    """The fields of one kind of object.
 
     Attributes:
-        required: Must be there.
-        optional: May be there.
+        required: Fields that must be present.
+        optional: Fields that may be present.
     """
 
     required: frozenset[str]
@@ -91,14 +91,14 @@ class Fields:
 
     @classmethod
     def of(cls, required: str, optional: str = "") -> Fields:
-        """Make them from names separated by spaces."""
+        """Return fields from names separated by spaces."""
         return cls(frozenset(required.split()), frozenset(optional.split()))
 
     def check(self, where: str, given: Any) -> Mapping[str, Any]:
-        """Return the object if it has just these fields.
+        """Return the object if it has exactly these fields.
 
         Raises:
-            FormatError: It is no object, or a field is unknown or missing.
+            FormatError: It is not an object, or a field is unknown or missing.
         """
         if not isinstance(given, Mapping):
             raise FormatError(f"{where} must be an object, got {given!r}.")
@@ -113,7 +113,7 @@ class Fields:
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
-    """Return the kind of a record: the part of its id before the first slash.
+    """Return the kind of a record: its id up to the first slash.
 
     Raises:
         FormatError: It has no id and is not a row of the mode table.
@@ -130,7 +130,7 @@ def parse(line: str) -> Mapping[str, Any]:
     """Return the record of one line.
 
     Raises:
-        FormatError: It is not one JSON object, or names a field twice.
+        FormatError: It is not a JSON object, or a field appears twice.
     """
     try:
         record = json.loads(line, object_pairs_hook=_unique)
@@ -145,6 +145,6 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise FormatError(f"the field {name!r} is there twice.")
+            raise FormatError(f"the field {name!r} appears twice.")
         found[name] = value
     return found

@@ -34,7 +34,7 @@ class _Tensor:
 
 
 class _FakeDevice:
-    """A device that writes down what it is asked, under the names of the traces."""
+    """Record the calls to a device, under the names that traces use."""
 
     def __init__(self, events: list[list[Any]], pool: Any) -> None:
         self.events, self.pool = events, pool
@@ -71,7 +71,7 @@ class _FakeDevice:
         self.events.append(["replay", graph])
 
     def release(self, graph: int) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
     def weak_ref(self, output: Any) -> str:
         self.events.append(["weak_ref"])
@@ -147,7 +147,7 @@ def _debugging(on: bool) -> Iterator[None]:
 
 
 class _Traced(_wrapper.CUDAGraphWrapper):
-    """Writes down the permission check, and may hide that there is a context."""
+    """Record the permission check, and optionally hide that there is a context."""
 
     events: list[list[Any]]
     hides_context = False

@@ -1,9 +1,9 @@
 """dispatchkit inside vLLM: the entry point of the group ``vllm.general_plugins``.
 
 vLLM calls ``install`` in each of its processes. With ``DISPATCHKIT_POLICY`` (or ``policy`` under
-``dispatchkit`` in ``additional_config``) a policy chooses among the graphs of vLLM's model
-runner; with ``DISPATCHKIT_TRACE`` and ``DISPATCHKIT_METRICS`` steps are recorded and counted.
-Without any of them vLLM builds its own classes, and nothing is added to a step.
+``dispatchkit`` in ``additional_config``), a policy chooses among the graphs of vLLM's model
+runner; with ``DISPATCHKIT_TRACE`` and ``DISPATCHKIT_METRICS``, steps are recorded and counted.
+Without any of them vLLM uses its own classes, and nothing is added to a step.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _ACTIONS = {
 
 
 def install() -> None:
-    """Act in vLLM's model runners as soon as they are imported.
+    """Patch vLLM's model runners as soon as they are imported.
 
     Raises:
-        UnknownNameError: No policy goes by the name asked for; it names the nearest ones.
-        ConfigError: A setting or an option of the policy cannot be used.
+        UnknownNameError: No policy has the given name; the message suggests similar ones.
+        ConfigError: A setting or an option of the policy is invalid.
     """
-    # A worker would find out minutes later.
+    # Check here: a worker would fail minutes later.
     check_policy(EngineSettings.read(os.environ))
     for module, act in _ACTIONS.items():
         when_imported(module, act)
 
 
 def uninstall() -> None:
-    """Put vLLM's own classes back for runners that are built from now on."""
+    """Restore vLLM's own classes for runners that are created from now on."""
     forget_imports()
     for module in (first, second, worker):
         loaded = sys.modules.get(module.MODULE)

@@ -1,8 +1,8 @@
 """A policy in front of one of vLLM's dispatchers.
 
-vLLM's own class keeps its keys, captures and replays. A policy only chooses among the graphs
-that class has. Where it may not be asked, raises, or chooses what cannot run, the class itself
-answers: nothing that a policy does stops the engine.
+vLLM's own class manages its keys, captures and replays. A policy only chooses among the graphs
+of that class. If the policy may not decide, raises, or chooses what cannot run, the class itself
+answers: no failure of a policy stops the engine.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ __all__ = [
     "refuse_learning",
 ]
 
-#: Reasons of steps in which vLLM's own dispatcher answered in the policy's place.
+#: Reasons of steps for which vLLM's own dispatcher answered instead of the policy.
 EAGER_REFUSED, UNFIT_CHOICE = "eager_not_allowed", "unfit_choice"
 
 
 class UnfitPolicyError(ConfigError):
-    """A policy's keys name graphs that this runner does not capture."""
+    """A policy declares graphs that this runner does not capture."""
 
 
 @attrs.frozen(eq=False)
 class Answer:
-    """A cell's decision as the runner takes it.
+    """A cell's decision in the form that the runner uses.
 
     Attributes:
-        result: What the runner's ``dispatch`` returns.
+        result: The return value of the runner's ``dispatch``.
         decision: The bound decision.
-        batch: What the policy was asked about.
-        num_reqs: Requests that ``result`` is for; None: any number.
+        batch: The batch that the policy decided for.
+        num_reqs: Number of requests that ``result`` is for; None: any number.
     """
 
     result: Any
@@ -67,40 +67,40 @@ class Answer:
 
 
 def make_policy(settings: EngineSettings, rule: RunnerRule) -> Policy:
-    """Return the policy asked for; the name ``vllm`` in it means the runner's own rule."""
+    """Return the configured policy; the name ``vllm`` in it means the runner's own rule."""
     with use_rule(rule):
         return load_plugins().create_policy(settings.policy, **settings.policy_options)
 
 
 def check_policy(settings: EngineSettings) -> None:
-    """Check the name of the policy asked for and its options, by making it once.
+    """Validate the configured policy's name and options by creating it once.
 
     Raises:
-        UnknownNameError: No policy goes by the name; it names the nearest ones.
-        ConfigError: An option of the policy cannot be used.
+        UnknownNameError: No policy has the name; the message suggests similar ones.
+        ConfigError: An option of the policy is invalid.
     """
     if settings.policy:
         load_plugins().create_policy(settings.policy, **settings.policy_options)
 
 
 class PolicyCore:
-    """Ready answers of a policy for one runner.
+    """Prepared answers of a policy for one runner.
 
     Args:
         policy: The policy.
         config: Sizes, limits and modes of the runner.
-        graphs: Every graph that the runner captures, as what its ``dispatch`` returns for it.
-        eager: Returns what the runner's ``dispatch`` returns for an eager batch of so many
-            requests.
-        runner: What to call the runner in messages.
+        graphs: Every graph that the runner captures, with what its ``dispatch`` returns for it.
+        eager: Takes a number of requests, and returns what the runner's ``dispatch`` returns
+            for an eager batch of them.
+        runner: Name of the runner in messages.
 
     Attributes:
         fallbacks: How often the runner's own dispatcher answered instead, by reason.
-        learns: The policy has ``observe``.
+        learns: Whether the policy has ``observe``.
 
     Raises:
         UnfitPolicyError: The policy declares a graph that the runner does not capture.
-        PolicyError: The policy is refused.
+        PolicyError: The policy is rejected.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PolicyCore:
     # -- set-up -------------------------------------------------------------------------
 
     def _check_fit(self, keys: Iterable[GraphKey]) -> None:
-        """Refuse a policy whose graphs the runner does not capture."""
+        """Reject a policy that declares graphs the runner does not capture."""
         for key in keys:
             if self._result_of(key) is not None:
                 continue
@@ -141,35 +141,35 @@ class PolicyCore:
             )
 
     def _result_of(self, key: GraphKey) -> Any:
-        """Return the runner's name of a graph; None where it has no such graph."""
+        """Return the runner's descriptor of a graph, or None if it has no such graph."""
         found = self._graphs.get(key)
         if found is None and key.descriptor.num_reqs is not None:
-            # A graph for any number of requests serves what one for a few of them would.
+            # A graph for any number of requests also serves a limited number.
             general = attrs.evolve(key.descriptor, num_reqs=None)
             found = self._graphs.get(GraphKey(key.mode, general))
         return found
 
     def _bind(self, decision: Decision, batch: Batch) -> Answer | None:
-        """Prepare the answer of a cell; None where the runner's own must be taken."""
+        """Prepare the answer of a cell; None if the runner's own dispatcher must answer."""
         if decision.reason == Reason.POLICY_ERROR:
             return None
         if decision.key is None:
-            # A cell is for any number of requests; a uniform batch can have only one.
+            # A cell covers any number of requests; a uniform batch can have only one number.
             per_req = batch.query_len if batch.uniform else 1
             num_reqs = batch.num_reqs or batch.num_tokens // per_req
             return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
         result = self._result_of(decision.key)
-        # A graph captured with adapters is not taken for a batch without any, nor the reverse.
+        # A graph captured with adapters does not serve a batch without any, nor the reverse.
         if result is None or decision.key.descriptor.num_active_loras != batch.num_active_loras:
             return None
         return Answer(result, decision, batch)
 
     def fill(self) -> int:
-        """Decide every cell that a step can ask for, so that none waits; return how many."""
+        """Decide every cell that a step can ask for, so that no step waits; return their number."""
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a fault is logged, and met again by a step
+            warnings.simplefilter("ignore")  # faults are logged, and occur again in a step
             for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
                 for kind in range(config.num_query_classes):
                     for case in cases:
@@ -179,7 +179,7 @@ class PolicyCore:
         return self.dispatcher.num_filled_cells
 
     def never_replayed(self) -> list[GraphKey]:
-        """Return the graphs that the policy does not choose for a batch of their own size."""
+        """Return the graphs that the policy does not choose for batches of exactly their size."""
         found = []
         for key in self._graphs:
             own = key.descriptor
@@ -205,7 +205,7 @@ class PolicyCore:
     def ask(
         self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int
     ) -> Answer | None:
-        """Return the policy's answer; None where the runner's own must be taken."""
+        """Return the policy's answer; None if the runner's own dispatcher must answer."""
         try:
             decision = self._dispatch(num_tokens, num_reqs, kind, loras, ceiling)
         except NoGraphError:
@@ -228,7 +228,7 @@ class PolicyCore:
         if reason not in self._told:
             self._told.add(reason)
             log.warning(
-                "Policy %r %s. vLLM's own dispatcher answers in its place; later cases are only "
+                "Policy %r %s. vLLM's own dispatcher answers instead; later cases are only "
                 "counted, as %r.",
                 policy_name(self.policy),
                 what,
@@ -247,10 +247,10 @@ def _is_kind(query_class: tuple[bool, int, int | None], key: GraphKey) -> bool:
 
 
 def refuse_learning(policy: Policy, world_size: int) -> None:
-    """Refuse a policy that learns where several ranks must decide alike.
+    """Reject a policy that learns if several ranks must decide alike.
 
     Raises:
-        ConfigError: Each rank would measure other times and answer differently.
+        ConfigError: Ranks would measure different times and decide differently.
     """
     if callable(getattr(policy, "observe", None)) and world_size > 1:
         raise ConfigError(

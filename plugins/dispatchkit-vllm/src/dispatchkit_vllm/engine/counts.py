@@ -15,10 +15,10 @@ class StepCount:
 
     Attributes:
         mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
-        reason: Why: ``hit``, or the reason of an eager step.
-        steps: How many.
-        real_tokens: Their tokens before padding.
-        padded_tokens: Their tokens after it.
+        reason: ``hit``, or the reason of an eager step.
+        steps: Number of steps.
+        real_tokens: Total tokens before padding.
+        padded_tokens: Total tokens after padding.
     """
 
     mode: str
@@ -29,11 +29,11 @@ class StepCount:
 
 
 class StepCounts:
-    """Counts steps as they are decided; read from another thread.
+    """Count steps as they are decided; another thread may read the counts.
 
     Args:
-        policy: Name of the policy in force; empty: vLLM's own dispatcher.
-        runner: Which model runner it is.
+        policy: Name of the active policy; empty: vLLM's own dispatcher.
+        runner: Name of the model runner.
 
     Thread safety: one thread adds, any reads.
     """
@@ -54,7 +54,7 @@ class StepCounts:
         cell[2] += padded
 
     def read(self) -> list[StepCount]:
-        """Return what was counted, by mode and reason."""
+        """Return the counts by mode and reason."""
         with self._lock:
             cells = sorted((key, tuple(cell)) for key, cell in self._cells.items())
         return [StepCount(*key, *cell) for key, cell in cells]

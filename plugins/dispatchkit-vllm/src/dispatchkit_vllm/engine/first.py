@@ -1,7 +1,7 @@
 """vLLM's first model runner: a policy in front of its ``CudagraphDispatcher``.
 
-The class stays vLLM's: a subclass asks the policy first and the class itself where the policy
-may not answer. Only the runner's dispatcher is replaced; drafters keep theirs.
+A subclass of vLLM's class asks the policy first, and falls back to the class itself if the
+policy may not decide. Only the runner's dispatcher is replaced; drafters keep vLLM's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISPATCHER = "CudagraphDispatcher"
 RUNNER = "vLLM's first model runner"
 
 _PLAIN = {"self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras"}
-#: Arguments by which releases switch FULL graphs off: 0.12, then 0.13 to 0.16.
+#: Arguments that disable FULL graphs: in 0.12, then in 0.13 to 0.16.
 _FLAGS = ("use_cascade_attn", "disable_full")
 #: Arguments from 0.17 on.
 _SETS = {"valid_modes", "invalid_modes"}
@@ -34,7 +34,7 @@ _STEP = "_determine_batch_execution_and_padding"
 
 
 def why_unknown(original: Any) -> str:
-    """Return why a dispatcher class cannot be served, in words; empty if it can."""
+    """Return why a dispatcher class is not supported, in words; empty if it is."""
     names = ("dispatch", "initialize_cudagraph_keys")
     missing = [name for name in names if not callable(getattr(original, name, None))]
     if missing:
@@ -51,7 +51,7 @@ def why_unknown(original: Any) -> str:
 
 
 def attach(module: ModuleType) -> None:
-    """Let the runner of a module build dispatchkit's dispatcher where it is asked for."""
+    """Let the runner of a module create dispatchkit's dispatcher if the settings ask for it."""
     current = getattr(module, DISPATCHER)
     original = getattr(current, "replaces", current)
 
@@ -68,7 +68,7 @@ def attach(module: ModuleType) -> None:
 
 
 def detach(module: ModuleType) -> None:
-    """Put vLLM's own dispatcher back. A runner that was built already keeps what it has."""
+    """Restore vLLM's own dispatcher. Runners that exist already keep theirs."""
     current = getattr(module, DISPATCHER)
     setattr(module, DISPATCHER, getattr(current, "replaces", current))
 
@@ -82,7 +82,7 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
     counts = "num_active_loras" in takes
 
     class PolicyDispatcher(original):  # type: ignore[misc]
-        """vLLM's dispatcher, with a policy of dispatchkit in front of it."""
+        """vLLM's dispatcher with a dispatchkit policy in front of it."""
 
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
@@ -103,7 +103,7 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
 
 
 def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
-    """From 0.17 on: sets of modes."""
+    """Return ``dispatch`` for 0.17 and later, which take sets of modes."""
 
     def dispatch(
         self: Any,
@@ -131,7 +131,7 @@ def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
 
 
 def _flag_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
-    """Until 0.16: a flag that switches FULL graphs off."""
+    """Return ``dispatch`` for releases up to 0.16, which take a flag that disables FULL graphs."""
 
     def dispatch(
         self: Any,
@@ -219,14 +219,14 @@ def _install(
 
 
 def _tells_apart(dispatcher: Any, own: Callable[..., Any], num_tokens: int) -> bool:
-    """Return whether vLLM's own class answers a uniform batch otherwise than a mixed one.
+    """Return whether vLLM's own class answers uniform and mixed batches differently.
 
-    In some modes it does in one release and not in the next.
+    In some modes this changes from one release to the next.
     """
     mixed = own(dispatcher, num_tokens, False, False)
     try:
         return bool(own(dispatcher, num_tokens, True, False) != mixed)
-    except AssertionError:  # its bucket is not made of whole requests
+    except AssertionError:  # its bucket does not consist of whole requests
         return True
 
 
@@ -249,7 +249,7 @@ def _key(mode: RuntimeMode, descriptor: Any, query_len: int, counts: bool) -> Gr
 
 
 def _watch_runner(module: ModuleType) -> None:
-    """Have the runner class open and close steps, and mark its forward passes."""
+    """Patch the runner class to open and close steps and to mark its forward passes."""
     runner = module.GPUModelRunner
     if hasattr(runner, "dispatchkit_watches"):
         return

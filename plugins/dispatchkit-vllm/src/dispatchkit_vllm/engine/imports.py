@@ -1,4 +1,4 @@
-"""Acting on a module when it is imported, without importing it."""
+"""Run functions when a module is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _waiting: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module: now if it is loaded, else right after its import.
+    """Call a function with a module: now if it is loaded, otherwise right after its import.
 
-    A later call for the same module replaces an earlier one that still waits. What the
-    function raises stops the import.
+    A later call for the same module replaces a pending one. Exceptions of the function
+    propagate from the import.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -31,7 +31,7 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 def forget_imports() -> None:
-    """Drop all functions that still wait."""
+    """Drop all pending functions."""
     _waiting.clear()
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _waiting or fullname in self._searching:
             return None
-        self._searching.add(fullname)  # the other finders are asked; this one stays out of it
+        self._searching.add(fullname)  # asks the other finders, so this one must not answer
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -65,7 +65,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:  # readers of source code find the real loader
+        if module.__spec__ is not None:  # code that reads sources finds the real loader
             module.__spec__.loader = module.__loader__ = self._inner
         self._inner.exec_module(module)
         act = _waiting.pop(module.__name__, None)

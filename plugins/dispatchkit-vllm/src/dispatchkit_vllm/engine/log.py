@@ -1,4 +1,4 @@
-"""Where messages go inside vLLM: below its own logger, so that its settings hold."""
+"""The logger for messages inside vLLM: below vLLM's own logger, so that its settings apply."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's second model runner: a policy in front of its ``ModelCudaGraphManager``.
 
-Capture and replay stay vLLM's, and so do microbatches and the graphs of speculators.
+vLLM still captures and replays, and still owns microbatches and the graphs of speculators.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RUNNER = "vLLM's second model runner"
 
 _STEP = "dispatch_cg_and_sync_dp"
 _NEEDED = {"num_reqs", "num_tokens", "uniform_token_count"}
-#: Arguments by which the three forms differ: 0.20, 0.24, 0.27 and later.
+#: Arguments that distinguish the three forms: 0.20, 0.24, 0.27 and later.
 _LATER = {"num_active_loras", "max_query_len", "num_ubatches"}
 
 
 def why_unknown(module: ModuleType) -> str:
-    """Return why a module's manager cannot be served, in words; empty if it can."""
+    """Return why a module's manager is not supported, in words; empty if it is."""
     original = getattr(module, MANAGER, None)
     original = getattr(original, "replaces", original)
     if original is None or not callable(getattr(original, "dispatch", None)):
@@ -47,7 +47,7 @@ def why_unknown(module: ModuleType) -> str:
 
 
 def attach(module: ModuleType) -> None:
-    """Let the runner of a module build dispatchkit's manager where it is asked for."""
+    """Let the runner of a module create dispatchkit's manager if the settings ask for it."""
     if why_unknown(module):
         return
     current = getattr(module, MANAGER)
@@ -65,7 +65,7 @@ def attach(module: ModuleType) -> None:
 
 
 def detach(module: ModuleType) -> None:
-    """Put vLLM's own manager back. A runner that was built already keeps what it has."""
+    """Restore vLLM's own manager. Runners that exist already keep theirs."""
     current = getattr(module, MANAGER, None)
     if current is not None:
         setattr(module, MANAGER, getattr(current, "replaces", current))
@@ -80,7 +80,7 @@ def manager_class(original: type[Any]) -> type[Any]:
     ]
 
     class PolicyManager(original):  # type: ignore[misc]
-        """vLLM's graph manager, with a policy of dispatchkit in front of it."""
+        """vLLM's graph manager with a dispatchkit policy in front of it."""
 
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
@@ -91,16 +91,16 @@ def manager_class(original: type[Any]) -> type[Any]:
             _install(self, original, later)
 
         def capture(self, model: Any, *args: Any, **options: Any) -> Any:
-            """Capture as vLLM does; policies decide, and steps are measured, only afterwards."""
+            """Capture as vLLM does; the policy decides and steps are measured only afterwards."""
             found = super().capture(model, *args, **options)
             self._model = model
             self._serve()
             return found
 
         def _serve(self) -> None:
-            """Look up the answers of the policy in force; measure eager steps while it learns."""
+            """Look up the active policy's answers; measure eager steps while it learns."""
             station, timer = self.station, self.station.timer
-            # Where requests vary in length, what `dispatch` is asked with names no row.
+            # If requests vary in length, the arguments of `dispatch` do not identify a row.
             if station.core is not None and not self._varies:
                 row = station.core.dispatcher.row
                 station.rows = {
@@ -127,10 +127,10 @@ def manager_class(original: type[Any]) -> type[Any]:
             max_query_len: int | None = None,
             num_ubatches: int = 1,
         ) -> Any:
-            """Return the descriptor of the policy's graph, or what vLLM's own code answers."""
+            """Return the descriptor of the policy's graph, or the answer of vLLM's own code."""
             station = self.station
-            # Written for few reads of memory: between two steps the model ran, and the
-            # processor's caches hold nothing of this.
+            # Written for few memory reads: between two steps the model ran, so the processor's
+            # caches hold nothing of this.
             if station.is_open and num_ubatches == 1 and self._graphs_captured:
                 answer: Answer | None = None
                 if num_tokens <= station.largest:
@@ -171,7 +171,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             return kinds[None] if fits else 0
 
         def run_fullgraph(self, desc: Any) -> Any:
-            """Replay as vLLM does, measured where the policy learns."""
+            """Replay as vLLM does, measured if the policy learns."""
             timer = self.station.timer
             if timer is None or self.station.is_dummy:
                 return super().run_fullgraph(desc)
@@ -183,13 +183,13 @@ def manager_class(original: type[Any]) -> type[Any]:
         if hasattr(original, "run_pw_graph"):
 
             def run_pw_graph(self, *args: Any, **options: Any) -> Any:
-                """Run as vLLM does, measured where the policy learns."""
+                """Run as vLLM does, measured if the policy learns."""
                 timer = self.station.timer
                 if timer is None or self.station.is_dummy:
                     return super().run_pw_graph(*args, **options)
                 timer.begin(self.station.take_answer())
                 found = super().run_pw_graph(*args, **options)
-                timer.end()  # unless the model's own hook has done so
+                timer.end()  # no effect if the model's own hook ended it already
                 return found
 
     PolicyManager.__name__ = PolicyManager.__qualname__ = "PolicyManager"
@@ -261,14 +261,14 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
 
 
 def _eager_maker(make: Any, none: Any) -> Callable[[int, int, int], Any]:
-    """Return what makes the descriptor of an eager step: of its tokens, requests, adapters."""
+    """Return a function that makes an eager step's descriptor from tokens, requests, adapters."""
 
     def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
         if not case:
             return make(none, num_tokens, num_reqs)
         return make(none, num_tokens, num_reqs, num_active_loras=case)
 
-    # The __init__ of a frozen dataclass takes four times as long as writing what has no default.
+    # A frozen dataclass's __init__ takes four times as long as setting only what has no default.
     written, facts = {"cg_mode", "num_tokens", "num_reqs"}, getattr(eager(0, 0, 0), "__dict__", {})
     if not written <= facts.keys() or not all(hasattr(make, one) for one in facts.keys() - written):
         return eager
@@ -304,7 +304,7 @@ def _key(descriptor: Any) -> GraphKey:
 
 
 def _watch_runner(module: ModuleType) -> None:
-    """Have the runner's module open and close steps, and mark dummy runs."""
+    """Patch the runner's module to open and close steps and to mark dummy runs."""
     runner = module.GPUModelRunner
     if hasattr(runner, "dispatchkit_watches"):
         return

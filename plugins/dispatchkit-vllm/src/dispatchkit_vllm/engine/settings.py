@@ -1,4 +1,4 @@
-"""What an operator asks of dispatchkit inside vLLM: environment and ``additional_config``."""
+"""The settings of dispatchkit inside vLLM: environment and ``additional_config``."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def _text(value: Any) -> str:
 
 @attrs.frozen(kw_only=True)
 class EngineSettings:
-    """What dispatchkit does inside vLLM. Each setting is ``DISPATCHKIT_NAME`` in the
+    """Settings of dispatchkit inside vLLM. Each one is ``DISPATCHKIT_NAME`` in the
     environment, or ``NAME`` under ``dispatchkit`` in vLLM's ``additional_config``, which wins.
 
     Attributes:
         policy: Name of the policy that decides; empty: vLLM's own dispatcher decides.
         policy_options: Options for the policy.
-        strict: Stop the start where a policy is asked for and cannot act; otherwise warn.
-        trace: File to which every step is recorded; empty: none.
+        strict: Stop at start-up if a configured policy cannot act; otherwise warn.
+        trace: File to record every step to; empty: do not record.
         metrics: Port or text file for Prometheus; empty: neither.
 
     Raises:
-        ConfigError: A setting has a value that cannot be used.
-        UnknownNameError: ``additional_config``, or a variable of the environment, names a
-            setting that does not exist.
+        ConfigError: A setting has an invalid value.
+        UnknownNameError: ``additional_config`` or an environment variable names a setting
+            that does not exist.
     """
 
     policy: str = attrs.field(default="", converter=_text)
@@ -83,7 +83,7 @@ class EngineSettings:
 
         Args:
             environ: Environment variables.
-            additional_config: vLLM's setting of that name; anything but a mapping is ignored.
+            additional_config: vLLM's setting of that name; ignored unless it is a mapping.
         """
         names = [field.name for field in attrs.fields(cls)]
         for variable in environ:
@@ -109,5 +109,5 @@ class EngineSettings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is asked for, so that vLLM stays as it is."""
+        """Whether no setting is set, so that vLLM stays unchanged."""
         return not (self.policy or self.trace or self.metrics)

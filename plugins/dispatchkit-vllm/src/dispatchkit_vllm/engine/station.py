@@ -1,4 +1,4 @@
-"""What both model runners share: one engine's policy, recorder, counters and timer."""
+"""The parts that both model runners share: an engine's policy, recorder, counters and timer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dispatchkit_vllm.runner_rule import RunnerRule
 
 __all__ = ["Station", "as_dummy", "settings_of"]
 
-#: Reason of a step that the policy was not asked about: vLLM's own dispatcher answered.
+#: Reason of a step for which the policy was not asked: vLLM's own dispatcher answered.
 OWN = "vllm"
-#: Reason of a step whose shape several ranks agreed on, so that vLLM's dispatcher answered last.
+#: Reason of a step whose shape several ranks agreed on, for which vLLM's dispatcher answered last.
 AGREED = "agreed_by_ranks"
 
 _logs: dict[str, StepLog] = {}
@@ -34,20 +34,20 @@ _logs_lock = threading.Lock()
 
 
 def settings_of(vllm_config: Any) -> EngineSettings:
-    """Return what is asked for in this process, for an engine."""
+    """Return the settings of this process for an engine."""
     return EngineSettings.read(os.environ, getattr(vllm_config, "additional_config", None))
 
 
 @attrs.frozen
 class Ranks:
-    """Where a process stands among those that run one model."""
+    """The position of a process among those that run one model."""
 
     rank: int
     size: int
 
     @classmethod
     def of(cls, vllm_config: Any) -> Ranks:
-        """Read it from a vLLM configuration; 0 of 1 where it does not say."""
+        """Read it from a vLLM configuration; rank 0 of 1 if the configuration has none."""
         parallel = getattr(vllm_config, "parallel_config", None)
         world = int(getattr(parallel, "world_size", 1) or 1)
         replicas = int(getattr(parallel, "data_parallel_size", 1) or 1)
@@ -56,30 +56,29 @@ class Ranks:
 
 
 class Station:
-    """The part of one model runner that decides, records, counts and measures its steps.
+    """The part of a model runner that decides, records, counts and measures its steps.
 
-    A runner opens a step, asks once, and closes it with what really runs. Outside of a step,
-    in dummy runs, profiling and captures, nothing here acts and vLLM's own class answers.
+    A runner opens a step, asks once, and closes it with what really runs. Outside of steps, in
+    dummy runs, profiling and captures, nothing here acts and vLLM's own class answers.
 
     Args:
-        settings: What is asked for.
+        settings: The settings of this process.
         vllm_config: vLLM's configuration.
-        runner: What to call the runner in messages.
+        runner: Name of the runner in messages.
 
     Attributes:
         core: The policy; None while vLLM's own dispatcher decides.
         timer: Reports device times to a policy that learns; None otherwise.
-        is_dummy: A dummy run is going on.
-        is_open: A step is being decided by the policy, and nothing was asked in it yet.
-        answer: What the policy answered in the step that was decided last, until its forward
-            pass begins.
-        rows: For a runner that looks answers up itself: by active adapters, then by what else
-            its ``dispatch`` is asked with, the decisions by number of tokens. The ``plan`` of
-            each is its answer.
-        largest: For such a runner: most tokens that have a graph.
-        on_put: Called after another policy was put in front, to fill ``rows``.
+        is_dummy: A dummy run is in progress.
+        is_open: A step is being decided by the policy, which has not been asked yet.
+        answer: The policy's answer in the latest step, until its forward pass begins.
+        rows: For a runner that looks up answers itself: decisions by active adapters, then by
+            the remaining arguments of its ``dispatch``, then by number of tokens. The ``plan``
+            of each decision is its answer.
+        largest: For such a runner: the most tokens that have a graph.
+        on_put: Called after a change of policy, to fill ``rows``.
         summary: What the policy does here, in words; empty while none acts.
-        why_not: Why the policy asked for cannot act, in words; empty if it does.
+        why_not: Why the configured policy cannot act, in words; empty if it acts.
     """
 
     def __init__(self, settings: EngineSettings, vllm_config: Any, runner: str) -> None:
@@ -107,7 +106,7 @@ class Station:
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
-        with _logs_lock:  # a process may build a dispatcher twice; it has one file
+        with _logs_lock:  # a process may create a dispatcher twice, but has one file
             known = _logs.get(str(path))
             if known is None or not known.is_open:
                 known = _logs[str(path)] = StepLog(path)
@@ -124,20 +123,20 @@ class Station:
         ask: Callable[[Batch], GraphKey | None],
         eager: Callable[[Batch, int], Any],
     ) -> None:
-        """Put the policy asked for in front of a runner's graphs.
+        """Put the configured policy in front of a runner's graphs.
 
         Args:
             mode: Its cudagraph mode.
-            graphs: Every graph that it captures, as what its ``dispatch`` returns.
+            graphs: Every graph that it captures, with what its ``dispatch`` returns.
             facts: Returns sizes and limits, as options of ``DispatchConfig``.
             ask: Returns the key that the runner's own code chooses; None for eager.
             eager: Returns what its ``dispatch`` returns for an eager batch, by its number of
                 requests.
 
         Raises:
-            ConfigError: An option is wrong, the policy's graphs are not those of the runner,
+            ConfigError: An option is wrong, the runner lacks graphs that the policy declares,
                 or a policy that learns would run on several ranks.
-            PolicyError: The policy is refused.
+            PolicyError: The policy is rejected.
         """
 
         def make(settings: EngineSettings) -> PolicyCore:
@@ -164,11 +163,11 @@ class Station:
         )
 
     def make(self, policy: str, **options: Any) -> PolicyCore:
-        """Return another policy for this runner's graphs, its table filled; see ``put``.
+        """Return another policy for this runner's graphs, with its table filled; see ``put``.
 
         Raises:
             ConfigError: The runner has no graphs yet, or as in ``install``.
-            PolicyError: The policy is refused.
+            PolicyError: The policy is rejected.
         """
         if self._make is None:
             raise ConfigError("policy", policy, "made once the runner knows its graphs")
@@ -179,7 +178,7 @@ class Station:
     def put(self, core: PolicyCore | None) -> None:
         """Let a policy decide from the next step on; None: vLLM's own class.
 
-        A policy keeps what it learnt, and may be put back later. Call it between steps.
+        A policy keeps what it learned, and may be put back later. Call it between steps.
         """
         self.core, self.timer, self.summary = core, None, ""
         if self.counts is not None:
@@ -207,17 +206,17 @@ class Station:
     # -- a step -------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin a step: the next ``ask`` is answered by the policy."""
+        """Begin a step: the policy answers the next ``ask``."""
         self.is_open = self.core is not None
         self.answer = None
 
     def ask(
         self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int
     ) -> Answer | None:
-        """Return the policy's answer; None: the runner's own class answers.
+        """Return the policy's answer; None: the runner's own class must answer.
 
-        Only the first call in a step is answered. A second one comes after ranks agreed on a
-        shape, and all of them must pad alike then.
+        Only the first call in a step is answered. A second call follows an agreement of ranks
+        on a shape, and then all of them must pad alike.
         """
         if not self.is_open:
             return None
@@ -227,12 +226,12 @@ class Station:
         return self.answer
 
     def take_answer(self) -> Answer | None:
-        """Return what decides the next forward pass, once; None where no policy did."""
+        """Return the answer that decides the next forward pass, once; None if no policy did."""
         answer, self.answer = self.answer, None
         return answer
 
     def reason_of(self, result: Any) -> str:
-        """Return the reason to count a step under, of which ``dispatch`` returned this last."""
+        """Return the reason to count a step under, given the last result of ``dispatch``."""
         answer = self.answer
         if answer is None:
             return OWN
@@ -240,7 +239,7 @@ class Station:
 
 
 def as_dummy(own: Any, station_of: Callable[[Any], Station | None]) -> Any:
-    """Return a method of a runner in which nothing is decided, recorded or measured."""
+    """Wrap a runner's method so that it decides, records and measures nothing."""
 
     @functools.wraps(own)
     def dummy_run(self: Any, *args: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A file of every step that a rank ran, written by a thread of its own.
+"""A file with every step that a rank ran, written by a background thread.
 
-Each second the thread appends the rows that have come: one gzip member, one write. A process
-that is killed leaves a file that ends with whole rows.
+Once a second the thread appends the new rows as one gzip member in one write. If the process is
+killed, the file still ends with whole rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = tuple[int, int, int, bool, int]
 
 
 def path_of_rank(path: str, rank: int, world_size: int) -> Path:
-    """Return the file of a rank: the path itself, or with several ranks one for each."""
+    """Return the file of a rank: the path itself, or with several ranks one path per rank."""
     whole = Path(path)
     if world_size == 1:
         return whole
@@ -36,11 +36,11 @@ def path_of_rank(path: str, rank: int, world_size: int) -> Path:
 
 
 class StepLog:
-    """Records steps into a step trace.
+    """Record steps to a step trace.
 
     Args:
-        path: The file; ``.gz`` at its end compresses it. A file that is there already is kept
-            under its name with ``~`` behind it.
+        path: The file, compressed if it ends in ``.gz``. An existing file is kept under its
+            name with ``~`` appended.
         period_s: Seconds between writes.
 
     Raises:
@@ -85,7 +85,7 @@ class StepLog:
         return not self._ended.is_set()
 
     def flush(self) -> None:
-        """Write the rows that have come."""
+        """Write the pending rows."""
         with self._lock:
             count = len(self._rows)
             rows = self._rows[:count]
@@ -97,14 +97,14 @@ class StepLog:
             except (OSError, ValueError) as error:
                 self._fault = str(error)
                 log.warning(
-                    "Recording to %s has ended after %d steps: %s. Serving goes on.",
+                    "Recording to %s has ended after %d steps: %s. Serving continues.",
                     self.path,
                     self._num_steps,
                     error,
                 )
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write the pending rows and close the file."""
         self._ended.set()
         self.flush()
         with self._lock:

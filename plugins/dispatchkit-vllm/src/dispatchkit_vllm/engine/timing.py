@@ -1,4 +1,4 @@
-"""Device times of steps: sampled, and read later without waiting."""
+"""Device times of steps, sampled and read later without waiting."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
 
 #: One in this many steps is measured, besides those that the policy asks for.
 SAMPLE_EVERY = 16
-# Measurements that wait for the device; with more the oldest is dropped.
+# Pending measurements; with more, the oldest is dropped.
 _MAX_PENDING = 64
 
 
 class Clock(Protocol):
-    """Marks points on the current stream, and tells the time between two of them."""
+    """Set marks on the current stream, and measure the time between two of them."""
 
     name: str
 
@@ -32,15 +32,15 @@ class Clock(Protocol):
         ...
 
     def new_mark(self) -> Any:
-        """Return a mark that can be set again and again."""
+        """Return a mark that can be set repeatedly."""
         ...
 
     def set_mark(self, mark: Any) -> None:
-        """Set a mark behind the work submitted so far."""
+        """Set a mark after the work submitted so far."""
         ...
 
     def is_reached(self, mark: Any) -> bool:
-        """Return whether the device has come to a mark; never waits."""
+        """Return whether the device has reached a mark; never waits."""
         ...
 
     def elapsed_us(self, start: Any, end: Any) -> float:
@@ -80,20 +80,20 @@ class DeviceClock:
 
 
 class HostClock:
-    """The host's clock, where steps run on the CPU itself."""
+    """The host's clock, for steps that run on the CPU itself."""
 
     name = "host"
 
     def is_busy(self) -> bool:
-        """Return False: a CPU step has run when it returns."""
+        """Return False: a CPU step has finished when it returns."""
         return False
 
     def new_mark(self) -> list[int]:
-        """Return room for a time."""
+        """Return a container for a time."""
         return [0]
 
     def set_mark(self, mark: list[int]) -> None:
-        """Note the time."""
+        """Store the current time."""
         mark[0] = time.perf_counter_ns()
 
     def is_reached(self, mark: list[int]) -> bool:
@@ -116,15 +116,15 @@ class _Measurement:
 
 
 class StepTimer:
-    """Measures some of the steps that a policy decided, and reports the outcomes to it.
+    """Measure some of the steps that a policy decided, and report the outcomes to it.
 
-    A runner calls ``begin`` with what the policy answered before the model's forward pass, and
-    ``end`` behind it.
+    A runner calls ``begin`` with the policy's answer before the model's forward pass, and
+    ``end`` after it.
 
     Args:
-        dispatcher: Receives each outcome. Where its policy has a ``pace``, steps are measured
-            that many times as seldom.
-        clock: How time is taken.
+        dispatcher: Receives each outcome. If its policy has a ``pace``, steps are measured
+            less often by that factor.
+        clock: Measures the times.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
@@ -138,10 +138,10 @@ class StepTimer:
         self.num_outcomes: int = 0
 
     def begin(self, answer: Answer | None) -> None:
-        """Mark the start of a forward pass, if it is to be measured.
+        """Mark the start of a forward pass if it is to be measured.
 
         Args:
-            answer: What decided it; None where no policy did, so that it is not measured.
+            answer: The answer that decided it; None if no policy did, so it is not measured.
         """
         if answer is None:
             return
@@ -159,7 +159,7 @@ class StepTimer:
         self._running = _Measurement(answer.batch, decision, self._step, queued, start, end)
 
     def end(self) -> None:
-        """Mark the end of a measured forward pass; report those the device is done with."""
+        """Mark the end of a measured forward pass; report those that the device has finished."""
         measured, self._running = self._running, None
         if measured is None:
             return
@@ -170,11 +170,11 @@ class StepTimer:
         self.report()
 
     def drop(self) -> None:
-        """Forget a forward pass that raised; its time means nothing."""
+        """Discard a forward pass that raised; its time is meaningless."""
         self._running = None
 
     def report(self) -> None:
-        """Report the outcomes of measured steps that are done, oldest first."""
+        """Report the outcomes of finished measurements, oldest first."""
         while self._pending and self._clock.is_reached(self._pending[0].end):
             done = self._pending.popleft()
             elapsed = self._clock.elapsed_us(done.start, done.end)

@@ -1,7 +1,7 @@
-"""After a worker has its graphs: say what the policy does there, or why it cannot act.
+"""Report what the policy does once a worker has its graphs, or why it cannot act.
 
-Its warm-up comes then. The second model runner warms up by steps that look like those of
-requests; they are none.
+The worker warms up afterwards. The second model runner's warmup steps look like those of
+requests, and must not be treated as such.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def attach(module: ModuleType) -> None:
 
 
 def detach(module: ModuleType) -> None:
-    """Have workers report no more."""
+    """Stop workers from reporting."""
     wrapper = getattr(module, _WRAPPER)
     own = getattr(wrapper, _METHOD)
     setattr(wrapper, _METHOD, getattr(own, "replaces", own))
 
 
 def _leave_out_warm_up(worker: Any) -> None:
-    """Have nothing decided, recorded or measured while a worker warms up."""
+    """Decide, record and measure nothing while a worker warms up."""
     own = getattr(type(worker), _WARM_UP, None)
     if own is not None:
         warm_up = as_dummy(own, lambda one: _station(getattr(one, "model_runner", None)))
@@ -60,13 +60,13 @@ def _leave_out_warm_up(worker: Any) -> None:
 
 
 def report(runner: Any, vllm_config: Any) -> None:
-    """Say in vLLM's log what is done in a model runner.
+    """Log what is active in a model runner.
 
     Raises:
-        BackendUnavailableError: What is asked for cannot be done there, and it is asked for
-            strictly.
-        UnknownNameError: No policy goes by the name asked for.
-        ConfigError: A setting or an option of the policy cannot be used.
+        BackendUnavailableError: The configured policy cannot act there, and the settings are
+            strict.
+        UnknownNameError: No policy has the configured name.
+        ConfigError: A setting or an option of the policy is invalid.
     """
     settings = settings_of(vllm_config)
     if settings.is_empty:
@@ -79,9 +79,9 @@ def report(runner: Any, vllm_config: Any) -> None:
         if station.log is not None:
             log.info("Steps are recorded to %s.", station.log.path)
         return
-    check_policy(settings)  # nothing here has made it, and wrong options stop the start anywhere
+    check_policy(settings)  # nothing created it here, and wrong options must always stop the start
     asked = f"Policy {settings.policy!r}" if settings.policy else "A recorder"
-    text = f"{asked} is asked for and cannot act: {reason}. vLLM's own dispatcher decides."
+    text = f"{asked} is configured but cannot act: {reason}. vLLM's own dispatcher decides."
     if settings.strict:
         raise BackendUnavailableError(
             f"{text} Unset DISPATCHKIT_STRICT to start all the same, or DISPATCHKIT_POLICY."
@@ -90,24 +90,24 @@ def report(runner: Any, vllm_config: Any) -> None:
 
 
 def why_not(runner: Any) -> str:
-    """Return why the policy asked for does not act in a runner; empty if it does."""
+    """Return why the configured policy does not act in a runner; empty if it does."""
     station = _station(runner)
     if station is not None:
         step = getattr(type(runner), first._STEP, None)  # noqa: SLF001 - the same package
         if hasattr(runner, "cudagraph_dispatcher") and not hasattr(step, "__wrapped__"):
-            return f"{type(runner).__name__} decides its steps in a way of its own"
+            return f"{type(runner).__name__} overrides how its steps are decided"
         return str(station.why_not)
     version = getattr(sys.modules.get("vllm"), "__version__", "of unknown version")
     dispatcher = getattr(runner, "cudagraph_dispatcher", None)
     if dispatcher is not None:
         unknown = first.why_unknown(type(dispatcher)) or "its runner imported the class early"
-        return f"vLLM {version} is not served: {unknown}"
+        return f"vLLM {version} is not supported: {unknown}"
     module = sys.modules.get(type(runner).__module__)
     if module is not None and hasattr(module, second.MANAGER):
         unknown = second.why_unknown(module) or "it built no graph manager"
-        return f"vLLM {version} is not served in its second model runner: {unknown}"
+        return f"vLLM {version} is not supported in its second model runner: {unknown}"
     if hasattr(runner, "cudagraph_manager"):
-        return f"vLLM {version} is not served in its second model runner, as before 0.20"
+        return f"vLLM {version} is not supported in its second model runner, as before 0.20"
     return f"{type(runner).__module__}.{type(runner).__name__} has no CUDA graph dispatcher"
 
 

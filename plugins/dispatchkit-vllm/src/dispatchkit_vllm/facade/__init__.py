@@ -1,4 +1,4 @@
-"""Classes with vLLM's own names and results, over dispatchkit.
+"""Classes with vLLM's own names and results, built on dispatchkit.
 
 One module per release and variant:
 
@@ -7,10 +7,10 @@ One module per release and variant:
 - ``v0_12``, ``v0_15``, ``v0_16``: the dispatchers of the releases between them;
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
 - ``drafter``: several uniform query lengths; ``lora_count``: a graph for each adapter count;
-- ``policies``: the names of a third party's dispatcher, over native policies.
+- ``policies``: the names of a third party's dispatcher, built on dispatchkit's policies.
 
-``dispatcher_for`` finds the facade of a published class. The names imported here are those of
-0.11.1, whose dispatcher takes a ready descriptor and knows cascade attention.
+``dispatcher_for`` returns the facade of a published class. The names imported here are those of
+0.11.1, whose dispatcher takes a padded descriptor and supports cascade attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reading a vLLM configuration, or anything with the attributes used.
+"""Read a vLLM configuration, or any object with the attributes used.
 
-Attributes moved between releases; each function knows the places one fact was kept in.
+Attributes moved between releases; each function knows all places of one fact.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dispatchkit.keys import CUDAGraphMode
 
 
 def mode_of(vllm_config: Any) -> CUDAGraphMode:
-    """The configured mode; NONE where the configuration does not say."""
+    """The configured mode; NONE if the configuration has none."""
     mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
     return CUDAGraphMode.NONE if mode is None else CUDAGraphMode.parse(mode)
 
 
 def capture_sizes(vllm_config: Any) -> list[int]:
-    """Capture sizes in the order in which the configuration holds them."""
+    """Capture sizes in the order of the configuration."""
     return list(getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or ())
 
 
@@ -29,12 +29,12 @@ def max_size_name(vllm_config: Any) -> str:
 
 
 def max_num_seqs(vllm_config: Any) -> int:
-    """Most requests of a batch."""
+    """The most requests of a batch."""
     return int(vllm_config.scheduler_config.max_num_seqs)
 
 
 def query_len(vllm_config: Any) -> int:
-    """Tokens per request of a uniform decode batch: one, and the speculative ones."""
+    """Tokens per request of a uniform decode batch: one plus the speculative tokens."""
     speculative = getattr(vllm_config, "speculative_config", None)
     count = getattr(speculative, "num_speculative_tokens", None)
     if count is None and (
@@ -60,7 +60,7 @@ def decode_query_lens(vllm_config: Any, longest: int) -> tuple[int, ...]:
     schedule = sorted(speculative.num_speculative_tokens_per_batch_size)  # type: ignore[union-attr]
     counts = {int(count) for first, _, count in schedule if first <= max_num_seqs(vllm_config)}
     if schedule[0][0] > 1:
-        counts.add(0)  # smaller batches than the first range draft nothing
+        counts.add(0)  # batches smaller than the first range draft nothing
     return tuple(sorted({min(count, most) + longest - most for count in counts}))
 
 
@@ -70,12 +70,12 @@ def has_lora(vllm_config: Any) -> bool:
 
 
 def max_loras(vllm_config: Any) -> int:
-    """Most adapters loaded at once; 0 without adapters."""
+    """The most adapters loaded at once; 0 without adapters."""
     return int(getattr(vllm_config.lora_config, "max_loras", 1)) if has_lora(vllm_config) else 0
 
 
 def specializes_lora(vllm_config: Any) -> bool:
-    """Whether graphs without adapters are captured too."""
+    """Whether graphs without adapters are captured as well."""
     return bool(getattr(vllm_config.compilation_config, "cudagraph_specialize_lora", True))
 
 
@@ -86,7 +86,7 @@ def specializes_active_lora(vllm_config: Any) -> bool:
 
 
 def tensor_parallel_size(vllm_config: Any) -> int:
-    """Ranks that share one layer."""
+    """Number of ranks that share one layer."""
     parallel = getattr(vllm_config, "parallel_config", None)
     return int(getattr(parallel, "tensor_parallel_size", 1))
 
@@ -105,17 +105,17 @@ def splits_at_attention(vllm_config: Any) -> bool:
     splits = getattr(compilation, "is_attention_compiled_piecewise", None)
     if splits is not None:
         return bool(splits())
-    # The 0.11 line asks for the level of compilation, 3 being piecewise, and for the split.
+    # The 0.11 line has a compilation level, of which 3 is piecewise, and the splitting ops.
     contains = getattr(compilation, "splitting_ops_contain_attention", None)
     return getattr(compilation, "level", 3) == 3 and (contains is None or bool(contains()))
 
 
 def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
-    """Refuse a piecewise mode for a model that is compiled whole.
+    """Reject a piecewise mode for a model that is compiled as a whole.
 
     Args:
         vllm_config: The configuration.
-        breakable: One capture can be interrupted at attention, so that nothing is split.
+        breakable: A capture can be interrupted at attention, so nothing needs to be split.
 
     Raises:
         AssertionError: As vLLM's dispatchers do.
@@ -130,6 +130,6 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
 
 
 def table_of(vllm_config: Any, name: str) -> Sequence[int] | None:
-    """A padding table that the configuration holds, if it does."""
+    """Return a padding table from the configuration, or None if it has none."""
     table: Sequence[int] | None = getattr(vllm_config.compilation_config, name, None)
     return table or None

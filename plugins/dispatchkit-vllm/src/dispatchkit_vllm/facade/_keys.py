@@ -1,4 +1,4 @@
-"""Live sets of vLLM's descriptors over the keys of a registry."""
+"""Live sets of vLLM's descriptors backed by the keys of a registry."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dispatchkit import GraphKey, GraphRegistry, KeyState, RuntimeMode
 from dispatchkit.errors import DispatchkitError
 
 #: Marks a key whose adapter flag and count contradict each other. vLLM accepts such
-#: descriptors; no batch of the native interface looks for them.
+#: descriptors; no batch of dispatchkit's own interface looks for them.
 CONTRADICTS: tuple[int, ...] = (1,)
 
 
 class KeySet(MutableSet[Any]):
-    """The descriptors of one mode: reads and changes the registry, equals a set.
+    """The descriptors of one mode: reads and changes the registry, and compares like a set.
 
     Args:
-        registry: Where the keys are.
+        registry: The registry with the keys.
         mode: Runtime mode of these keys.
-        to_key: Turns a descriptor into a key; raises for what cannot be one.
-        to_descriptor: The way back.
+        to_key: Converts a descriptor to a key; raises if it cannot be one.
+        to_descriptor: Converts a key back to a descriptor.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KeySet(MutableSet[Any]):
         try:
             return self._to_key(self._mode, descriptor) in self._registry
         except (DispatchkitError, AttributeError):
-            return False  # what cannot be a key is not in the set
+            return False  # a descriptor that cannot be a key is not in the set
 
     def __iter__(self) -> Iterator[Any]:
         return (self._to_descriptor(key) for key in self._registry if key.mode is self._mode)
@@ -48,16 +48,16 @@ class KeySet(MutableSet[Any]):
         return sum(key.mode is self._mode for key in self._registry)
 
     def add(self, value: Any) -> None:
-        """Declare the key of a descriptor."""
+        """Declare a descriptor's key."""
         self._registry.declare([self._to_key(self._mode, value)])
 
     def discard(self, value: Any) -> None:
-        """Forget the key of a descriptor, with its graph."""
+        """Remove a descriptor's key, with its graph."""
         if value in self:
             self._registry.forget(self._to_key(self._mode, value))
 
     def clear(self) -> None:
-        """Forget all keys of this mode."""
+        """Remove all keys of this mode."""
         for key in self._registry:
             if key.mode is self._mode:
                 self._registry.forget(key)
@@ -74,14 +74,14 @@ class KeySet(MutableSet[Any]):
 
     @classmethod
     def _from_iterable(cls, it: Iterable[Any]) -> Any:
-        return set(it)  # the result of `|`, `&`, `-` is a set of its own
+        return set(it)  # the results of `|`, `&`, `-` are plain sets
 
     def __repr__(self) -> str:
         return repr(set(self))
 
 
 class KeySets(dict[Any, MutableSet[Any]]):
-    """The sets by mode; assigning to a mode replaces what its live set holds."""
+    """The sets by mode; assigning to a mode replaces the contents of its live set."""
 
     def __setitem__(self, mode: Any, descriptors: Iterable[Any]) -> None:
         live = self[mode]
@@ -93,7 +93,7 @@ class KeySets(dict[Any, MutableSet[Any]]):
 
 
 def is_ready(registry: GraphRegistry, key: GraphKey) -> bool:
-    """Return whether a key may be dispatched: known, enabled, not failed nor evicted."""
+    """Return whether a key can be dispatched: known, enabled, neither failed nor evicted."""
     entry = registry.get(key)
     return (
         entry is not None

@@ -10,14 +10,14 @@ _WRAPPER = "dispatchkit_vllm.facade._wrapper"
 
 
 def wrapper_names(module: str, **names: str) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that finds names in the wrapper's module.
+    """Return a module's ``__getattr__`` that looks names up in the wrapper's module.
 
     Args:
-        module: Name of the module that has them.
-        **names: What each name is called there.
+        module: Name of the module that gets the ``__getattr__``.
+        **names: The name of each in the wrapper's module.
     """
 
-    def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes a module's
+    def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_WRAPPER), names[name])

@@ -1,4 +1,4 @@
-"""The 0.11 line's way: a ready, padded descriptor is looked up."""
+"""The dispatchers of the 0.11 line, which look up a padded descriptor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MAX_MEMO = 65_536
 
 
 class FacadeBase:
-    """What the dispatchers of all generations share: keys over a registry.
+    """The parts that dispatchers of all generations share: keys backed by a registry.
 
     Attributes:
         registry: The keys and their graphs.
         cudagraph_keys: The same keys as live sets of descriptors, by mode.
-        keys_initialized: Whether keys were initialised; vLLM also sets it by hand.
-        cudagraph_mode: The mode in force.
+        keys_initialized: Whether keys were initialised; vLLM also sets it directly.
+        cudagraph_mode: The active mode.
     """
 
     dialect: ClassVar[Dialect]
-    # Which classes results are made of; inside vLLM these are its own.
+    # The classes of results; inside vLLM these are its own.
     mode_type: ClassVar[Any] = CUDAGraphMode
     descriptor_type: ClassVar[Any]
 
@@ -49,7 +49,7 @@ class FacadeBase:
 
     @staticmethod
     def breaks_graphs() -> bool:
-        """Return whether one capture can be interrupted at attention."""
+        """Return whether a capture can be interrupted at attention."""
         return False
 
     def add_cudagraph_key(self, runtime_mode: Any, batch_descriptor: Any) -> None:
@@ -72,7 +72,7 @@ class FacadeBase:
         raise NotImplementedError
 
     def _declare(self, ladder: Ladder, **options: Any) -> None:
-        """Register a ladder's keys; those before an error stay, as in vLLM."""
+        """Register a ladder's keys; keys before an error stay registered, as in vLLM."""
         keys = []
         try:
             for key in ladder.keys(**options):
@@ -81,12 +81,12 @@ class FacadeBase:
             self.registry.declare(keys)
 
     def _mode_is_none(self) -> bool:
-        # By name: not every release's enum is false when it is NONE.
+        # Compare by name: NONE is not falsy in the enum of every release.
         return bool(self.cudagraph_mode.name == "NONE")
 
 
 class LookupDispatcher(FacadeBase):
-    """Looks a padded descriptor up, in FULL first, then in PIECEWISE."""
+    """Look up a padded descriptor, first in FULL, then in PIECEWISE."""
 
     _knows_lora: ClassVar[bool] = False
 
@@ -113,8 +113,8 @@ class LookupDispatcher(FacadeBase):
             max_loras=int(_config.has_lora(config)),
             specialize_lora=_config.specializes_lora(config),
         )
-        # A size that is no multiple of the query length keeps its key: the last request of
-        # that graph is a shorter one.
+        # A size that is not a multiple of the query length keeps its key: the last request of
+        # that graph is shorter.
         self._declare(ladder, partial="keep")
         self.keys_initialized = True
 
@@ -132,7 +132,7 @@ class LookupDispatcher(FacadeBase):
         asked = (batch_descriptor, use_cascade_attn)
         answer = self._memo.get(asked)
         if answer is None:
-            memo = self._memo  # a change of keys puts another in its place
+            memo = self._memo  # a change of keys replaces it
             answer = self._look_up(batch_descriptor, use_cascade_attn)
             if len(memo) >= _MAX_MEMO:
                 memo.clear()
@@ -154,7 +154,7 @@ class LookupDispatcher(FacadeBase):
         try:
             return is_ready(self.registry, self._key(mode, descriptor))
         except DispatchkitError:
-            return False  # a batch of no tokens, or a negative number of them, has no key
+            return False  # a batch with zero or fewer tokens has no key
 
     def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
         native = NativeDescriptor(

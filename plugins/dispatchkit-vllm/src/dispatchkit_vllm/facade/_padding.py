@@ -1,4 +1,4 @@
-"""From 0.13 on: the dispatcher pads, and asks the core for the decision."""
+"""The dispatchers from 0.13 on, which pad and let dispatchkit decide."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from dispatchkit_vllm.policy import VllmPolicy
 
 
 class PaddingDispatcher(FacadeBase):
-    """Pads a batch and has the core decide; quirks of the release come before that.
+    """Pad a batch and let dispatchkit decide, after the special cases of the release.
 
     Args:
-        vllm_config: vLLM's configuration, or anything with the attributes used.
+        vllm_config: vLLM's configuration, or any object with the attributes used.
         policy: A policy that decides instead of the release's own rule.
     """
 
@@ -57,11 +57,11 @@ class PaddingDispatcher(FacadeBase):
         Args:
             cudagraph_mode: The mode resolved from what the attention backend supports.
             uniform_decode_query_len: Query length that bounds the sizes of decode keys.
-                Whole requests and their number follow the one of the configuration.
+                Whole requests and their number follow the configuration's query length.
 
         Raises:
-            AssertionError: A decode size is not made of whole requests. Keys before it
-                stay registered, and the dispatcher uninitialised.
+            AssertionError: A decode size does not consist of whole requests. Keys before it
+                stay registered, and the dispatcher stays uninitialised.
         """
         mode = CUDAGraphMode.parse(cudagraph_mode)
         sizes = self._sizes()
@@ -78,7 +78,7 @@ class PaddingDispatcher(FacadeBase):
         self._install(ladder)
         self._finish(mode)
 
-    #: Whether initialising with mode NONE returns before anything is built.
+    #: Whether initialising with mode NONE returns before anything is created.
     _ends_early: ClassVar[bool] = False
 
     def _sizes(self) -> list[int] | None:
@@ -88,7 +88,7 @@ class PaddingDispatcher(FacadeBase):
         return _config.table_of(self.vllm_config, "bs_to_padded_graph_size") or padding_table(sizes)
 
     def _max_loras(self) -> int:
-        """The largest count of adapters that a key of this release can name."""
+        """The largest count of adapters that a key of this release can have."""
         return int(_config.has_lora(self.vllm_config))
 
     def _make_ladder(self, mode: CUDAGraphMode, sizes: list[int]) -> Ladder:
@@ -138,7 +138,7 @@ class PaddingDispatcher(FacadeBase):
         return self._table
 
     def _bind(self, decision: Decision, batch: Batch) -> Any:
-        """Prepare the answer of a cell: what ``dispatch`` returns for it, made once."""
+        """Prepare what ``dispatch`` returns for a cell, once."""
         if decision.key is None:
             return None
         return self._modes[decision.mode], self._descriptor(decision.key)
@@ -146,10 +146,10 @@ class PaddingDispatcher(FacadeBase):
     # -- the step -----------------------------------------------------------------------
 
     def _is_off(self, num_tokens: int) -> bool:
-        """Whether nothing is asked: not initialised, no graphs, or a batch above them."""
+        """Whether dispatch is skipped: not initialised, no graphs, or a batch above all graphs."""
         if not self.keys_initialized or self.cudagraph_mode is self._none:
             return True
-        # The configuration is read anew each time, as in vLLM.
+        # The configuration is read each time, as in vLLM.
         largest = len(self._table) - 1
         most = getattr(self.compilation_config, self._max_size_name, largest)
         return most is None or num_tokens > most
@@ -160,19 +160,19 @@ class PaddingDispatcher(FacadeBase):
     def _decide(
         self, num_tokens: int, uniform: bool, has_lora: bool, loras: int, allowed: int
     ) -> tuple[Any, Any]:
-        """Decide inside the range of sizes.
+        """Decide within the range of sizes.
 
         Args:
             num_tokens: Unpadded tokens. A negative number counts from the end of the
                 padding table, as in vLLM.
-            uniform: It counts as a uniform decode batch.
-            has_lora: The adapter flag of the descriptor looked for.
-            loras: The count of adapters of the descriptor looked for.
+            uniform: Whether it counts as a uniform decode batch.
+            has_lora: The adapter flag of the descriptor to look for.
+            loras: The count of adapters of the descriptor to look for.
             allowed: Code of the allowed modes.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not made of whole requests, or
-                no graph serves the batch and eager is not allowed.
+            AssertionError: The bucket of a uniform batch does not consist of whole requests,
+                or no graph serves the batch and eager is not allowed.
         """
         bucket = self._table[num_tokens]
         ladder, core = self._ladder, self._core
@@ -203,10 +203,10 @@ class PaddingDispatcher(FacadeBase):
         loras: int,
         allowed: int,
     ) -> tuple[Any, Any] | None:
-        """Look for a key that only a caller can have added by hand.
+        """Look for a key that only a caller can have added.
 
-        The native interface refuses a flag and a count that contradict each other, and a
-        count above the largest. vLLM looks for such a key all the same.
+        dispatchkit's own interface rejects a flag and a count that contradict each other, and
+        a count above the largest. vLLM looks for such a key all the same.
         """
         marks: Any = CONTRADICTS if has_lora != (loras > 0) else ()
         query_len = self.uniform_decode_query_len if uniform else 0

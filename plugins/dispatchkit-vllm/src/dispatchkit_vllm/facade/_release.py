@@ -1,4 +1,4 @@
-"""Which facade stands for a published dispatcher, by what its class takes."""
+"""Find the facade of a published dispatcher by the arguments it takes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ for _more, _lists, _facade in (
 
 
 def dispatcher_for(original: type[Any]) -> type[Any]:
-    """Return the facade of a published ``CudagraphDispatcher``, made of its release's types.
+    """Return the facade of a published ``CudagraphDispatcher``, using its release's types.
 
     Args:
-        original: The class, in the module that it came in.
+        original: The class, in the module where it was published.
 
     Raises:
-        BackendUnavailableError: No facade stands for a class that takes these arguments.
+        BackendUnavailableError: No facade matches the arguments of the class.
     """
     takes = frozenset(inspect.signature(original.dispatch).parameters) - {"self"}
     facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))
@@ -61,5 +61,5 @@ def _breaks_graphs() -> bool:
     try:
         module = importlib.import_module("vllm.compilation.breakable_cudagraph")
     except ImportError:
-        return False  # releases before it have no such graphs
+        return False  # earlier releases have no such graphs
     return bool(module.is_breakable_cudagraph_enabled())

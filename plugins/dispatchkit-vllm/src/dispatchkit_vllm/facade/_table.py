@@ -1,4 +1,4 @@
-"""From 0.15 on: the dispatcher makes its own padding table, and lists what to capture."""
+"""The dispatchers from 0.15 on, which make a padding table and list what to capture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit_vllm.facade._padding import PaddingDispatcher
 
 
 class TableDispatcher(PaddingDispatcher):
-    """Pads by a table of its own."""
+    """Pad with a separate table."""
 
     _ends_early: ClassVar[bool] = True
 
@@ -22,7 +22,7 @@ class TableDispatcher(PaddingDispatcher):
     def _max_loras(self) -> int:
         if not self._counts_loras:
             return super()._max_loras()
-        # The largest count is one more than the adapters loaded: a batch may mix them all
+        # The largest count is one more than the adapters loaded: a batch may mix all of them
         # with requests that use none.
         most = _config.max_loras(self.vllm_config)
         return most + 1 if most else 0
@@ -47,11 +47,11 @@ class TableDispatcher(PaddingDispatcher):
         Args:
             cudagraph_mode: The mode resolved from what the attention backend supports.
             uniform_decode_query_len: Query length that bounds the sizes of decode keys;
-                whole requests and their number follow the one of the configuration.
+                whole requests and their number follow the configuration's query length.
 
         Raises:
-            AssertionError: A decode size is not made of whole requests. Keys before it
-                stay registered, and the dispatcher uninitialised.
+            AssertionError: A decode size does not consist of whole requests. Keys before it
+                stay registered, and the dispatcher stays uninitialised.
             ValueError: A compile size would be padded, and never run at its own size.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)

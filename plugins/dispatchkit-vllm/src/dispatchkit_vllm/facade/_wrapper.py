@@ -1,4 +1,4 @@
-"""vLLM's graph wrapper over GraphWrapper, with the habits of each release as data."""
+"""vLLM's graph wrapper built on GraphWrapper, with the behaviour of each release as data."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _device: list[Any] = []
 
 
 def use_device(device: Any) -> None:
-    """Choose where wrappers made from now on capture.
+    """Choose the device for wrappers that are created from now on.
 
     Args:
         device: A backend, the name of one (``"cuda"``, ``"tape"``) or a WrapperDevice.
-            All wrappers made with it share its pool.
+            All wrappers created with it share its pool.
     """
     _device[:] = [device if hasattr(device, "weak_ref") else BackendDevice(device)]
 
 
 def current_device() -> Any:
-    """Return where wrappers capture: the device chosen, or CUDA, or the tape without it."""
+    """Return the wrappers' device: the chosen one, otherwise CUDA, or the tape without CUDA."""
     if not _device:
         import torch
 
@@ -54,13 +54,13 @@ def current_device() -> Any:
 
 
 class CUDAGraphWrapper(GraphWrapper):
-    """Adds capture and replay to a callable, by the forward context.
+    """Add capture and replay to a callable, controlled by the forward context.
 
     Args:
-        runnable: What to run.
-        vllm_config: vLLM's configuration; kept for those who read it.
+        runnable: The callable.
+        vllm_config: vLLM's configuration; stored for code that reads it.
         runtime_mode: PIECEWISE or FULL.
-        cudagraph_options: How it captures.
+        cudagraph_options: How to capture.
 
     Attributes:
         concrete_cudagraph_entries: The graphs by descriptor.
@@ -85,7 +85,7 @@ class CUDAGraphWrapper(GraphWrapper):
             runnable, runtime_mode, current_device(), options=options, rules=self.release_rules
         )
         if hasattr(runtime_mode, "name"):
-            self.runtime_mode = runtime_mode  # a member of vLLM's own enum, as it was given
+            self.runtime_mode = runtime_mode  # keep the given member of vLLM's own enum
         self.vllm_config = vllm_config
         self.compilation_config = getattr(vllm_config, "compilation_config", None)
         self.cudagraph_options = options
@@ -97,7 +97,7 @@ class CUDAGraphWrapper(GraphWrapper):
 
     @property
     def graph_pool(self) -> Any:
-        """The pool that captures go to; None: each takes one of its own."""
+        """The pool of captures; None: each capture uses a separate pool."""
         return self._pool
 
     @graph_pool.setter
@@ -117,12 +117,12 @@ class CUDAGraphWrapper(GraphWrapper):
 
     @property
     def cudagraph_wrapper(self) -> CUDAGraphWrapper:
-        """This wrapper, for code that looks for it through attributes."""
+        """This wrapper, for code that accesses it through attributes."""
         return self
 
 
 class _Absent:
-    """A name that a release does not have: looking it up reaches through to the callable."""
+    """A name that a release does not have: looking it up reaches the callable."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(f"{owner.__name__} has no such name in this release of vLLM")
@@ -131,8 +131,8 @@ class _Absent:
 class OldCUDAGraphWrapper(CUDAGraphWrapper):
     """The wrapper of the 0.11 line and of 0.13.
 
-    It asks for the forward context without looking whether there is one, takes None for a
-    key, and clears nothing.
+    It reads the forward context without checking that there is one, accepts None as a key,
+    and cannot clear graphs.
     """
 
     release_rules = OLD_RULES
@@ -147,7 +147,7 @@ _WHOSE_CONTEXT = (
 
 
 class _Told:
-    """Warns once in a process."""
+    """Warn once per process."""
 
     def __init__(self) -> None:
         self.is_done: bool = False

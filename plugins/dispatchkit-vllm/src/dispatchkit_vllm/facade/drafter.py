@@ -1,4 +1,4 @@
-"""Names of the variant with several uniform query lengths, for drafters."""
+"""The names of the variant with several uniform query lengths, for drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
 
 
 class BatchDescriptor(NamedTuple):
-    """A padded batch: its tokens, and the query length of a uniform one."""
+    """A padded batch: its tokens, and its query length if it is uniform."""
 
     num_tokens: int
     uniform_decode: bool = False
@@ -26,18 +26,18 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def non_uniform(self) -> BatchDescriptor:
-        """The same batch as one of any mixture."""
+        """Return the same batch as a mixed one."""
         return BatchDescriptor(self.num_tokens)
 
 
 class CudagraphDispatcher(LookupDispatcher):
-    """The dispatcher that knows several uniform query lengths.
+    """The dispatcher for several uniform query lengths.
 
     Args:
-        vllm_config: vLLM's configuration, or anything with the attributes used. Sizes of
+        vllm_config: vLLM's configuration, or any object with the attributes used. Sizes of
             uniform batches are ``compilation_config.uniform_cudagraph_capture_sizes``.
-        is_drafter: It serves a drafter, whose eager batches are not padded for sequence
-            parallelism.
+        is_drafter: Whether it serves a drafter, whose eager batches are not padded for
+            sequence parallelism.
 
     Attributes:
         cudagraph_capture_sizes: Sizes of mixed batches.
@@ -69,7 +69,7 @@ class CudagraphDispatcher(LookupDispatcher):
 
         Raises:
             AssertionError: There is no query length, one is not a positive number, or an
-                aligned size is not made of whole requests of each of them.
+                aligned size does not consist of whole requests of each query length.
         """
         lens = uniform_query_lens
         query_lens = [lens] if isinstance(lens, int) else list(lens)
@@ -113,10 +113,10 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_capture_cases(
         self, uniform_decode: bool, uniform_query_len: int
     ) -> tuple[list[int], list[BatchDescriptor], Any]:
-        """Return (sizes from the largest down, their descriptors, runtime mode).
+        """Return (sizes in descending order, their descriptors, runtime mode).
 
         Raises:
-            AssertionError: The query length has no graphs of its own.
+            AssertionError: The query length has no separate graphs.
         """
         if not uniform_decode:
             mode = self.cudagraph_mode.mixed_mode()
@@ -153,7 +153,7 @@ class CudagraphDispatcher(LookupDispatcher):
         """Return (tokens, whether they were padded to a capture size).
 
         Raises:
-            AssertionError: The query length is not one of the known ones.
+            AssertionError: The query length is unknown.
         """
         if uniform_query_len and uniform_query_len not in self.uniform_query_lens:
             raise AssertionError(
@@ -191,7 +191,7 @@ class CudagraphDispatcher(LookupDispatcher):
     ) -> tuple[Any, BatchDescriptor | None, int]:
         """Return (runtime mode, descriptor, input tokens) of a batch.
 
-        The tokens stay padded even where no graph serves the batch.
+        The tokens stay padded even if no graph serves the batch.
         """
         num_tokens, uniform, query_len = self.get_local_batch_description(
             num_scheduled_tokens, num_reqs, max_query_len
@@ -210,7 +210,7 @@ class CudagraphDispatcher(LookupDispatcher):
             descriptor.num_tokens,
             uniform=uniform,
             query_len=query_len if consistent else 0,
-            # A flag and a query length that contradict each other make a key of their own.
+            # A flag and a query length that contradict each other make a separate key.
             axes=() if consistent else (query_len,),
         )
         return GraphKey(mode, native)

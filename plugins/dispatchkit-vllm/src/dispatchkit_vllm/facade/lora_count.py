@@ -1,4 +1,4 @@
-"""Names of the variant with one graph for each count of active adapters."""
+"""The names of the variant with one graph for each count of active adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchDescriptor(NamedTuple):
     num_active_loras: int = 0
 
     def relax_for_mixed_batch_cudagraphs(self) -> BatchDescriptor:
-        """Return the same batch as one of any mixture and number of requests."""
+        """Return the same batch as a mixed one with any number of requests."""
         return self._replace(num_reqs=None, uniform=False)
 
 
@@ -31,7 +31,7 @@ class CudagraphDispatcher(PaddingDispatcher):
     """The dispatcher with one graph for each count of active adapters.
 
     Attributes:
-        specialize_lora_count: Every count has a graph; with speculative decoding one
+        specialize_lora_count: Whether every count has a graph; with speculative decoding one
             graph serves all counts.
     """
 
@@ -50,11 +50,11 @@ class CudagraphDispatcher(PaddingDispatcher):
         Args:
             cudagraph_mode: The mode resolved from what the attention backend supports.
             uniform_decode_query_len: Query length that bounds the sizes of decode keys;
-                whole requests and their number follow the one of the configuration.
+                whole requests and their number follow the configuration's query length.
 
         Raises:
-            AssertionError: A decode size is not made of whole requests. Keys before it
-                stay registered, and the dispatcher uninitialised.
+            AssertionError: A decode size does not consist of whole requests. Keys before it
+                stay registered, and the dispatcher stays uninitialised.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 
@@ -73,13 +73,13 @@ class CudagraphDispatcher(PaddingDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes.
-            has_lora: Adapters are active.
-            disable_full: FULL graphs cannot serve this batch.
-            num_active_loras: How many adapters are active.
+            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            has_lora: Whether adapters are active.
+            disable_full: Whether FULL graphs cannot serve this batch.
+            num_active_loras: Number of active adapters.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not made of whole requests.
+            AssertionError: The bucket of a uniform batch does not consist of whole requests.
         """
         if self._is_off(num_tokens):
             return self._eager(num_tokens)

@@ -1,8 +1,8 @@
-"""Names of a third party's dispatcher that keeps graphs, policies and statistics together.
+"""The names of a third party's dispatcher that holds graphs, policies and statistics.
 
-Only the names are published, with no behaviour to compare with; what they do here is what
-their documentation says, over dispatchkit's registry. Learning is that of dispatchkit-adaptive,
-and several streams are a lane policy of dispatchkit-multistream, where they are installed.
+Only the names are published, without behaviour to compare with; they do what their
+documentation says, built on dispatchkit's registry. ``AdaptiveDispatchPolicy`` needs
+dispatchkit-adaptive, and several streams need a lane policy of dispatchkit-multistream.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _LANE_POLICY = "by-key"
 
 
 class NotBuiltError(DispatchkitError, NotImplementedError):
-    """A name of this module stands for something that no installed distribution has yet."""
+    """A name of this module needs a distribution that is not installed."""
 
     def __init__(self, name: str, policy: str) -> None:
         self.name, self.policy = name, policy
         super().__init__(
-            f"{name} stands for the policy {policy!r}, which this distribution does not bring. "
-            f"Install dispatchkit-{policy} where there is one, or use dispatchkit's Dispatcher "
+            f"{name} stands for the policy {policy!r}, which this distribution lacks. "
+            f"Install dispatchkit-{policy} if it exists, or use dispatchkit's Dispatcher "
             f"with a policy from `dispatchkit policies`."
         )
 
@@ -65,19 +65,19 @@ class DispatchMode(enum.Enum):
 
     @property
     def runtime_mode(self) -> RuntimeMode:
-        """The same in dispatchkit's words."""
+        """The corresponding runtime mode of dispatchkit."""
         return RuntimeMode.NONE if self is DispatchMode.EAGER else RuntimeMode[self.name]
 
 
 @attrs.frozen
 class DispatchKey:
-    """What a graph is named by.
+    """The key of a graph.
 
     Attributes:
         num_tokens: Tokens of the batch.
         num_reqs: Requests of the batch.
         max_seq_len: Longest sequence, in tokens.
-        is_prefill: The batch holds prompts.
+        is_prefill: Whether the batch contains prompts.
     """
 
     num_tokens: int
@@ -86,10 +86,10 @@ class DispatchKey:
     is_prefill: bool = False
 
     def graph_key(self, mode: RuntimeMode) -> GraphKey:
-        """Return the key in dispatchkit's registry.
+        """Return the corresponding key of dispatchkit's registry.
 
         Raises:
-            DescriptorError: A number is not one that a batch can have.
+            DescriptorError: A number is not possible for a batch.
         """
         facts: Any = (self.max_seq_len, int(self.is_prefill))
         return GraphKey(mode, BatchDescriptor(self.num_tokens, num_reqs=self.num_reqs, axes=facts))
@@ -98,7 +98,7 @@ class DispatchKey:
 def create_dispatch_key(
     num_tokens: int, num_reqs: int = 1, max_seq_len: int = 0, is_prefill: bool = False
 ) -> DispatchKey:
-    """Return a key, its numbers checked.
+    """Return a key after validating its numbers.
 
     Raises:
         ConfigError: A number is negative, or there are more requests than tokens.
@@ -115,7 +115,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
     """Return the key with its tokens rounded up to a multiple.
 
     Raises:
-        ConfigError: The multiple is not a number of at least one.
+        ConfigError: The multiple is not a number of at least 1.
     """
     pad_to = check_count(pad_to, "pad_to")
     return attrs.evolve(key, num_tokens=-(-key.num_tokens // pad_to) * pad_to)
@@ -123,7 +123,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """How batches ran."""
+    """Counts of how batches ran."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -131,17 +131,17 @@ class DispatchStats:
 
     @property
     def total(self) -> int:
-        """All batches."""
+        """The number of all batches."""
         return self.num_full + self.num_piecewise + self.num_eager
 
     @property
     def graph_ratio(self) -> float:
-        """Part of the batches that replayed a graph; 0 before the first."""
+        """The share of batches that replayed a graph; 0 before the first batch."""
         return (self.num_full + self.num_piecewise) / self.total if self.total else 0.0
 
 
 class DispatchPolicy(abc.ABC):
-    """Decides whether and how a batch replays."""
+    """Decide whether and how a batch replays."""
 
     @abc.abstractmethod
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
@@ -151,19 +151,19 @@ class DispatchPolicy(abc.ABC):
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return one of the modes that a graph is available in."""
+        """Return one of the modes that have a graph."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
-    """Replays within a range of tokens.
+    """Replay within a range of tokens.
 
     Args:
-        min_tokens_for_graph: Fewest tokens that replay.
-        max_tokens_for_graph: Most tokens that replay.
+        min_tokens_for_graph: The fewest tokens to replay for.
+        max_tokens_for_graph: The most tokens to replay for.
         prefer_piecewise: Prefer PIECEWISE to FULL if both exist.
 
     Raises:
-        ConfigError: The range is empty, or an end of it is not a number.
+        ConfigError: The range is empty, or one of its ends is not a number.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class DefaultDispatchPolicy(DispatchPolicy):
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the preferred mode of those available, EAGER for none."""
+        """Return the preferred mode of those available; EAGER if there is none."""
         order = [DispatchMode.FULL, DispatchMode.PIECEWISE]
         if self.prefer_piecewise:
             order.reverse()
@@ -199,12 +199,12 @@ class DefaultDispatchPolicy(DispatchPolicy):
 
 @attrs.frozen
 class GraphEntry:
-    """A graph that was registered.
+    """A registered graph.
 
     Attributes:
-        key: What it is named by.
+        key: The key of the graph.
         mode: FULL or PIECEWISE.
-        graph: Anything with ``replay()``, or callable without arguments.
+        graph: An object with ``replay()``, or a callable without arguments.
         input_ptrs: Addresses of its inputs.
     """
 
@@ -220,12 +220,12 @@ class GraphEntry:
 
 
 class CudagraphDispatcher:
-    """Keeps graphs, replays the one of a key, and runs eager otherwise.
+    """Hold graphs, replay the graph of a key, and run eager otherwise.
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
         policy: Decides whether and how a batch replays.
-        max_cached_graphs: Most graphs kept; the one not used for longest goes first.
+        max_cached_graphs: The most graphs to hold; the least recently used is evicted first.
 
     Thread safety: every method may be called from any thread.
     """
@@ -246,7 +246,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """How batches ran so far."""
+        """Return how batches ran so far."""
         return self._stats
 
     def register_graph(
@@ -256,10 +256,10 @@ class CudagraphDispatcher:
         input_ptrs: Sequence[int] = (),
         mode: DispatchMode = DispatchMode.FULL,
     ) -> None:
-        """Keep a graph; the least recently used makes room before it is taken in.
+        """Add a graph, after evicting the least recently used one if the cache is full.
 
         Raises:
-            DescriptorError: The mode is EAGER, or the key is not one a batch can have.
+            DescriptorError: The mode is EAGER, or a number of the key is not possible for a batch.
         """
         name = key.graph_key(mode.runtime_mode)
         with self._lock:
@@ -282,15 +282,15 @@ class CudagraphDispatcher:
         return found
 
     def has_graph(self, key: DispatchKey) -> bool:
-        """Return whether a graph of an enabled mode is there."""
+        """Return whether there is a graph of an enabled mode."""
         return bool(self._available(key))
 
     def get_graph(self, key: DispatchKey) -> GraphEntry | None:
-        """Return the graph of a key, FULL before PIECEWISE; None without one."""
+        """Return the graph of a key, FULL before PIECEWISE; None if there is none."""
         return next(iter(self._available(key).values()), None)
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Replay the graph of a key, or run it eager; return what that returned."""
+        """Replay the graph of a key, or run the key eager; return the result."""
         with self._lock:
             available = self._available(key)
             mode = DispatchMode.EAGER
@@ -308,33 +308,33 @@ class CudagraphDispatcher:
         return self._eager_runner(key) if entry is None else entry.replay()
 
     def clear_cache(self) -> None:
-        """Let go of all graphs."""
+        """Release all graphs."""
         with self._lock:
             self._used.clear()
             self.registry.clear()
 
     def enable_mode(self, mode: DispatchMode) -> None:
-        """Let graphs of a mode be replayed again."""
+        """Allow graphs of a mode to be replayed again."""
         self.registry.set_enabled(True, mode=mode.runtime_mode)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Replay no graphs of a mode until it is enabled."""
+        """Do not replay graphs of a mode until it is enabled."""
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
 class AdaptiveDispatchPolicy(DispatchPolicy):
-    """Learns from latency; the learning is that of the distribution dispatchkit-adaptive.
+    """Learn from latencies, with the policy of the distribution dispatchkit-adaptive.
 
     Args:
-        history_size: Latencies kept for each key and mode, at least 8.
+        history_size: Number of latencies to keep for each key and mode, at least 8.
 
     Raises:
-        ConfigError: The size cannot be used.
-        NotBuiltError: That distribution is not installed.
+        ConfigError: The size is invalid.
+        NotBuiltError: dispatchkit-adaptive is not installed.
     """
 
     def __init__(self, history_size: int = 100) -> None:
-        # By name: distributions of policies do not depend on each other.
+        # Import by name: distributions of policies do not depend on each other.
         try:
             adaptive = importlib.import_module("dispatchkit_adaptive")
         except ModuleNotFoundError as error:
@@ -344,7 +344,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         self._learner: Any = adaptive.LatencyPolicy(history_size)
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
-        """Learn how long a batch took in a mode, in any unit that is always the same.
+        """Learn how long a batch took in a mode, in any unit that stays the same.
 
         Raises:
             ConfigError: The latency is not a number above 0.
@@ -352,29 +352,29 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         self._learner.record(key, mode, latency)
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Return whether a graph is there and eager is not known to be faster."""
+        """Return whether there is a graph and eager is not known to be faster."""
         return bool(self._learner.should_use_graph(key, graph_available))
 
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the fastest of the modes; one that is not known yet goes first.
+        """Return the fastest of the modes; a mode without a known latency goes first.
 
         Raises:
-            ConfigError: There is no mode.
+            ConfigError: No mode was given.
         """
         mode: DispatchMode = self._learner.select_mode(key, available_modes)
         return mode
 
 
 class CompositeDispatcher:
-    """Asks several dispatchers, the highest priority first.
+    """Ask several dispatchers, the highest priority first.
 
-    The first that has a graph for the key runs the batch. Where none has one, the first of
-    all runs it eager. Of equal priorities the one added earlier goes first.
+    The first dispatcher that has a graph for the key runs the batch. If none has one, the first
+    of all runs it eager. Among equal priorities the one added earlier goes first.
 
     Attributes:
-        faults: How often each dispatcher raised when asked; it is passed over then.
+        faults: How often each dispatcher raised when asked, and was skipped.
     """
 
     def __init__(self) -> None:
@@ -397,7 +397,7 @@ class CompositeDispatcher:
     def dispatch(self, key: DispatchKey) -> Any:
         """Run a batch in the first dispatcher that has a graph for it; return its result.
 
-        What raises while it runs is the caller's: no batch is run twice.
+        Exceptions while it runs propagate to the caller: no batch is run twice.
 
         Raises:
             ConfigError: There is no dispatcher.
@@ -420,7 +420,7 @@ class CompositeDispatcher:
 
 @attrs.frozen
 class _Cache:
-    """What the lane policy sees of a stream: which graphs are cached on it."""
+    """The lane policy's view of a stream: the graphs cached on it."""
 
     index: int
     keys: set[GraphKey] = attrs.field(factory=set)
@@ -433,20 +433,21 @@ class _Cache:
 
 
 class StreamDispatcher(CudagraphDispatcher):
-    """Runs batches on several streams, each key always on the stream that its graph is on.
+    """Run batches on several streams, each key always on the stream of its graph.
 
-    The choice is that of the lane policy ``by-key`` of dispatchkit-multistream. A batch waits
-    for what the caller's stream held; the caller waits for it by ``wait`` or ``synchronize``.
+    The lane policy ``by-key`` of dispatchkit-multistream chooses the stream. A batch waits for
+    the earlier work on the caller's stream; the caller waits for it with ``wait`` or
+    ``synchronize``.
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
-        num_streams: Streams of their own that the device is asked for.
-        policy: As in ``CudagraphDispatcher``.
-        max_cached_graphs: As there.
-        backend: Name of the device's backend, or one of ``dispatchkit.backends``.
+        num_streams: Number of independent streams to request from the device.
+        policy: As for ``CudagraphDispatcher``.
+        max_cached_graphs: As for ``CudagraphDispatcher``.
+        backend: Name of the device's backend, or a backend of ``dispatchkit.backends``.
 
     Raises:
-        ConfigError: The device gives fewer streams.
+        ConfigError: The device has fewer streams.
         NotBuiltError: dispatchkit-multistream is not installed.
     """
 
@@ -476,7 +477,7 @@ class StreamDispatcher(CudagraphDispatcher):
             return self._lane_policy.choose(LaneStep(key.num_tokens, name), self._caches)
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Run a batch on the stream of its key, behind what the caller's stream holds now."""
+        """Run a batch on the stream of its key, after the current work of the caller's stream."""
         with self._lock:
             index = self._select_stream(key)
             self._caches[index].keys.add(key.graph_key(RuntimeMode.FULL))
@@ -487,7 +488,7 @@ class StreamDispatcher(CudagraphDispatcher):
                 return super().dispatch(key)
 
     def clear_cache(self) -> None:
-        """Let go of all graphs; keys may be on other streams afterwards."""
+        """Release all graphs; keys may be on other streams afterwards."""
         with self._lock:
             self.synchronize()
             super().clear_cache()
@@ -495,12 +496,12 @@ class StreamDispatcher(CudagraphDispatcher):
                 cache.keys.clear()
 
     def wait(self) -> None:
-        """Make later work of the current stream wait for all that was dispatched."""
+        """Make later work of the current stream wait for everything dispatched so far."""
         current = self._backend.current_stream()
         for stream in self.streams:
             current.wait_stream(stream)
 
     def synchronize(self) -> None:
-        """Block the host until all that was dispatched has run."""
+        """Block the host until everything dispatched so far has run."""
         for stream in self.streams:
             stream.synchronize()

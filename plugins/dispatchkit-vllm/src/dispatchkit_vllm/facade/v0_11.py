@@ -1,4 +1,4 @@
-"""Names of vLLM 0.11.0: a dispatcher without cascade attention and adapters."""
+"""The names of vLLM 0.11.0: a dispatcher without cascade attention and adapters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def non_uniform(self) -> BatchDescriptor:
-        """The same batch as one of any mixture."""
+        """Return the same batch as a mixed one."""
         return self._replace(uniform_decode=False)
 
 
@@ -56,8 +56,8 @@ class CudagraphDispatcher(LookupDispatcher):
         super().__init__(vllm_config)
         self._warned = False
 
-    # Without cascade attention this release has one argument, and says once that it is not
-    # ready.
+    # Without cascade attention this release takes one argument, and warns once if keys are not
+    # initialised.
     def dispatch(  # type: ignore[override]
         self, batch_descriptor: BatchDescriptor
     ) -> tuple[Any, BatchDescriptor | None]:
@@ -65,7 +65,7 @@ class CudagraphDispatcher(LookupDispatcher):
         if not self.keys_initialized and not self._warned:
             self._warned = True
             _log.warning(
-                "Keys are not initialised, so that every batch runs eager. Call "
+                "Keys are not initialised, so every batch runs eager. Call "
                 "initialize_cudagraph_keys first."
             )
         return super().dispatch(batch_descriptor)

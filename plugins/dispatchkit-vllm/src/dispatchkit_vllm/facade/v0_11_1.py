@@ -1,4 +1,4 @@
-"""Names of vLLM 0.11.1: as 0.11.0, with cascade attention and an adapter flag."""
+"""The names of vLLM 0.11.1: as 0.11.0, with cascade attention and an adapter flag."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def non_uniform(self) -> BatchDescriptor:
-        """The same batch as one of any mixture."""
+        """Return the same batch as a mixed one."""
         return self._replace(uniform_decode=False)
 
 

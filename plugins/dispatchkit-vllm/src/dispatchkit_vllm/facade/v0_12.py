@@ -1,4 +1,4 @@
-"""Names of vLLM 0.12: as 0.13, with cascade attention in place of ``disable_full``."""
+"""The names of vLLM 0.12: as 0.13, with cascade attention instead of ``disable_full``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class CudagraphDispatcher(v0_13.CudagraphDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes.
-            has_lora: Adapters are active.
-            use_cascade_attn: FULL graphs cannot serve this batch.
+            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            has_lora: Whether adapters are active.
+            use_cascade_attn: Whether FULL graphs cannot serve this batch.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not made of whole requests.
+            AssertionError: The bucket of a uniform batch does not consist of whole requests.
         """
         return super().dispatch(num_tokens, uniform_decode, has_lora, use_cascade_attn)

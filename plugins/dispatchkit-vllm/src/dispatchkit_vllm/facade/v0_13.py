@@ -1,4 +1,4 @@
-"""Names of vLLM 0.13: the dispatcher pads, and keys name their requests."""
+"""The names of vLLM 0.13: the dispatcher pads, and keys include their requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BatchDescriptor(NamedTuple):
     has_lora: bool = False
 
     def relax_for_mixed_batch_cudagraphs(self) -> BatchDescriptor:
-        """Return the same batch as one of any mixture and number of requests."""
+        """Return the same batch as a mixed one with any number of requests."""
         return self._replace(num_reqs=None, uniform=False)
 
 
@@ -57,11 +57,11 @@ class CudagraphDispatcher(PaddingDispatcher):
         Args:
             cudagraph_mode: The mode resolved from what the attention backend supports.
             uniform_decode_query_len: Query length that bounds the sizes of decode keys;
-                whole requests and their number follow the one of the configuration.
+                whole requests and their number follow the configuration's query length.
 
         Raises:
-            AssertionError: A decode size is not made of whole requests. Keys before it
-                stay registered, and the dispatcher uninitialised.
+            AssertionError: A decode size does not consist of whole requests. Keys before it
+                stay registered, and the dispatcher stays uninitialised.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 
@@ -72,13 +72,13 @@ class CudagraphDispatcher(PaddingDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes; vLLM's runner
-                tells that by shape, so that the last chunk of a prompt may be one of them.
-            has_lora: Adapters are active.
-            disable_full: FULL graphs cannot serve this batch.
+            uniform_decode: Whether every request has as many tokens as a decode step takes; vLLM's
+                runner decides that by shape, so it may be true for the last chunk of a prompt.
+            has_lora: Whether adapters are active.
+            disable_full: Whether FULL graphs cannot serve this batch.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not made of whole requests.
+            AssertionError: The bucket of a uniform batch does not consist of whole requests.
         """
         if self._is_off(num_tokens):
             return self._eager(num_tokens)

@@ -1,4 +1,4 @@
-"""Names of vLLM 0.15: as 0.13, with a padding table of its own and a list of what to capture."""
+"""The names of vLLM 0.15: as 0.13, with a separate padding table and a list of captures."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class CudagraphDispatcher(TableDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes.
-            has_lora: Adapters are active.
-            disable_full: FULL graphs cannot serve this batch.
+            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            has_lora: Whether adapters are active.
+            disable_full: Whether FULL graphs cannot serve this batch.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not made of whole requests.
+            AssertionError: The bucket of a uniform batch does not consist of whole requests.
         """
         if self._is_off(num_tokens):
             return self._eager(num_tokens)

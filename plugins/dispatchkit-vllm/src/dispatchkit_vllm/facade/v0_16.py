@@ -1,4 +1,4 @@
-"""Names of vLLM 0.16: counts of adapters, FULL graphs of mixed batches for any requests."""
+"""The names of vLLM 0.16: counts of adapters, FULL graphs of mixed batches for any requests."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class CudagraphDispatcher(TableDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes.
-            has_lora: Adapters are active.
-            disable_full: FULL graphs cannot serve this batch.
-            num_active_loras: How many adapters are active.
+            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            has_lora: Whether adapters are active.
+            disable_full: Whether FULL graphs cannot serve this batch.
+            num_active_loras: Number of active adapters.
 
         Raises:
-            AssertionError: The bucket of a uniform batch is not made of whole requests.
+            AssertionError: The bucket of a uniform batch does not consist of whole requests.
         """
         if self._is_off(num_tokens):
             return self._eager(num_tokens)

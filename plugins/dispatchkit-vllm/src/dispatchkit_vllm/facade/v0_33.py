@@ -1,4 +1,4 @@
-"""Names of vLLM 0.33, first model runner: counts of adapters, sets of allowed modes."""
+"""The names of vLLM 0.33, first model runner: counts of adapters, sets of allowed modes."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ class CudagraphDispatcher(TableDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes.
-            has_lora: Adapters are active.
-            num_active_loras: How many adapters are active.
+            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            has_lora: Whether adapters are active.
+            num_active_loras: Number of active adapters.
             valid_modes: Modes to choose from; empty or None means all. As in vLLM, a
                 mutable set loses the invalid modes.
-            invalid_modes: Modes to leave out.
+            invalid_modes: Modes to exclude.
 
         Raises:
-            AssertionError: No mode is left, no graph serves the batch and eager is left
-                out, or the bucket of a uniform batch is not made of whole requests.
+            AssertionError: No mode is left, no graph serves the batch and eager is excluded,
+                or the bucket of a uniform batch does not consist of whole requests.
         """
         allowed: int = RuntimeMode.FULL
         if valid_modes or invalid_modes:
@@ -101,7 +101,7 @@ class CudagraphDispatcher(TableDispatcher):
             modes -= invalid_modes  # in place where the caller's set is mutable, as in vLLM
         if not modes:
             raise AssertionError("valid_modes less invalid_modes leaves no mode to choose from.")
-        frozen = frozenset(modes)  # the same object where it is one already
+        frozen = frozenset(modes)  # the same object if it is frozen already
         code = self._codes.get(frozen)
         if code is None:
             code = self._codes[frozen] = allowed_modes_code(frozen)

@@ -1,4 +1,4 @@
-"""Names of vLLM 0.33, second model runner: a manager that searches its graphs."""
+"""The names of vLLM 0.33, second model runner: a manager that searches its graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BatchExecutionDescriptor", "CUDAGraphMode", "CudaGraphManager"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchExecutionDescriptor:
-    """How a batch runs; None means that a graph does not depend on the fact."""
+    """How a batch runs; None means that a graph does not depend on the field."""
 
     cg_mode: CUDAGraphMode
     num_tokens: int
@@ -31,21 +31,21 @@ class BatchExecutionDescriptor:
 
 
 class CudaGraphManager:
-    """The graph manager of vLLM 0.33's second model runner, as far as it decides.
+    """The deciding part of the graph manager of vLLM 0.33's second model runner.
 
     Args:
-        vllm_config: vLLM's configuration, or anything with the attributes used.
-        device: Where graphs are captured; not used to decide.
+        vllm_config: vLLM's configuration, or any object with the attributes used.
+        device: Where graphs are captured; not used for decisions.
         cudagraph_mode: The mode resolved from what the attention backend supports.
         decode_query_len: Tokens per request of a uniform decode batch.
-        lora_capture_cases: Counts of adapters that have graphs; by default those that the
-            configuration gives.
-        varlen_decode: Decode graphs take requests of varying length.
-        ubatch_runner: What would run microbatches; graphs for them are vLLM's own.
+        lora_capture_cases: Counts of adapters that have graphs; by default the counts from
+            the configuration.
+        varlen_decode: Whether decode graphs take requests of varying length.
+        ubatch_runner: Would run microbatches; only vLLM has graphs for them.
 
     Attributes:
-        graphs: What the caller captured, by descriptor.
-        graphs_captured: Nothing is dispatched before it is set.
+        graphs: The caller's captured graphs, by descriptor.
+        graphs_captured: Whether captures are done; nothing is dispatched before.
     """
 
     mode_type: Any = CUDAGraphMode
@@ -119,7 +119,7 @@ class CudaGraphManager:
 
     @property
     def capture_descs(self) -> dict[Any, list[Any]]:
-        """What to capture by mode, PIECEWISE first, largest first in each."""
+        """The descriptors to capture by mode, PIECEWISE first, largest first in each."""
         found: dict[Any, list[Any]] = {}
         for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
             keys = [key for key in self.registry if key.mode is mode]
@@ -141,14 +141,14 @@ class CudaGraphManager:
         max_query_len: int | None = None,
         num_ubatches: int = 1,
     ) -> Any:
-        """Return the descriptor of the graph that serves a batch, or one of the batch itself.
+        """Return the descriptor of the graph for a batch, or of the batch itself without a graph.
 
         Args:
             num_reqs: Requests in the batch.
             num_tokens: Unpadded tokens.
-            uniform_token_count: Tokens of every request, where all have the same number.
-            num_active_loras: How many adapters are active.
-            max_query_len: Most tokens of any request, where it is known.
+            uniform_token_count: Tokens of every request, if all have the same number.
+            num_active_loras: Number of active adapters.
+            max_query_len: The most tokens of any request, if known.
             num_ubatches: Microbatches; more than one always runs without a graph here.
         """
         case = self._ladder.lora_case(num_active_loras)
@@ -180,7 +180,7 @@ class CudaGraphManager:
             return None
         if num_reqs <= min(num_tokens, self._ladder.max_num_seqs):
             return core.dispatch(num_tokens, num_reqs, kind, case).plan
-        # More requests than the batch can have: refused by the core, accepted by vLLM.
+        # More requests than the batch can have: rejected by dispatchkit, accepted by vLLM.
         uniform, length, longest = core.config.query_class(kind)
         batch = Batch(num_tokens, num_reqs, uniform, length, longest, case)
         return self._bind(core.decide(batch), batch)

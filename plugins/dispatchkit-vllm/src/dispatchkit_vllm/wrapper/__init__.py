@@ -1,6 +1,6 @@
-"""Graphs around a callable deep inside a model, chosen by a forward context.
+"""Graphs around a callable deep inside a model, selected by a forward context.
 
-Importing this room needs torch.
+Importing this package needs torch.
 """
 
 from dispatchkit_vllm.wrapper.context import (

@@ -1,8 +1,8 @@
-"""The forward context: how a decision reaches graphs deep inside a model.
+"""The forward context, which carries a decision to graphs deep inside a model.
 
 A runner sets it around one step; wrappers inside the model read the runtime mode and the
-descriptor from it and trust them. It is a context variable, so that threads and tasks have
-their own.
+descriptor from it and trust them. It is a context variable, so threads and tasks have separate
+ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class NoForwardContextError(DispatchkitError, LookupError, AssertionError):
-    """The forward context was asked for outside of a step.
+    """The forward context was requested outside of a step.
 
     Also an AssertionError, since that is what vLLM raises for it.
     """
@@ -39,16 +39,16 @@ def _runtime_mode(value: Any) -> RuntimeMode:
 
 @attrs.frozen
 class ForwardContext:
-    """What wrappers may know of the step they run in.
+    """Facts about the current step that wrappers can read.
 
     Attributes:
-        runtime_mode: Mode of this step: NONE, PIECEWISE or FULL. A member of any enum of
-            those names is taken.
-        descriptor: The key of the graph: any hashable value. None where there is none.
-        facts: Whatever else the caller hands to code inside the model.
+        runtime_mode: Mode of this step: NONE, PIECEWISE or FULL. Any enum with these names
+            is accepted.
+        descriptor: The key of the graph: any hashable value, or None.
+        facts: Further values for code inside the model.
 
     Raises:
-        ModeError: The mode is one for configurations, made of two.
+        ModeError: The mode combines two modes, which only configurations can have.
     """
 
     runtime_mode: RuntimeMode = attrs.field(default=RuntimeMode.NONE, converter=_runtime_mode)
@@ -65,10 +65,10 @@ def forward_context_is_available() -> bool:
 
 
 def get_forward_context() -> ForwardContext:
-    """Return the context of the step this thread or task is in.
+    """Return the context of the step that this thread or task is in.
 
     Raises:
-        NoForwardContextError: It is in none.
+        NoForwardContextError: It is not in a step.
     """
     context = _current.get()
     if context is None:
@@ -86,17 +86,17 @@ def set_forward_context(
     num_tokens: int | None = None,
     **facts: Any,
 ) -> Iterator[ForwardContext]:
-    """Make a context current for one step; the one before is back afterwards.
+    """Make a context current for one step, and restore the previous one afterwards.
 
     Args:
         runtime_mode: Mode of the step.
         descriptor: The key of the graph.
-        num_tokens: Tokens of the batch, from which a plain descriptor is made where none
-            is given.
-        **facts: What else code inside the model may ask for.
+        num_tokens: Tokens of the batch; makes a plain descriptor if ``descriptor`` is not
+            given.
+        **facts: Further values for code inside the model.
 
     Raises:
-        ModeError: The mode is one for configurations, made of two.
+        ModeError: The mode combines two modes, which only configurations can have.
     """
     if descriptor is None and num_tokens:
         descriptor = BatchDescriptor(num_tokens)

@@ -1,4 +1,4 @@
-"""What a wrapper asks of a device, and a device made of any backend."""
+"""The device interface of wrappers, and its implementation for any backend."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["BackendDevice", "WrapperDevice"]
 
 
 class WrapperDevice(Protocol):
-    """What a wrapper asks of a device. Everything is called on the calling thread."""
+    """The device that a wrapper captures on. All calls are made on the calling thread."""
 
     def global_pool(self) -> Any:
-        """Return the pool that all wrappers share, or None for one of its own per graph."""
+        """Return the pool that all wrappers share, or None for a separate pool per graph."""
         ...
 
     def new_pool(self) -> Any:
@@ -30,23 +30,23 @@ class WrapperDevice(Protocol):
         ...
 
     def announce_pool(self, pool: Any) -> None:
-        """Tell communication libraries which pool the coming capture allocates from."""
+        """Report to communication libraries the pool that the next capture allocates from."""
         ...
 
     def current_stream(self) -> Any:
-        """Return the stream that work of this thread goes to."""
+        """Return the stream that receives this thread's work."""
         ...
 
     def capture(self, graph: Any, run: Callable[[], Any], *, pool: Any, stream: Any) -> Any:
-        """Capture what a callable does into a graph; return what it returned."""
+        """Capture a callable's work into a graph; return the callable's result."""
         ...
 
     def replay(self, graph: Any) -> None:
-        """Queue a captured graph."""
+        """Launch a captured graph."""
         ...
 
     def release(self, graph: Any) -> None:
-        """Let go of a captured graph."""
+        """Release a captured graph."""
         ...
 
     def weak_ref(self, output: Any) -> Any:
@@ -58,7 +58,7 @@ class WrapperDevice(Protocol):
         ...
 
     def without_collection(self) -> AbstractContextManager[None]:
-        """Make garbage collection and emptying of the device's cache do nothing."""
+        """Disable garbage collection and emptying of the device's cache."""
         ...
 
     def sync_offload(self) -> None:
@@ -66,12 +66,12 @@ class WrapperDevice(Protocol):
         ...
 
     def join_offload(self) -> None:
-        """Join moves of weights that the captured callable began."""
+        """Join moves of weights that the captured callable started."""
         ...
 
 
 class _Slot:
-    """A graph of a backend, made empty and filled by the capture.
+    """A graph of a backend, created empty and filled by the capture.
 
     It has the methods of ``torch.cuda.CUDAGraph`` that callers of a wrapper use.
     """
@@ -80,13 +80,15 @@ class _Slot:
         self.captured: Any = None
 
     def replay(self) -> None:
-        """Queue the graph on the current stream.
+        """Launch the graph on the current stream.
 
         Raises:
-            ReplayError: Nothing was captured into it, or it was released.
+            ReplayError: It has no capture, or was released.
         """
         if self.captured is None:
-            raise ReplayError("This graph holds no capture: it was not made yet, or released.")
+            raise ReplayError(
+                "This graph has no capture: it was not captured yet, or was released."
+            )
         self.captured.replay()
 
     def reset(self) -> None:
@@ -97,15 +99,15 @@ class _Slot:
 
 
 class BackendDevice:
-    """Makes any backend a device for wrappers.
+    """Adapt any backend as a device for wrappers.
 
     All wrappers of one device share a pool and a capture stream.
 
     Args:
-        backend: A GraphBackend, or the name of one.
+        backend: A GraphBackend, or its name.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: ``backend`` is neither.
     """
 
     def __init__(self, backend: str | GraphBackend) -> None:
@@ -114,7 +116,7 @@ class BackendDevice:
         self._stream: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackendDevice:
-        return self  # one device and one pool serve the copies too
+        return self  # copies share the device and its pool
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BackendDevice, (self.backend.name,)
@@ -132,19 +134,19 @@ class BackendDevice:
         return _Slot()
 
     def announce_pool(self, pool: Any) -> None:
-        """Do nothing: no communication library is told."""
+        """Do nothing: no communication library needs it."""
 
     def current_stream(self) -> Any:
-        """Return the stream captures are made on.
+        """Return the stream that captures are made on.
 
-        The default stream of a device cannot be captured, so it is one of its own.
+        A device's default stream cannot be captured, so this is a separate stream.
         """
         if self._stream is None:
             self._stream = self.backend.new_stream()
         return self._stream
 
     def capture(self, graph: _Slot, run: Callable[[], Any], *, pool: Any, stream: Any) -> Any:
-        """Capture what a callable does into a graph; return what it returned."""
+        """Capture a callable's work into a graph; return the callable's result."""
         graph.captured = self.backend.capture(
             run,
             stream=stream or self.current_stream(),
@@ -153,15 +155,15 @@ class BackendDevice:
         return graph.captured.outputs
 
     def replay(self, graph: _Slot) -> None:
-        """Queue a captured graph on the current stream."""
+        """Launch a captured graph on the current stream."""
         graph.replay()
 
     def release(self, graph: _Slot) -> None:
-        """Let go of a captured graph."""
+        """Release a captured graph."""
         graph.reset()
 
     def weak_ref(self, output: Any) -> Any:
-        """Return aliases that do not hold memory of a device; on a CPU the output itself."""
+        """Return aliases that do not hold device memory; on a CPU the output itself."""
         return _map_tensors(weak_tensor, output)
 
     def address(self, value: Any) -> int | None:
@@ -170,7 +172,7 @@ class BackendDevice:
 
     @contextmanager
     def without_collection(self) -> Iterator[None]:
-        """Keep the garbage collector from running by itself meanwhile."""
+        """Disable automatic garbage collection."""
         enabled = gc.isenabled()
         gc.disable()
         try:

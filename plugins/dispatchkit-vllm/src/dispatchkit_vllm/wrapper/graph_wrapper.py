@@ -2,10 +2,10 @@
 
 It wraps a callable deep inside a model. Mode and key come from the forward context and are
 trusted; nothing is padded or copied here. A FULL wrapper around a model and PIECEWISE ones
-around its pieces work together since each acts in its own mode only.
+around its pieces work together because each acts only in its own mode.
 
-What differs between releases of vLLM, whose wrapper this one can stand for, is the data of
-``WrapperRules``. What a device must do is ``device.WrapperDevice``.
+``WrapperRules`` describes the differences between the releases of vLLM whose wrapper this one
+can replace. ``device.WrapperDevice`` is the interface of devices.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class WrapperOptions:
     """How one wrapper captures.
 
     Attributes:
-        debug_log_enable: Write a debug line before each capture.
-        gc_disable: Garbage is not collected, and the device's cache is not emptied, on the
-            way into a capture. Of many pieces only the first needs to.
-        weak_ref_output: Let go of the output inside the capture, so that its memory serves
-            later graphs. Callers must not keep it beyond the next replay.
+        debug_log_enable: Log a debug line before each capture.
+        gc_disable: Do not collect garbage or empty the device's cache before a capture. Of many
+            pieces only the first needs to.
+        weak_ref_output: Release the output inside the capture, so that later graphs can use its
+            memory. Callers must not keep it beyond the next replay.
     """
 
     debug_log_enable: bool = True
@@ -72,21 +72,21 @@ class WrapperOptions:
 
 @attrs.frozen
 class WrapperRules:
-    """What differs between the releases of vLLM that a wrapper can stand for.
+    """The differences between the releases of vLLM whose wrapper this one can replace.
 
     Attributes:
         passes_without_context: Without a forward context the callable runs directly;
-            otherwise the context is asked for, and its absence is an error.
+            otherwise a missing context is an error.
         needs_descriptor: A step in the wrapper's mode must have a descriptor.
-        offloads: Weights moved on the side are waited for before a capture and a replay,
-            and joined at the end of a capture.
-        names_stream: A capture is made on the device's current stream for it, rather than
-            on whatever the device takes by itself.
-        replays_after_capture: The call that captures replays too. A capture computes
-            nothing, so that without it the call's result holds no values.
-        unwraps_all: Of wrappers around wrappers, unwrapping gives the innermost callable.
-        guards_module: A module that was moved, or switched between training and evaluation,
-            since the capture is captured anew. vLLM replays all the same.
+        offloads: Wait for weights that are being moved before a capture and a replay, and join
+            the moves at the end of a capture.
+        names_stream: Capture on the device's current stream for captures, rather than on the
+            device's default choice.
+        replays_after_capture: The call that captures also replays. A capture computes
+            nothing, so without the replay the call's result holds no values.
+        unwraps_all: Unwrapping nested wrappers returns the innermost callable.
+        guards_module: Capture again if the module was moved, or switched between training and
+            evaluation, since the capture. vLLM replays all the same.
     """
 
     passes_without_context: bool = True
@@ -104,10 +104,10 @@ class WrappedEntry:
 
     Attributes:
         batch_descriptor: The key.
-        cudagraph: The captured graph; None before.
-        output: What a replay returns.
+        cudagraph: The captured graph; None before the capture.
+        output: The result of a replay.
         input_addresses: Addresses of the positional tensor arguments at capture.
-        made_under: The module with its training flag and place at capture, where that is guarded.
+        made_under: The module with its training flag and device at capture, if guarded.
     """
 
     batch_descriptor: Any
@@ -123,9 +123,9 @@ _capturing_enabled = True
 
 
 def set_capturing_enabled(enabled: bool) -> None:
-    """Allow or forbid captures by wrappers, in the whole process.
+    """Allow or forbid captures by wrappers in the whole process.
 
-    An engine forbids them once it serves, so that an unforeseen key is an error there and
+    An engine forbids them once it serves, so that an unforeseen key is an error then and
     not a pause of seconds.
     """
     global _capturing_enabled  # noqa: PLW0603 - one switch for the process is what it is
@@ -148,7 +148,7 @@ def _validate_capturing(descriptor: Any) -> None:
 
 
 class _Counter:
-    """How many graphs wrappers have captured in this process."""
+    """The number of graphs that wrappers have captured in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -166,15 +166,15 @@ capture_counter: _Counter = _Counter()
 
 
 class GraphWrapper:
-    """A callable that captures and replays by the forward context.
+    """A callable that captures and replays as the forward context says.
 
     Args:
-        runnable: What to run. Reading and setting attributes that are not the wrapper's
-            own reaches through to it.
-        mode: PIECEWISE or FULL: the runtime mode it acts in.
+        runnable: The callable. Attributes that the wrapper does not have itself are read
+            from it and set on it.
+        mode: PIECEWISE or FULL: the runtime mode in which it acts.
         device: Where graphs are captured: a ``WrapperDevice`` or a backend.
         options: How it captures.
-        rules: Which release's habits it has.
+        rules: The release whose behaviour it has.
 
     Raises:
         ModeError: The mode is NONE.
@@ -199,7 +199,7 @@ class GraphWrapper:
         if configured.name == "NONE":
             raise ModeError("runtime mode of a wrapper", "NONE", "PIECEWISE or FULL")
         self.runnable = runnable
-        # A mode made of two is accepted, and matches no step.
+        # A combined mode is accepted, and matches no step.
         self.runtime_mode = configured
         if not hasattr(device, "weak_ref"):
             device = BackendDevice(device)
@@ -219,14 +219,14 @@ class GraphWrapper:
         """Run the callable, capture it, or replay its graph.
 
         Returns:
-            What the callable returned. After a replay, and after a capture with weak
-            outputs, it is overwritten by the next replay.
+            The callable's result. After a replay, and after a capture with weak outputs, the
+            next replay overwrites it.
 
         Raises:
-            CaptureError: The key is new and capturing is switched off.
+            CaptureError: The key is new and capturing is disabled.
             WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) a
                 tensor has moved since the capture.
-            NoForwardContextError: There is no context, and the rules ask for one.
+            NoForwardContextError: There is no context, and the rules require one.
         """
         if self.rules.passes_without_context and not self._context_is_available():
             return self.runnable(*args, **kwargs)
@@ -256,9 +256,9 @@ class GraphWrapper:
         return entry.output
 
     def _renew(self, entry: WrappedEntry) -> WrappedEntry:
-        """Let go of what a module was captured as that has changed since."""
+        """Release a graph captured before its module changed, and return a new entry."""
         descriptor = entry.batch_descriptor
-        self._validate(descriptor)  # refused, nothing is lost: it may be switched back
+        self._validate(descriptor)  # if it raises, the graph is kept: the module may change back
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
@@ -275,7 +275,7 @@ class GraphWrapper:
         inner = self.unwrap()
         if not self.rules.guards_module or not isinstance(inner, torch.nn.Module):
             return None
-        return Guard("cpu", [inner])  # autocast, of whatever device, is not looked at
+        return Guard("cpu", [inner])  # autocast is not checked, on any device
 
     def _context_is_available(self) -> bool:
         return forward_context_is_available()
@@ -298,7 +298,7 @@ class GraphWrapper:
             output = self.runnable(*args, **kwargs)
             if rules.offloads:
                 device.join_offload()
-            # Let go of inside the capture, its memory is free for the graphs after it.
+            # Released inside the capture, its memory is free for the graphs after it.
             return device.weak_ref(output) if options.weak_ref_output else output
 
         stream = device.current_stream() if rules.names_stream else None
@@ -342,7 +342,7 @@ class GraphWrapper:
         return inner
 
     def clear_graphs(self) -> None:
-        """Let go of all graphs; the next call of each key captures anew."""
+        """Release all graphs; the next call of each key captures again."""
         entries = list(self.entries.values())
         self.entries.clear()  # in place: callers may hold the dict
         for entry in entries:
@@ -351,7 +351,7 @@ class GraphWrapper:
 
     @classmethod
     def clear_all_graphs(cls) -> None:
-        """Let go of the graphs of every wrapper of this class in the process."""
+        """Release the graphs of every wrapper of this class in the process."""
         for wrapper in tuple(GraphWrapper._all):
             if isinstance(wrapper, cls):
                 GraphWrapper.clear_graphs(wrapper)
@@ -359,8 +359,8 @@ class GraphWrapper:
     # -- acting as the callable ---------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what the wrapper itself lacks. Half-built objects (copying,
-        # unpickling) lack their callable too, and must not look for it here again.
+        # Called only for attributes that the wrapper itself lacks. Half-constructed objects
+        # (copying, unpickling) lack their callable as well, and must not look for it here again.
         runnable = self.__dict__.get("runnable")
         if runnable is None or name in self._own or (name[:2] == "__" and name[-2:] == "__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -368,14 +368,14 @@ class GraphWrapper:
             return getattr(runnable, name)
         except AttributeError:
             if _has_static(runnable, name):
-                raise  # an error from inside the attribute is not a missing attribute
+                raise  # an error inside the attribute is not a missing attribute
             inner = type(runnable).__name__
             raise AttributeError(
                 f"neither {type(self).__name__} nor the {inner} it wraps has {name!r}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Setting acts where reading looks.
+        # Set attributes where they are read.
         runnable = self.__dict__.get("runnable")
         if name in self._own or runnable is None or hasattr(type(self), name):
             object.__setattr__(self, name, value)
@@ -383,7 +383,7 @@ class GraphWrapper:
             setattr(runnable, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs belong to this process and to these buffers: a copy starts without.
+        # Graphs belong to this process and these buffers: a copy starts without any.
         return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None, "_once": Once()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
