@@ -103,7 +103,7 @@ def test_the_runner_itself_spares_what_is_expected() -> None:
 def test_detached_it_hears_nothing_more() -> None:
     runner, predictive = make_runner(), Predictive()
     predictive.attach(runner)
-    with pytest.raises(ConfigError, match="Make one for each runner"):
+    with pytest.raises(ConfigError, match="Create one Predictive for each runner"):
         predictive.attach(runner)
     predictive.detach()
     runner(torch.ones(1, 4))

@@ -1,4 +1,4 @@
-"""Which graphs come next: capture them in idle time, upload them, spare them."""
+"""Predict which graphs are needed next; capture them in idle time, upload and keep them."""
 
 from __future__ import annotations
 

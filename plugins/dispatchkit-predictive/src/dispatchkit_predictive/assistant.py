@@ -1,4 +1,4 @@
-"""Foresight at work beside a runner: it listens, and acts in idle moments."""
+"""Apply ``Foresight`` to a runner: observe its decisions, and act in idle moments."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class PredictiveStats:
-    """What came of foresight so far.
+    """Results of the prediction so far.
 
     Attributes:
-        is_on: Whether keys are captured ahead now; off when too few of them were used.
-        hit_rate: Share of the key changes at which the expected key came.
-        num_predicted: Changes that a key was expected for.
-        num_ahead: Graphs captured ahead.
-        num_used: Those that a step used before they were given up.
-        num_wanted: Graphs captured in idle time that a step had asked for in vain.
-        num_uploads: Graphs brought to the device ahead of a launch.
+        is_on: Whether keys are captured ahead now; off while too few of them are used.
+        hit_rate: Share of the predicted key changes for which the prediction was right.
+        num_predicted: Number of key changes for which there was a prediction.
+        num_ahead: Number of graphs captured ahead.
+        num_used: Number of those that a step used before they were evicted.
+        num_wanted: Number of graphs captured in idle time after a step had missed them.
+        num_uploads: Number of graphs uploaded to the device before a launch.
     """
 
     is_on: bool
@@ -43,19 +43,21 @@ class PredictiveStats:
 
 
 class Predictive:
-    """Captures in idle time what comes next, uploads it, and spares it.
+    """Capture graphs that are expected next in idle time, upload them, and keep them.
 
-    Attach it to a runner and call ``idle`` whenever there is time. Between calls it only
-    listens; a step whose key is that of the step before pays one comparison.
+    Attach it to a runner and call ``idle`` whenever there is time. Between these calls it only
+    records keys. A step with the same key as the step before costs one comparison.
 
     Args:
         order: Longest context of the prediction, in keys.
-        decay: What an earlier count is worth beside a new one, 0 to 1.
-        margin: How many times as much a key must be expected as the one that goes for it.
-        least_used: Share of the captures ahead that must be used for it to stay on.
+        decay: Weight of an earlier count relative to a new one, above 0 and at most 1.
+        margin: Factor, at least 1, by which the score of a key must exceed that of the key
+            evicted for it.
+        least_used: Share of the captures ahead that must be used, 0 to 1. If fewer are used,
+            capturing ahead pauses.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Predictive:
     ) -> None:
         self._order, self._decay = check_count(order, "order"), float(decay)
         self._margin, self._least_used = float(margin), float(least_used)
-        KeyPredictor([], order=self._order, decay=self._decay)  # refuses what cannot be used
+        KeyPredictor([], order=self._order, decay=self._decay)  # raises for invalid settings
         self._lock = threading.RLock()
         self._runner: GraphRunner | None = None
         self._foresight: Foresight | None = None
@@ -73,19 +75,20 @@ class Predictive:
         self._num_wanted = self._num_uploads = 0
 
     def attach(self, runner: GraphRunner, *, max_graphs: int | None = None) -> None:
-        """Listen to a runner.
+        """Observe the decisions of a runner.
 
         Args:
-            runner: Made with ``lazy=True``; a high ``capture_after`` leaves all captures to
-                idle moments.
-            max_graphs: Most graphs that it may hold, at most the runner's own limit; None
-                where that has none.
+            runner: A runner created with ``lazy=True``. With a high ``capture_after``, all
+                captures happen in idle moments.
+            max_graphs: Most graphs that the runner may hold, at most its own limit; None if it
+                has no limit.
 
         Raises:
-            ConfigError: It is attached already, or the limit cannot be used.
+            ConfigError: It is already attached, or the limit is invalid.
         """
         if self._runner is not None:
-            raise ConfigError("runner", runner, "the only one", "Make one for each runner.")
+            hint = "Create one Predictive for each runner."
+            raise ConfigError("runner", runner, "the only one attached", hint)
         keys = tuple(runner.registry)
         self._foresight = Foresight(
             KeyPredictor(keys, order=self._order, decay=self._decay),
@@ -98,16 +101,16 @@ class Predictive:
         runner.taps.on_decision(self._hear)
 
     def detach(self) -> None:
-        """Listen no more; what was learnt is let go of."""
+        """Stop observing the runner and discard what was learned."""
         runner, self._runner, self._foresight = self._runner, None, None
         if runner is not None:
             runner.taps.on_decision(None)
 
     def idle(self, max_captures: int = 1) -> list[GraphKey]:
-        """Use an idle moment: capture what is wanted or expected, then upload what is next.
+        """Use an idle moment: capture missed or expected keys, then upload the next graph.
 
         Args:
-            max_captures: Most captures; each may take a good part of a second.
+            max_captures: Most captures; each may take a large part of a second.
 
         Returns:
             The keys that were captured.
@@ -129,32 +132,32 @@ class Predictive:
             with self._lock:
                 foresight.captured(key, ok=runner.controls.has(key))
             if not runner.controls.has(key):
-                break  # it failed, or there is no room: the runner says why
+                break  # the capture failed or did not fit in memory; the runner reports why
             self._num_wanted += foresight.num_ahead == before
             done.append(key)
         self._upload_next(runner, foresight)
         return done
 
     def worth(self, step: Any) -> float:
-        """Return how much the key of a captured step is expected.
+        """Return the score of a captured step's key; only the order of scores is meaningful.
 
-        For ``runner.controls.set_eviction(predictive.worth)``: the least expected goes first,
-        also where the runner itself makes room.
+        Use it as ``runner.controls.set_eviction(predictive.worth)``: the runner then also evicts
+        the least expected graph first when it needs memory itself.
         """
         with self._lock:
             return 0.0 if self._foresight is None else self._foresight.worth(step.key)
 
     def on_evict(self, event: EvictEvent) -> None:
-        """Hear that a graph was given up."""
+        """Record that a graph was evicted."""
         key = self._keys.get(event.key)
         if key is not None:
             self._forget(key)
 
     def stats(self) -> PredictiveStats:
-        """Return what came of it so far.
+        """Return the results so far.
 
         Raises:
-            ConfigError: It is attached to no runner.
+            ConfigError: It is not attached to a runner.
         """
         _, foresight = self._attached()
         with self._lock:
@@ -184,7 +187,7 @@ class Predictive:
         if key is self._last or runner is None or foresight is None:
             return
         has_graph = runner.controls.has(key)
-        # One without a graph is heard again: it is wanted until it has one.
+        # Record a key without a graph at each step, since it is wanted until it has one.
         self._last = key if has_graph else None
         with self._lock:
             foresight.see(key, has_graph=has_graph)

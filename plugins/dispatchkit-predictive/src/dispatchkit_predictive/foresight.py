@@ -1,4 +1,4 @@
-"""What to capture in an idle moment, and what to give up for it. No device, no runner."""
+"""Choose what to capture in an idle moment and what to evict for it, without a device."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from dispatchkit.keys import check_count
 
 from dispatchkit_predictive.predictor import KeyPredictor
 
-# Captures ahead that are looked back on, and key changes before it is tried again.
+# The number of latest captures ahead that are judged, and of key changes that a pause lasts.
 _LOOK_BACK, _REST = 100, 100
 
 
 class Foresight:
-    """Chooses captures ahead, and stops when too few of them are used.
+    """Choose captures ahead, and pause when too few of them are used.
 
     Args:
-        predictor: Knows what comes.
+        predictor: Predicts the next keys.
         max_graphs: Most live graphs; None for no limit.
-        margin: How many times as much a key must be expected as the one that goes for it.
-        least_used: Share of the captures ahead that must be used, 0 to 1; of fewer, nothing is
-            captured ahead for a while. What is asked for in vain is captured all the same.
+        margin: Factor, at least 1, by which the score of a key must exceed that of the key
+            evicted for it.
+        least_used: Share of the captures ahead that must be used, 0 to 1. If fewer are used,
+            capturing ahead pauses for a while; keys that a step missed are still captured.
 
     Attributes:
-        predictor: What was given.
-        num_ahead: Captures of keys that nobody had asked for since they last had a graph.
-        num_used: Those that were asked for before they were given up.
+        predictor: The given predictor.
+        num_ahead: Number of captures of keys that no step had missed since their last graph.
+        num_used: Number of those that a step asked for before they were evicted.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Foresight:
             raise ConfigError("least_used", least_used, "0 to 1")
         self.predictor = predictor
         self._max_graphs, self._margin, self._least_used = max_graphs, margin, least_used
-        self._wanted: dict[GraphKey, None] = {}  # asked for in vain, the latest last
+        self._wanted: dict[GraphKey, None] = {}  # missed by a step, latest last
         self._ahead: set[GraphKey] = set()
         self._outcomes: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._uses: dict[GraphKey, int] = {}
@@ -64,7 +65,7 @@ class Foresight:
         return self._clock >= self._off_until
 
     def see(self, key: GraphKey, *, has_graph: bool) -> None:
-        """Note that a step asked for a key."""
+        """Record that a step asked for a key."""
         if not has_graph:
             self._wanted.pop(key, None)
             self._wanted[key] = None
@@ -80,9 +81,9 @@ class Foresight:
             self._note(was_used=True)
 
     def next_capture(self, live: Collection[GraphKey]) -> tuple[GraphKey, GraphKey | None] | None:
-        """Return what to capture now and what to give up before, None if nothing is worth it.
+        """Return the key to capture now and the key to evict first; None if nothing pays.
 
-        What was asked for in vain goes first, the latest before earlier ones.
+        Keys that a step missed come first, the latest before earlier ones.
         """
         while self._wanted:
             key = next(reversed(self._wanted))
@@ -102,7 +103,7 @@ class Foresight:
         return best, victim
 
     def captured(self, key: GraphKey, *, ok: bool) -> None:
-        """Note that a key was captured, or could not be."""
+        """Record that a key was captured, or that its capture failed."""
         was_wanted = key in self._wanted
         self._wanted.pop(key, None)
         if ok and not was_wanted:
@@ -110,13 +111,13 @@ class Foresight:
             self.num_ahead += 1
 
     def evicted(self, key: GraphKey) -> None:
-        """Note that the graph of a key is gone."""
+        """Record that the graph of a key was evicted."""
         if key in self._ahead:
             self._ahead.discard(key)
             self._note(was_used=False)
 
     def worth(self, key: GraphKey) -> float:
-        """Return how much a key is expected; the least expected goes first."""
+        """Return the score of a key; the key with the lowest score is evicted first."""
         return self.predictor.scores().get(key, 0.0)
 
     def _victim(self, live: Collection[GraphKey], instead: GraphKey) -> GraphKey | None:

@@ -11,11 +11,11 @@ from dispatchkit_predictive.assistant import Predictive
 
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Register the assistant: an observer, since it also hears of evictions."""
+    """Register the assistant as an observer, since it also receives evictions."""
     return [
         ObserverSpec(
             "predictive",
             Predictive,
-            summary="Captures graphs that are expected next in idle time, and protects them",
+            summary="Captures, in idle time, graphs that are expected next, and keeps them",
         )
     ]

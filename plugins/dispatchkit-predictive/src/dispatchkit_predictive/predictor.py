@@ -1,19 +1,19 @@
-"""Which key comes next: several forecasts, each believed as far as it has been right.
+"""Predict the next key with several forecasts, each weighted by how well it did before.
 
-Only changes count: a key that is asked for a hundred times in a row is one event, as its graph
-is wanted once. The forecasts are
+Only changes count: a key that is asked for a hundred times in a row is one event, since its graph
+is needed once. The forecasts are
 
-- what came of late;
-- how far the next key lay from the last one of its kind, after a key of this kind: batches grow
-  and shrink by a bucket, so that also keys that were never seen are expected beside others;
-- what followed the last keys (contexts of up to ``order`` keys; what a longer one has not seen
-  often is left to the shorter one);
-- any key of a kind, as often as the kind came.
+- the keys of recent changes;
+- how far the next key was from the last key of its kind, after a key of the current kind. Batches
+  grow and shrink by a bucket, so keys that were never seen are expected next to others;
+- what followed the latest keys, in contexts of up to ``order`` keys. A longer context that was
+  seen rarely defers to the shorter one;
+- every key of a kind equally, in proportion to how often the kind occurred.
 
-Each spreads one over the keys. Their weights are multiplied by what each gave to the key that
-came (a Bayesian mixture); a part of all weight is shared out anew each time, so that one that was
-wrong for long is believed again soon. Every count decays with each new one beside it, so that
-traffic that changed is forgotten.
+Each forecast is a probability distribution over the keys. Its weight is multiplied by the
+probability that it gave to the key that came (a Bayesian mixture). Part of the total weight is
+redistributed evenly at each change, so a forecast that was wrong for long recovers quickly. Counts
+decay as new ones are added to the same row, so old traffic is forgotten.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
-# The decays of how often each key came at all, and of late.
+# The decays of the long-run and the recent counts of each key.
 _SLOW, _FAST = 0.998, 0.95
-# How far beside a key that came one is expected, in buckets: always, beside the last one of its
-# kind, and beside a move that was seen.
+# Widths in buckets over which probability is spread to neighbors: for each key that came, for the
+# last key of each kind, and for each move that was seen (``_REACH`` buckets either way).
 _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
-# The part of all weight that is shared out anew.
+# The part of the total weight that is redistributed evenly.
 _SHARE = 0.02
-# What counts beside the next change: what comes in the long run is captured, too.
+# Weights, in scores, of long-run and recent frequency relative to the next change, so that keys
+# that come in the long run are captured, too.
 _LONG, _LATE = 0.3, 0.6
 
-# Of what nobody asks about for long, the older part is not learnt.
+# Most recorded keys that wait to be learned; older ones are dropped.
 _MOST_UNLEARNT = 10_000
 
 T = TypeVar("T", bound=Hashable)
 
 
 class KeyPredictor:
-    """Learns the order in which keys are asked for.
+    """Learn the order in which keys are asked for.
 
-    ``see`` only notes; what there is to learn of it is learnt when somebody asks.
+    ``see`` only records a key; learning happens when a prediction or a counter is read.
 
     Args:
         keys: All declared keys.
         order: Longest context, in keys.
-        decay: What an earlier count of a context or a move is worth beside a new one, 0 to 1.
+        decay: Weight of an earlier count of a context or a move relative to a new one, above 0
+            and at most 1.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
 
     def __init__(self, keys: Iterable[GraphKey], *, order: int = 2, decay: float = 0.98) -> None:
@@ -65,7 +67,7 @@ class KeyPredictor:
         ladders: dict[Hashable, list[GraphKey]] = defaultdict(list)
         for key in sorted(keys, key=lambda one: one.num_tokens):
             ladders[_kind(key)].append(key)
-        # Keys are numbers inside: those of one kind in a row, by size.
+        # Internally, keys are indices; those of one kind are consecutive and sorted by size.
         self._keys: list[GraphKey] = []
         self._ranges: list[tuple[int, int]] = []
         self._kinds: list[int] = []
@@ -77,7 +79,7 @@ class KeyPredictor:
         self._index = {key: index for index, key in enumerate(self._keys)}
         number = len(self._keys)
         self._often, self._late = [0.0] * number, [0.0] * number
-        self._smooth = [0.0] * number  # like _often, each count spread over keys beside it
+        self._smooth = [0.0] * number  # like _often, with each count spread over its neighbors
         self._after: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
         self._moves: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
         self._last_of: dict[int, int] = {}
@@ -92,31 +94,31 @@ class KeyPredictor:
 
     @property
     def num_predicted(self) -> int:
-        """Changes that a key was expected for."""
+        """Number of key changes for which there was a prediction."""
         self._learn_all()
         return self._num_predicted
 
     @property
     def hit_rate(self) -> float:
-        """Share of the changes at which the key came that was expected most."""
+        """Share of those changes for which the prediction was right."""
         self._learn_all()
         return self._num_right / self._num_predicted if self._num_predicted else 0.0
 
     def see(self, key: GraphKey) -> None:
-        """Note that a key was asked for; one that is not declared, or the last one, is nothing."""
+        """Record that a key was asked for; undeclared keys and repetitions are ignored."""
         index = self._index.get(key)
         if index is not None and index != self._last:
             self._last = index
             self._unlearnt.append(index)
 
     def expected(self) -> GraphKey | None:
-        """Return the key that is expected next; None before the first."""
+        """Return the key expected next; None before the first key."""
         self._learn_all()
         best = self._expected()
         return None if best is None else self._keys[best]
 
     def scores(self) -> dict[GraphKey, float]:
-        """Return how much each declared key is expected; only their order means something."""
+        """Return a score for each declared key; only the order of scores is meaningful."""
         self._learn_all()
         return self._scores
 
@@ -155,7 +157,7 @@ class KeyPredictor:
         self._forecast(index)
 
     def _believe(self, index: int) -> None:
-        """Weigh the forecasts by what they gave to the key that came."""
+        """Update the forecasts' weights by the probabilities they gave to the key that came."""
         found = [
             weight * forecast[index]
             for weight, forecast in zip(self._weights, self._forecasts, strict=True)
@@ -188,7 +190,7 @@ class KeyPredictor:
         }
 
     def _expected(self) -> int | None:
-        """Return the key that comes next; not what is worth most in the long run."""
+        """Return the key most likely to come next, regardless of long-run frequency."""
         if not self._recent or len(self._keys) == 1:
             return None
         return max(range(len(self._keys)), key=self._next.__getitem__)
@@ -235,7 +237,7 @@ def _count(row: dict[T, float], what: T, decay: float) -> None:
 
 
 def _spread(width: float, distances: range) -> list[tuple[int, float]]:
-    """Return a share for each distance, less the farther; all together one."""
+    """Return a share for each distance, decreasing with distance; the shares sum to 1."""
     shares = [math.exp(-abs(away) / width) for away in distances]
     total = sum(shares)
     return [(away, share / total) for away, share in zip(distances, shares, strict=True)]
@@ -255,14 +257,14 @@ def _mixed(found: list[float], base: list[float]) -> list[float]:
 
 
 def _without(forecast: list[float], last: int) -> list[float]:
-    """Return it for a change: the last key does not come, and any other may."""
+    """Condition a forecast on a change: not the last key, and any other is possible."""
     found = [max(one, 1e-9) for one in forecast]
     found[last] = 1e-9
     return _normal(found)
 
 
 def _kind(key: GraphKey) -> Hashable:
-    """Return what a key shares with those that differ from it in size only."""
+    """Return what a key has in common with keys that differ only in size."""
     own = key.descriptor
     return (
         key.mode,

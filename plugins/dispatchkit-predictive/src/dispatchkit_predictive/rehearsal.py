@@ -1,4 +1,4 @@
-"""A trace with and without foresight: how many steps would run eager for want of a graph?"""
+"""Simulate a trace with and without prediction, and count the steps that lack a graph."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dispatchkit_predictive.predictor import KeyPredictor
 
 @attrs.frozen
 class Rehearsal:
-    """What came of a trace, with graphs captured in idle moments only.
+    """Results of a simulated trace, with graphs captured only in idle moments.
 
     Attributes:
-        num_steps: Steps that a graph could serve.
-        max_graphs: Most live graphs, in all three ways.
-        most_wanted: Eager steps for want of a graph where each idle moment captures the key
-            that was asked for most in vain, as ``runner.controls.capture_next()`` does.
-        latest: The same where it captures the one asked for last.
-        predicted: The same with foresight.
-        captures: Captures with foresight.
-        hit_rate: Share of the key changes that were predicted.
+        num_steps: Number of steps that a graph could serve.
+        max_graphs: Most live graphs, for all three rules.
+        most_wanted: Steps that ran eager for lack of a graph if each idle moment captures the key
+            missed by the most steps, as ``runner.controls.capture_next()`` does.
+        latest: The same if it captures the key missed last.
+        predicted: The same with prediction.
+        captures: Number of captures with prediction.
+        hit_rate: Share of the predicted key changes for which the prediction was right.
         used: Share of the captures ahead that were used.
     """
 
@@ -85,16 +85,16 @@ def rehearse(
     max_graphs: int,
     idle_every: int = 1,
 ) -> Rehearsal:
-    """Return what would come of keys asked for in an order.
+    """Simulate the steps of a trace with prediction, and with two rules without it.
 
     Args:
-        keys: What each step asks for; None runs eager whatever there is.
+        keys: The key that each step asks for; None always runs eager.
         declared: All keys.
         max_graphs: Most live graphs.
         idle_every: Steps between two idle moments, each long enough for one capture.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
     check_count(idle_every, "idle_every")
     if not declared:
@@ -129,10 +129,10 @@ def rehearse(
 def _without(
     keys: Sequence[GraphKey | None], max_graphs: int, idle_every: int, *, latest: bool
 ) -> int:
-    """Return the eager steps where only what was asked for in vain is captured."""
+    """Return the number of eager steps if only keys that a step missed are captured."""
     missed: Counter[GraphKey] = Counter()
     last: dict[GraphKey, None] = {}
-    live: dict[GraphKey, None] = {}  # the least recently used first
+    live: dict[GraphKey, None] = {}  # least recently used first
     eager = 0
     for step, key in enumerate(keys):
         if key is not None:
@@ -159,19 +159,19 @@ def _without(
 def at_best(
     keys: Sequence[GraphKey | None], *, max_graphs: int, idle_every: int = 1, ahead: bool = True
 ) -> int:
-    """Return the eager steps for want of a graph where it is known what comes.
+    """Return the number of steps that lack a graph if the future is known.
 
-    What is wanted last is given up (Belady's rule), what is wanted first is captured. With time
-    for a capture after each step no rule does better.
+    It captures the key needed soonest and evicts the one needed latest (Belady's rule). If there is
+    time for a capture after each step, no rule does better.
 
     Args:
-        keys: What each step asks for; None runs eager whatever there is.
+        keys: The key that each step asks for; None always runs eager.
         max_graphs: Most live graphs.
         idle_every: Steps between two idle moments, each long enough for one capture.
         ahead: Capture any key; if false, only keys that a step missed.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
     check_count(max_graphs, "max_graphs")
     check_count(idle_every, "idle_every")
