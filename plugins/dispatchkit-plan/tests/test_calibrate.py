@@ -155,7 +155,7 @@ def test_whole_graphs_and_pieces_are_told_apart(tape):
 def test_the_tape_says_that_it_is_no_device(tmp_path):
     model = calibrate(lambda rows: rows * 2, inputs=INPUTS, sizes=[1, 2], name="mine", **ON_TAPE)
     assert model.clock == "host"
-    assert "of no device" in model.source
+    assert "host clock, no device" in model.source
     assert "tape" in model.source
     save_cost_model(model, tmp_path / "model.json")
     assert load_cost_model(tmp_path / "model.json") == model
@@ -401,7 +401,7 @@ def test_a_model_is_found_by_name_in_a_folder(tmp_path):
         (":decoder", "module:function"),
         ("no_such_module_here:decoder", "no module 'no_such_module_here'"),
         ("dispatchkit.demo.models:no_such", "no_such"),
-        ("math:tau", "It gave a float"),
+        ("math:tau", "It returned a float"),
     ],
 )
 def test_a_model_that_is_none_is_refused(model, message):

@@ -1,6 +1,6 @@
 """Capture sizes that fit the traffic: planner, simulation, calibration, reports.
 
-Names are loaded on first use. Calibration runs a model and imports torch; nothing else does.
+Names are imported on first use. Only calibration imports torch, since it runs a model.
 Hints, cost models and the memory forecast do not import numpy either. Reports are in
 ``dispatchkit_plan.report``.
 """

@@ -1,4 +1,4 @@
-"""Budgets of a plan: a number of graphs, or what they may take of memory or start-up time."""
+"""Budgets of a plan: a number of graphs, or a limit on their memory or capture time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Budget", "make_budget"]
 
 @attrs.frozen(eq=False)
 class Budget:
-    """One limit: a number of graphs, or a price per candidate and a sum."""
+    """One limit: a number of graphs, or a maximum sum with a price for each candidate size."""
 
     graphs: int | None
     setting: str = ""
@@ -36,19 +36,19 @@ def make_budget(
     model: CostModel | None,
     candidates: IntArray,
 ) -> Budget:
-    """Return the one budget that was given, checked.
+    """Validate the budget and return it.
 
     Args:
         graphs: Number of graphs.
         memory_bytes: Memory for all graphs.
         capture_time_s: Time for all captures.
-        bytes_per_graph: Memory of each graph, before a cost model's.
-        capture_s_per_graph: Time of each capture, before a cost model's.
-        model: May hold prices by size.
+        bytes_per_graph: Memory of each graph; overrides the cost model's.
+        capture_s_per_graph: Time of each capture; overrides the cost model's.
+        model: A cost model, which may have prices by size.
         candidates: Sizes that may be captured.
 
     Raises:
-        ConfigError: None or several were given, one is not possible, or a price is missing.
+        ConfigError: No budget or several were given, one is invalid, or a price is missing.
     """
     given = {
         name: value
@@ -64,7 +64,7 @@ def make_budget(
             "budget",
             given or None,
             "exactly one of graphs, memory_bytes and capture_time_s",
-            "Several would contradict each other; plan for the tighter one."
+            "Plan for the tightest of them."
             if given
             else "For example graphs=24, or --graphs 24 on the command line.",
         )
@@ -74,7 +74,7 @@ def make_budget(
             raise ConfigError(
                 "graphs",
                 graphs,
-                f"at most {len(candidates)}, the different sizes there are",
+                f"at most {len(candidates)}, the number of candidate sizes",
                 "Lower it, raise max_size, or plan with a smaller alignment.",
             )
         return Budget(graphs)
@@ -94,7 +94,7 @@ def make_budget(
 
 def _positive(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compared, and not asked whether it is finite: that would make a float of any number.
+    # Compare instead of calling isfinite, which would convert any number to a float.
     return number and 0 < value <= sys.float_info.max
 
 
@@ -112,6 +112,6 @@ def _prices(
         return np.full(len(candidates), float(flat))
     if curve is None:
         raise ConfigError(
-            per, None, f"given for {setting}", "A calibrated cost model may hold it as well."
+            per, None, f"given with {setting}", "Or use a calibrated cost model that has it."
         )
     return np.array([curve(int(size)) * scale for size in candidates])

@@ -1,24 +1,23 @@
-"""Cost models: how long a step takes, eager at its own size or replayed at a captured one.
+"""Cost models: the time of a step, eager at its own size or replayed at a captured one.
 
-A model is two measured curves, microseconds over tokens, with straight lines between the
-points. It is a JSON file::
+A model has two measured curves, microseconds over tokens, interpolated linearly between the
+points. It is stored as a JSON file::
 
     {"format": "dispatchkit-cost-model", "version": 1, "name": "lm-decode-h100",
      "source": "who measured what, where, with which versions",
      "eager_us": [[1, 4182.0], [64, 6489.0]],
      "graph_us": [[1, 1167.0], [64, 1942.0]]}
 
-Optional: ``piecewise_us``, the same kind of curve, for steps whose graphs are pieces with eager
-work between them; ``graph_bytes`` and ``capture_us`` for what one more captured graph of that
-size takes in memory and in start-up time; ``clock``: ``device``, or ``host`` where there was no
-device to measure.
+Optional: ``piecewise_us``, the same kind of curve for steps whose graphs are pieces with eager
+work between them; ``graph_bytes`` and ``capture_us``, the memory and the capture time of one
+more graph of a size; ``clock``: ``device``, or ``host`` if there was no device to measure.
 
-The curves are the time of a whole step. Of what lies outside the measured sizes the model says
-that it does: ``covers``.
+The curves are times of whole steps. ``covers`` reports whether a size is within the measured
+ones.
 
-A step whose time depends on a second fact (a sequence length, an image size) has curves for
+A step whose time depends on a second quantity (a sequence length, an image size) has curves for
 several values of that axis: ``"axis": "length", "at": [[16, {"eager_us": ..., "graph_us": ...}],
-...]``. The curves outside of ``at`` are then those of the largest value.
+...]``. The curves outside ``at`` are then those of the largest value.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ __all__ = [
 COST_MODEL_FORMAT = "dispatchkit-cost-model"
 COST_MODEL_VERSION = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
-_LARGEST = 1 << 53  # of whole numbers that floats hold exactly: 285 years, 9 petabytes
+_LARGEST = 1 << 53  # largest integer that floats represent exactly: 285 years in µs, 9 petabytes
 _CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
 
 
 @attrs.frozen
 class Curve:
-    """Straight lines between measured points (tokens, value).
+    """Linear interpolation between measured points (tokens, value).
 
-    Below the first point the first value holds. Above the last one the last line goes on,
-    never downwards; one point alone is a constant.
+    Below the first point, the first value is used. Above the last one, the last segment is
+    extended, but never downwards; a single point is a constant.
 
     Attributes:
         points: (tokens, value), ascending in tokens.
@@ -84,7 +83,7 @@ class Curve:
             return points[0][1]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if num_tokens == x1:
-                return y1  # not by way of y0, which would round
+                return y1  # exactly; interpolating from y0 would round
             if num_tokens < x1:
                 return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
         slope = max(0.0, (y1 - y0) / (x1 - x0))
@@ -96,7 +95,7 @@ class Curve:
 
 
 def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | None:
-    """Return the curve ``share`` of the way from one to another; above 1 it never falls."""
+    """Interpolate between two curves at ``share``; above 1 the result never falls."""
     if low is None or high is None:
         return None
     points = []
@@ -120,7 +119,7 @@ def _curve(setting: str, points: Any) -> Curve:
     for size, value in pairs:
         sized = whole_number(size) is not None and 1 <= size <= _LARGEST
         valued = isinstance(value, int | float) and not isinstance(value, bool)
-        # Compared, and not asked whether it is finite: that would make a float of any number.
+        # Compare instead of calling isfinite, which would convert any number to a float.
         if not sized or not valued or not 0 <= value <= _LARGEST:
             raise ConfigError(setting, [size, value], allowed)
     pairs.sort()
@@ -155,21 +154,21 @@ def _capture(points: Any) -> Curve | None:
 
 @attrs.frozen(kw_only=True)
 class CostModel:
-    """What a step costs, eager and replayed, over its tokens.
+    """The cost of a step, eager and replayed, by its tokens.
 
     Attributes:
         name: Name for tables and messages.
-        eager_us: Eager step at its exact size.
-        graph_us: Replay of a graph captured at that size, the whole step as one graph where
-            the step can be captured so.
-        piecewise_us: A step of that size as graphs with eager pieces between them; None:
-            the same as ``graph_us``.
-        graph_bytes: Memory that one more graph of that size takes; None: not measured.
-        capture_us: Time that capturing one takes; None: not measured.
+        eager_us: Time of an eager step at its exact size.
+        graph_us: Time of replaying a graph captured at that size; of the whole step as one
+            graph if it can be captured so.
+        piecewise_us: Time of a step of that size as graphs with eager pieces between them;
+            None: the same as ``graph_us``.
+        graph_bytes: Memory of one more graph of that size; None: not measured.
+        capture_us: Time to capture one; None: not measured.
         source: Who measured what, on which device, with which versions.
-        clock: ``device``, or ``host`` for times of a stand-in without a device, which say
-            nothing of one.
-        axis: Name of the axis that was measured beside tokens; empty: tokens alone.
+        clock: ``device``, or ``host`` for times measured without a device, which do not
+            predict those of one.
+        axis: Name of the axis that was measured besides tokens; empty: tokens only.
         along: (value, model) for each measured value of the axis, ascending.
 
     Units: microseconds, bytes.
@@ -195,7 +194,7 @@ class CostModel:
     def __attrs_post_init__(self) -> None:
         values = [value for value, _ in self.along]
         if bool(self.axis) != bool(values):
-            raise ConfigError("axis", self.axis, "given with models along it, and not without")
+            raise ConfigError("axis", self.axis, "given exactly if there are models along it")
         for value in values:
             if whole_number(value) is None or not 1 <= value <= _LARGEST:
                 raise ConfigError("axis", value, "whole numbers of at least 1")
@@ -203,10 +202,10 @@ class CostModel:
             raise ConfigError("axis", values, "each value once, in ascending order")
 
     def at(self, value: int) -> CostModel:
-        """Return the model for one value of the axis; itself where there is none.
+        """Return the model for one value of the axis; the model itself if it has no axis.
 
-        Between two measured values every curve lies in proportion. Below the first one the first
-        holds; above the last one the line through the last two goes on, never downwards.
+        Curves are interpolated linearly between measured values. Below the first value, its
+        curves are used; above the last one, the last two are extrapolated, never downwards.
         """
         along = self.along
         if not along:
@@ -226,7 +225,7 @@ class CostModel:
         return attrs.evolve(low, **curves)
 
     def scaled(self, factor: int) -> CostModel:
-        """Return the model of steps that bring ``factor`` tokens for each one counted."""
+        """Return the model of steps with ``factor`` tokens for each one counted."""
         curves: dict[str, Any] = {}
         for field in _CURVES:
             curve = getattr(self, field)
@@ -277,7 +276,7 @@ class CostModel:
         return min(graph, eager) if best else graph
 
     def to_json(self) -> dict[str, Any]:
-        """Return the model as what its file holds."""
+        """Return the model as its file stores it."""
         data: dict[str, Any] = {
             "format": COST_MODEL_FORMAT,
             "version": COST_MODEL_VERSION,
@@ -300,10 +299,11 @@ class CostModel:
 
     @classmethod
     def from_json(cls, data: Any, *, where: str = "cost model") -> CostModel:
-        """Return the model that a file's content describes.
+        """Return the model from a file's content.
 
         Raises:
-            ConfigError: It is no cost model, of an unknown version, or has bad points.
+            ConfigError: It is not a cost model, has an unknown version, or has invalid points.
+            UnknownNameError: It has an unknown field.
         """
         if not isinstance(data, Mapping) or data.get("format") != COST_MODEL_FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
@@ -318,7 +318,7 @@ class CostModel:
                 f"{where}: version",
                 data.get("version"),
                 str(COST_MODEL_VERSION),
-                "It was written by another version of dispatchkit; calibrate again.",
+                "Another version of dispatchkit wrote it; calibrate again.",
             )
         known = {"format", "version", "name", "source", "clock", "axis", "at", *_CURVES}
         odd = sorted(set(data) - known)
@@ -344,7 +344,7 @@ class CostModel:
 
     @classmethod
     def _along(cls, data: Mapping[str, Any]) -> list[tuple[int, CostModel]]:
-        """Return the models along the axis that a file's content holds."""
+        """Return the models along the axis from a file's content."""
         allowed = "a list of [value, {curves}] pairs"
         pairs = data.get("at", [])
         if not isinstance(pairs, list):
@@ -368,7 +368,7 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
 
     Raises:
         UnknownNameError: Neither a built-in model nor a file has that name.
-        ConfigError: The file is no cost model; the message names it.
+        ConfigError: The file is not a cost model; the message names it.
     """
     name = os.fspath(name_or_path)
     if name in BUILTIN_COST_MODELS:
@@ -394,7 +394,7 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
 
 
 def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
-    """Write a model to a file, which has its name only once it is whole.
+    """Write a model to a file, atomically.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -430,4 +430,4 @@ BUILTIN_COST_MODELS: Mapping[str, CostModel] = {
         ),
     ),
 }
-"""Models that come along, measured on the hardware that their source names."""
+"""Built-in models, measured on the hardware that their source names."""

@@ -1,6 +1,6 @@
 """A plan as settings of an engine, ready to paste.
 
-The engines mean different things by their lists, and each emitter says which: vLLM's sizes
+Engines count different things in their lists, and each emitter states which: vLLM's sizes
 count tokens of any step, SGLang's and TensorRT-LLM's count requests of decode steps. With a
 drafter the two differ by the tokens per request.
 """
@@ -28,11 +28,11 @@ class EngineSettings:
 
     Attributes:
         engine: Name of the engine.
-        text: What to paste.
+        text: The text to paste.
         sizes: The sizes in it.
-        means: What the engine counts with them, in words.
-        notes: What else to know; one sentence each.
-        source: Where the form is documented.
+        means: What the sizes count, in words.
+        notes: Further advice, one sentence each.
+        source: Where the format is documented.
     """
 
     engine: str
@@ -43,7 +43,7 @@ class EngineSettings:
     source: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON holds them."""
+        """Return the settings as plain values, for JSON."""
         return attrs.asdict(self)
 
 
@@ -51,13 +51,13 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
     """Return a plan as settings of an engine.
 
     Args:
-        plan: A plan, of which the hedged sizes are taken, or sizes in tokens.
+        plan: A plan, whose hedged sizes are used, or sizes in tokens.
         engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
         query_len: Tokens of a request in a uniform decode step: 1, and with a drafter 1 plus
             its tokens. Engines that count requests get sizes divided by it.
 
     Raises:
-        UnknownNameError: There is no such engine.
+        UnknownNameError: The engine is unknown.
         ConfigError: There are no sizes.
     """
     try:
@@ -76,8 +76,8 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
             else:
                 notes = (
                     (
-                        "Planned by kind of step; this engine takes one list for all kinds, so "
-                        "it captures more graphs than planned."
+                        "The plan is by kind of step; this engine takes one list for all kinds, "
+                        "so it captures more graphs than planned."
                     ),
                 )
     else:
@@ -89,7 +89,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
 
 
 def emit_grid(plan: GridPlan) -> EngineSettings:
-    """Return a plan of sizes and an axis as arguments of a ``GraphRunner``; the hedged one."""
+    """Return a plan of sizes and an axis, the hedged one, as arguments of a ``GraphRunner``."""
     chosen = plan.robust
     grid = ", ".join(f"{bucket}: {_tuple(sizes)}" for bucket, sizes in chosen.grid.items())
     sizes = tuple(sorted({size for row in chosen.grid.values() for size in row}))

@@ -1,14 +1,14 @@
-"""Graphs of several kinds out of one budget: (size, uniform, LoRA count) planned together.
+"""Plan graphs of several kinds from one budget: (size, uniform, LoRA count) together.
 
 A graph for uniform decode does not serve a mixed batch, and a graph captured for two adapters
-does not serve three. So the steps fall into families, each with sizes of its own, and the
-number of graphs is what all families share. Each family's curve of least cost over number of
-sizes is exact (``optimal``), and so is their sum at each total: the best split of k graphs
-over two families is the minimum over all splits.
+does not serve three. So the steps are divided into families, each with its own sizes, which
+share one number of graphs. Each family's curve of least cost over number of sizes is exact
+(``optimal``), and so is their sum at each total: the best split of k graphs over two families
+is the minimum over all splits.
 
-LoRA counts are themselves to be covered: counts 1 to 8 may share graphs captured for 8, or 1
-to 3 may have their own. Every way of grouping neighbouring counts is compared. Without an
-extra cost per adapter one group for all counts is always best, and is what comes out.
+LoRA counts are covered in the same way: counts 1 to 8 may share graphs captured for 8, or 1
+to 3 may have their own. Every grouping of neighbouring counts is compared. Without an extra
+cost per adapter, one group for all counts is always best, and is the result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Family:
     """Steps that the same graphs may serve.
 
     Attributes:
-        uniform: Uniform decode (True), mixed (False), or not told apart (None).
-        loras: Adapters that its graphs are captured for; None where not told apart.
+        uniform: Uniform decode (True), mixed (False), or not distinguished (None).
+        loras: Adapters that its graphs are captured for; None if not distinguished.
         demand: Steps per size 0..max_size.
     """
 
@@ -43,26 +43,26 @@ class Family:
     demand: FloatArray
 
     def to_json(self) -> dict[str, object]:
-        """Return what names the family."""
+        """Return the fields that identify the family."""
         return {"uniform": self.uniform, "num_active_loras": self.loras}
 
 
 def split_families(
     work: Workload, max_size: int, *, by_uniform: bool, by_loras: bool
 ) -> list[Family]:
-    """Return the steps by what tells graphs apart, each class by ascending LoRA count.
+    """Return the steps by kind of graph, uniform or mixed, each by ascending LoRA count.
 
-    Both classes are there even if one had no steps: what did not come yet still may.
+    Both classes are returned even if one has no steps: such steps may still occur.
 
     Raises:
-        ConfigError: Uniform decode is asked for but not recorded.
+        ConfigError: Uniform decode is requested but not recorded.
     """
     if by_uniform and work.uniform is None:
         raise ConfigError(
             "keyed",
             "uniform",
-            "off for a workload that does not say which steps are uniform decode",
-            "Record the column uniform_decode.",
+            "off for a workload without the column uniform_decode",
+            "Record that column.",
         )
     classes: Sequence[bool | None] = (False, True) if by_uniform else (None,)
     families = []
@@ -94,8 +94,8 @@ class JointCurve:
     """The best joint plan for each total number of graphs.
 
     Attributes:
-        costs: Least cost with k graphs at index k; inf where k graphs are too few.
-        choices: For each k, (group, its number of sizes), for a cost that is finite.
+        costs: Least cost with k graphs, at index k; inf if k graphs are too few.
+        choices: For each k with a finite cost, (group, its number of sizes).
     """
 
     costs: FloatArray
@@ -107,10 +107,10 @@ class JointCurve:
         return int(np.flatnonzero(np.isfinite(self.costs))[0])
 
     def plan(self, num_graphs: int) -> list[tuple[bool | None, int | None, tuple[int, ...]]]:
-        """Return (uniform, loras, sizes) of each group of the best plan of that many graphs.
+        """Return (uniform, loras, sizes) of each group of the best plan with ``num_graphs``.
 
         Raises:
-            ConfigError: That many graphs cannot cover every family.
+            ConfigError: ``num_graphs`` cannot cover every family.
         """
         chosen = self.choices[num_graphs] if 0 < num_graphs < len(self.choices) else None
         if chosen is None:
@@ -139,11 +139,11 @@ def joint_curve(
         families: Steps by kind.
         candidates: Sizes that may be captured; the last is in every group.
         objective: What is minimised.
-        hedge: Applied to each group's steps.
-        max_graphs: Most graphs in all.
-        lora_overhead: What a graph costs more for each adapter it is captured for, as a
-            share: 0.02 makes a step in a graph for 8 adapters 16% dearer.
-        separate_base: Steps without adapters never run in a graph captured for some.
+        hedge: The hedge, applied to each group's steps.
+        max_graphs: Maximum number of graphs in total.
+        lora_overhead: Extra cost of a graph for each adapter it is captured for, as a share:
+            at 0.02 a step in a graph for 8 adapters costs 16% more.
+        separate_base: Never run steps without adapters in graphs captured with adapters.
     """
 
     def group(uniform: bool | None, loras: int | None, members: Sequence[Family]) -> _Group:
@@ -168,7 +168,7 @@ def joint_curve(
             total = _with_group(total, group(uniform, 0, [alone]))
         if not rest:
             continue
-        # ends[e]: best plans that serve the first e counts, each run of counts as one group.
+        # ends[e]: best plans for the first e counts, each range of counts as one group.
         ends: list[JointCurve] = [total]
         for end in range(1, len(rest) + 1):
             options = []
@@ -211,7 +211,7 @@ def served_excess_pct(
     families: Sequence[Family],
     objective: Objective,
 ) -> float:
-    """Return the excess over exact sizes of all families under their plans, in per cent."""
+    """Return the excess over exact sizes of all families under their plans, in percent."""
     cost = floor = 0.0
     for family in families:
         top = len(family.demand) - 1
@@ -225,7 +225,7 @@ def served_excess_pct(
 def _plan_for(
     plans: Mapping[tuple[bool | None, int | None], Sequence[int]], family: Family
 ) -> Sequence[int]:
-    """Return the sizes that serve a family: the group of the smallest sufficient count."""
+    """Return the sizes that serve a family: those of the smallest sufficient LoRA count."""
     exact = plans.get((family.uniform, family.loras))
     if exact is not None:
         return exact
@@ -237,6 +237,6 @@ def _plan_for(
     )
     if larger:
         return plans[larger[0][1]]
-    # A kind that was not there to plan on: every kind's largest group is the fallback.
+    # A kind without steps to plan on falls back to its largest group.
     same = [key for key in plans if key[0] == family.uniform] or list(plans)
     return plans[max(same, key=lambda key: key[1] or 0)]

@@ -1,1 +1,1 @@
-"""What a step costs in time and memory on this device."""
+"""Measurement of a step's time and memory on this device."""

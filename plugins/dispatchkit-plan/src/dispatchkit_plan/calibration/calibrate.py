@@ -1,19 +1,19 @@
-"""Measure what a step costs on this device, eager and replayed, size by size.
+"""Measure the time of a step on this device, eager and replayed, size by size.
 
-Where the runner has an axis, every size is measured at every bucket of it.
+If the runner has an axis, every size is measured at every bucket of it.
 
-The step is put into a runner of its own, with a graph for every size and mode, so that the
-runner it came from keeps its graphs, counters and policy. What the step changes (a key/value
-cache) is saved before and put back after; random generators too.
+The step runs in a new runner with a graph for every size and mode, so the original runner
+keeps its graphs, counters and policy. State that the step changes (a key/value cache) is saved
+and restored, and so are random generators.
 
 A step's time is what it adds to a sequence of steps, host and device together:
 
-- ``queued``: steps follow each other without waiting, the device is waited for at the end. A
+- ``queued``: steps are launched without waiting, and the device is synchronized at the end. A
   step then takes as long as the slower of host and device.
-- ``waited``: the result of each step is waited for before the next, as by a loop that reads
-  the tokens it sampled. A step then takes as long as both in a row, where they do not overlap.
+- ``waited``: the result of each step is waited for before the next, as in a loop that reads
+  the tokens it sampled. A step then takes the sum of both, except where they overlap.
 
-On a device without timing events (the tape) times are host times, and the model says so.
+On a device without timing events (the tape), times are host times, and the model says so.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from dispatchkit_plan.costs import CostModel
 
 __all__ = ["DEFAULT_MODEL", "Pace", "calibrate", "load_runner"]
 
-#: What is measured where no model is named: the demo's decoder.
+#: The model that is measured by default: the demo's decoder.
 DEFAULT_MODEL = "dispatchkit.demo.models:decoder"
-_STEADY = 0.25  # largest spread of samples, as a share of the median, that is called steady
-_BUSY = 0.5  # the same, from which on times mean nothing
+_STEADY = 0.25  # largest spread of samples, as a share of the median, that counts as steady
+_BUSY = 0.5  # spread above which the times are not meaningful
 
 Pace = Literal["queued", "waited"]
-#: A sample takes at least so long, so that its first and last step count for little.
+#: Minimum duration of a sample, so that its first and last step have little weight.
 _SAMPLE_US = 5_000.0
 _MAX_STEPS = 200
 _LEAD_IN = 2
 
-Arm = tuple[RuntimeMode, int, int]  # how, how many tokens, value of the axis (0: there is none)
+Arm = tuple[RuntimeMode, int, int]  # mode, number of tokens, value of the axis (0: no axis)
 
 
 def calibrate(
@@ -74,30 +74,30 @@ def calibrate(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> CostModel:
-    """Measure a step at every size, eager and replayed, and what its graphs take.
+    """Measure a step at every size, eager and replayed, and the cost of its graphs.
 
     Args:
-        step: A GraphRunner, which is left as it is, or what one is made of: a function, a
-            module, or pieces.
-        inputs: Static inputs, where the step is no runner.
+        step: A GraphRunner, which is not changed, or the step to create one from: a function,
+            a module, or pieces.
+        inputs: Static inputs, if the step is not a runner.
         example: One tensor for each input, in place of ``inputs``.
-        sizes: Sizes to capture and to replay; the runner's own by default.
-        eager_sizes: Sizes to run eager; by default those of ``sizes`` and more up to the
-            runner's ``max_num_tokens``.
+        sizes: Sizes to capture and replay; the runner's own by default.
+        eager_sizes: Sizes to run eager; by default those of ``sizes`` and larger ones up to
+            the runner's ``max_num_tokens``.
         make_inputs: Returns the inputs of a call with the given number of rows, and, if the
             runner has an axis, the given value of it. By default random numbers for inputs of
             floating point, and the fill of all others.
         pace: ``queued`` or ``waited``, see above.
-        samples: Samples of each size and mode; the median counts.
-        name: Name of the model; by default step and device.
-        progress: Told (done, total) samples.
-        settings: More settings of the runner (``backend``, ``state``, ``mode``...).
+        samples: Samples of each size and mode; the model has their median.
+        name: Name of the model; by default that of the step and the device.
+        progress: Called with (done, total) samples.
+        settings: Further settings of the runner (``backend``, ``state``, ``mode``...).
 
     Returns:
         The model; ``save_cost_model`` writes it.
 
     Raises:
-        ConfigError: A setting cannot be used, the step has no mode with graphs, or the runner has
+        ConfigError: A setting is invalid, the step has no mode with graphs, or the runner has
             several axes.
         CaptureError: No size could be captured.
     """
@@ -147,7 +147,7 @@ def calibrate(
 
 
 def _values(runner: GraphRunner) -> Sequence[int]:
-    """Return the buckets of the axis; one 0 where there is none."""
+    """Return the buckets of the axis; a single 0 if there is no axis."""
     axes = runner.config.axes
     return axes[0].buckets if axes else (0,)
 
@@ -194,15 +194,15 @@ def _curves(times: Mapping[Arm, _Times], value: int, graphs: _Graphs) -> dict[st
 
 
 def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> GraphRunner:
-    """Return the runner that an importable function makes.
+    """Return the runner that an importable function creates.
 
     Args:
         model: ``module:function``; the function takes no argument and returns a GraphRunner.
-        folder: Where to look for the module first.
+        folder: Folder that is searched for the module first.
 
     Raises:
-        ConfigError: It is not of that form, there is no such module or function, or what
-            the function returns is no GraphRunner.
+        ConfigError: ``model`` is not of that form, the module or function does not exist, or
+            the function does not return a GraphRunner.
     """
     form = "'module:function', of a function that returns a GraphRunner"
     module_name, _, function = model.partition(":")
@@ -217,7 +217,7 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
             found = getattr(found, part)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there and lacks something itself
+            raise  # the module exists; one of its own imports is missing
         raise ConfigError("model", model, form, f"There is no module {error.name!r}.") from error
     except AttributeError as error:
         raise ConfigError("model", model, form, f"{error}.") from error
@@ -225,7 +225,7 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
         sys.path[:] = before
     runner = found() if callable(found) else found
     if not isinstance(runner, GraphRunner):
-        raise ConfigError("model", model, form, f"It gave a {type(runner).__name__}.")
+        raise ConfigError("model", model, form, f"It returned a {type(runner).__name__}.")
     return runner
 
 
@@ -234,13 +234,13 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
 
 @attrs.frozen
 class _Graphs:
-    """What was captured, and what it took.
+    """Captured graphs, with their memory and capture times.
 
     Attributes:
         captured: Keys with a graph.
-        failed: The others, with the reason.
-        bytes_per_graph: (size, bytes), each size's shared evenly by its graphs.
-        us_per_graph: (size, microseconds), likewise.
+        failed: Keys without a graph, with the reason.
+        bytes_per_graph: (size, bytes); the total of a size divided evenly among its graphs.
+        us_per_graph: (size, microseconds), divided likewise.
     """
 
     captured: list[GraphKey]
@@ -251,7 +251,7 @@ class _Graphs:
 
 def _capture(runner: GraphRunner, value: int) -> _Graphs:
     """Capture the graphs of one value of the axis."""
-    runner.controls.warm_up()  # libraries are loaded and set up here, not in the first capture
+    runner.controls.warm_up()  # load libraries now, not in the first measured capture
     axes = (value,) if runner.config.axes else ()
     declared = [key for key in runner.registry if key.descriptor.axes == axes]
     meter = MemoryMeter(runner)
@@ -274,11 +274,11 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
         key, why = next(iter(failed.items()))
         raise CaptureError(
             f"No size of the step could be captured; the first to fail was {key}, {why}. "
-            "Make the step run in a GraphRunner first.",
+            "First make the step capturable in a GraphRunner.",
             key=str(key),
             reason="error",
         )
-    # The driver's own memory grows in large blocks now and then: each graph has its share.
+    # The driver's memory grows in large blocks from time to time: divide it among the graphs.
     share = meter.driver_bytes() / len(captured)
     return _Graphs(captured, failed, [(size, own + share) for size, own in num_bytes], times)
 
@@ -288,7 +288,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
 
 @attrs.frozen
 class _Times:
-    """Microseconds of a step: the median, and how far the middle half of the samples is apart."""
+    """Microseconds of a step: the median, and the relative interquartile range of the samples."""
 
     median: float
     spread: float
@@ -302,7 +302,7 @@ def _measure(
     samples: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[Arm, _Times]:
-    """Time every arm; they take turns, so that a drift of the device's clock meets all alike."""
+    """Time every arm, in turns, so that drift of the device's clock affects all of them alike."""
     calls = {(size, value): make(size, value) for _, size, value in arms}
     take = {"queued": _queued, "waited": _waited}[pace]
     found: dict[Arm, list[float]] = {arm: [] for arm in arms}
@@ -324,17 +324,17 @@ def _measure(
 
 
 def _run(runner: GraphRunner, mode: RuntimeMode, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return one step in a mode: the whole call, as its user makes it."""
+    """Return a function that runs one step in a mode: the whole call, as a user makes it."""
     call: Callable[..., Any] = functools.partial(runner, ceiling=int(mode))
     return lambda: call(**arguments)
 
 
 def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds a step takes among others like it, none waited for."""
+    """Return microseconds per step in a sequence of equal steps without waits."""
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
-        run()  # the first step after idling waits for its launch, the others do not
+        run()  # only the first step after idling waits for its launch
     start.record()
     for _ in range(steps):
         run()
@@ -344,7 +344,7 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
 
 
 def _steadiness(times: Mapping[Arm, _Times]) -> str:
-    """Return a sentence on how far the samples of the worst size are apart."""
+    """Return a sentence on the spread of the samples, at the size where it is largest."""
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
         return f"At worst, the middle half of the samples is within {worst:.1%} of the median."
@@ -360,7 +360,7 @@ def _steadiness(times: Mapping[Arm, _Times]) -> str:
 
 
 def _waited(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds a step takes from call to result, each waited for."""
+    """Return microseconds per step from call to result, waiting for each."""
     run()
     backend.synchronize()
     start = time.perf_counter_ns()
@@ -379,7 +379,7 @@ def _summary(us: list[float]) -> _Times:
 
 
 def _eager_sizes(runner: GraphRunner) -> list[int]:
-    """Return sizes to run eager: the captured ones and more up to the limit."""
+    """Return sizes to run eager: the captured ones and larger ones up to the limit."""
     sizes = set(runner.config.sizes)
     size, limit = max(sizes), runner.config.max_num_tokens
     while size < limit:
@@ -396,9 +396,9 @@ def _source(
     samples: int,
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
-    clock = {"queued": "timing events", "waited": "host clock, each step to its end"}[pace]
+    clock = {"queued": "timing events", "waited": "host clock, until each step ends"}[pace]
     if not runner.backend.capabilities.device_timing:
-        clock = "host clock, of no device"
+        clock = "host clock, no device"
     text = (
         f"Backend {runner.backend.name}: {info}. Steps {pace} ({clock}); medians of "
         f"{samples} samples. {_steadiness(times)}"

@@ -1,4 +1,4 @@
-"""What graphs of anyone take in memory, forecast from a few that are captured."""
+"""Forecast the memory of graphs that any code captures, from a few samples."""
 
 from __future__ import annotations
 
@@ -31,42 +31,41 @@ def forecast(
     backend: str | GraphBackend = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> MemoryForecast:
-    """Forecast what the graphs of all sizes will take, whoever captures them.
+    """Forecast the memory of the graphs of all sizes, captured by any function.
 
-    The largest size, the smallest and some between are captured and kept; then they are let go
-    of. What remains of the device's memory beside ``high_bytes + driver_high_bytes`` of the
-    forecast can be given to something else for good, such as a key-value cache::
+    The largest size, the smallest and some between are captured, kept until all are measured,
+    and then released. Of the device's memory, all but ``high_bytes + driver_high_bytes`` of
+    the forecast can be assigned to something else, such as a key/value cache::
 
         forecast = forecast(capture, sizes)
         free, _ = torch.cuda.mem_get_info()
         cache_bytes = free - forecast.high_bytes - forecast.driver_high_bytes - headroom
 
     Args:
-        capture: Captures the graph of a size, and returns what keeps it and its outputs alive.
-            Called largest first, as all sizes should be. It may use one pool for all: what it
-            returned for earlier sizes is alive.
+        capture: Captures the graph of a size, and returns an object that keeps it and its
+            outputs alive. It is called with the largest size first, the order in which all
+            sizes should be captured. One pool may serve all sizes: what it returned for
+            earlier ones stays alive.
         sizes: All sizes that will be captured; at least two.
-        samples: Most sizes to capture, at least 2.
-        warm_up: Runs the step at a size, for each size that is captured and before the first:
-            kernels and libraries that are loaded for the first time are then no part of what
-            graphs take.
-        backend: The device; one that says what it has handed out.
-        progress: Told (done, total) captured sizes.
+        samples: Maximum number of sizes to capture, at least 2.
+        warm_up: Runs the step at a size; called for each size to capture, before the first
+            capture, so that kernels and libraries loaded on first use do not count.
+        backend: The device's backend; it must report the device's allocated memory.
+        progress: Called with (done, total) captured sizes.
 
     Raises:
-        ConfigError: A setting cannot be used, or the backend does not say what its device has
-            handed out.
+        ConfigError: A setting is invalid, or the backend does not report allocated memory.
     """
     samples = check_count(samples, "samples", minimum=2)
     wanted = sorted(check_capture_sizes(tuple(sizes)), reverse=True)
     if len(wanted) < 2:
-        raise ConfigError("sizes", wanted, "at least two, to forecast some from others")
+        raise ConfigError("sizes", wanted, "at least two sizes to forecast from")
     if not callable(capture):
         raise ConfigError("capture", capture, "a function of a size that captures its graph")
     device = resolve_backend(backend)
     meter = features_of(device).meters
     if meter is None:
-        raise ConfigError("backend", device.name, "one that has device_memory(), such as 'cuda'")
+        raise ConfigError("backend", device.name, "one with device_memory(), such as 'cuda'")
     chosen = spread_sizes(wanted, samples)
     if warm_up is not None:
         for size in chosen:
@@ -84,12 +83,12 @@ def forecast(
         reserved = now.reserved_bytes - before.reserved_bytes
         driver = (now.used_bytes - now.reserved_bytes) - (before.used_bytes - before.reserved_bytes)
         held = now.held_bytes - before.held_bytes
-        # What somebody else let go of meanwhile is no part of a graph.
+        # Ignore memory that other code released meanwhile.
         reserved = max(reserved, taken[-1].reserved_bytes if taken else 0)
         taken.append(MemorySample(size, reserved, max(0, held), max(0, driver)))
     kept.clear()
     if progress is not None:
         progress(len(chosen), len(chosen))
     is_device = torch.device(device.torch_device).type == "cuda"
-    # Other devices, the tape too, hand out what is asked for and no whole segments.
+    # Other devices, including the tape, allocate exact sizes instead of whole segments.
     return forecast_memory(taken, wanted, segment_bytes=SEGMENT_BYTES if is_device else 0)

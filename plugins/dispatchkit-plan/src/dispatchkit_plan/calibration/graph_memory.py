@@ -1,8 +1,8 @@
-"""What graphs take in memory: measured, and forecast from a few before all are captured.
+"""Measure the memory of graphs, and forecast it from a few before all are captured.
 
-A graph takes memory in three places: the pool that torch reserves for it, the outputs that
-graphs share, and the driver, which keeps a launchable form of each. Torch does not see the
-last; here it is what the device has given away beyond what torch reserved.
+A graph uses memory in three places: the pool that torch reserves for it, the outputs that
+graphs share, and the driver, which keeps an executable form of each. Torch does not see the
+last; here it is computed as the device's used memory minus what torch has reserved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRAPH_MODES = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
 
 
 class EverySize:
-    """A policy for measuring: each size in each mode that the step can run in."""
+    """A policy for measuring: every size in every mode that the step can run in."""
 
     name = "measure"
 
@@ -72,11 +72,11 @@ class EverySize:
 
 @attrs.frozen
 class Subject:
-    """A runner made to be measured, and what it was made of.
+    """A runner to measure, and its inputs.
 
     Attributes:
-        runner: Without a budget, with graphs only where they are asked for.
-        specs: Its inputs by name.
+        runner: A runner without a budget, which captures only when asked to.
+        specs: Its static inputs by name.
     """
 
     runner: GraphRunner
@@ -93,25 +93,25 @@ def measuring_subject(
     every_size: bool = True,
     **settings: Any,
 ) -> Subject:
-    """Return a runner of its own for a step; a runner that is given stays as it is.
+    """Return a new runner for a step; a given runner is not changed.
 
     Args:
-        step: A GraphRunner, or what one is made of.
-        inputs: Static inputs, where the step is no runner.
+        step: A GraphRunner, or the step to create one from.
+        inputs: Static inputs, if the step is not a runner.
         example: One tensor for each input, in place of ``inputs``.
         sizes: Sizes to capture; the runner's own by default.
         eager_sizes: Further sizes that must be allowed.
-        every_size: Declare every size in every mode, rather than what its policy declares.
-        settings: More settings of the runner.
+        every_size: Declare every size in every mode, instead of what the policy declares.
+        settings: Further settings of the runner.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
     """
     if isinstance(step, GraphRunner):
         if inputs is not None or example is not None or settings:
             given = sorted([*settings, *(["inputs"] if inputs is not None else [])])
             raise ConfigError(
-                "step", step, "a function where more is given", f"A runner has its own {given}."
+                "step", step, "a function if settings are given", f"A runner has its own {given}."
             )
         runner = step
     else:
@@ -146,17 +146,17 @@ def measuring_subject(
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Hold back warnings of sizes and modes: what runs how is asked for when measuring."""
+    """Suppress warnings about sizes and modes, which measurements choose on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class MemoryMeter:
-    """Tells what the graphs captured since it was made have taken.
+    """Measures the memory of the graphs captured since it was created.
 
     Args:
-        runner: Whose graphs.
+        runner: The runner that captures them.
     """
 
     def __init__(self, runner: GraphRunner) -> None:
@@ -179,18 +179,18 @@ class MemoryMeter:
         return now.used_bytes - now.reserved_bytes
 
     def pool_bytes(self) -> int:
-        """Return what torch reserved for the graphs: their pool, and the outputs they share."""
+        """Return the bytes torch reserved for the graphs: their pool and their shared outputs."""
         return self._runner.num_bytes - self._pool
 
     def held_bytes(self) -> int:
-        """Return what of torch's memory the graphs keep in use while none runs.
+        """Return the bytes of torch's memory that the graphs keep in use while none runs.
 
-        Whatever else allocates meanwhile counts too.
+        Other allocations made meanwhile count, too.
         """
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return what the driver took besides, of the whole device: others' share too."""
+        """Return the bytes the driver took, on the whole device: other processes count, too."""
         return max(0, self._outside_torch() - self._outside)
 
 
@@ -201,20 +201,20 @@ def forecast_graph_memory(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> MemoryForecast:
-    """Forecast what the graphs of a runner will take, from capturing a few of its sizes.
+    """Forecast the memory of a runner's graphs by capturing a few of its sizes.
 
-    The largest size, the smallest and some between are captured into a pool of their own,
-    which is given back at the end.
+    The largest size, the smallest and some between are captured into a separate pool, which is
+    released at the end.
 
     Args:
-        step: A GraphRunner, which is left as it is, or what one is made of.
-        samples: Most sizes to capture, at least 2.
-        progress: Told (done, total) captured sizes.
-        options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, where
-            the step is none.
+        step: A GraphRunner, which is not changed, or the step to create one from.
+        samples: Maximum number of sizes to capture, at least 2.
+        progress: Called with (done, total) captured sizes.
+        options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, if the
+            step is not a runner.
 
     Raises:
-        ConfigError: A setting cannot be used.
+        ConfigError: A setting is invalid.
         CaptureError: One of the sizes could not be captured.
     """
     samples = check_count(samples, "samples", minimum=2)
@@ -226,7 +226,7 @@ def forecast_graph_memory(
                 keys.setdefault(key.num_tokens, []).append(key)
         sizes = sorted(keys, reverse=True)
         if len(sizes) < 2:
-            raise ConfigError("sizes", sizes, "at least two, to forecast some from others")
+            raise ConfigError("sizes", sizes, "at least two sizes to forecast from")
         runner.controls.warm_up()
         meter = MemoryMeter(runner)
         taken = []
@@ -248,5 +248,5 @@ def forecast_graph_memory(
     if progress is not None:
         progress(len(chosen), len(chosen))
     is_device = torch.device(runner.backend.torch_device).type == "cuda"
-    # Other devices, the tape too, hand out what is asked for and no whole segments.
+    # Other devices, including the tape, allocate exact sizes instead of whole segments.
     return forecast_memory(taken, sizes, segment_bytes=SEGMENT_BYTES if is_device else 0)

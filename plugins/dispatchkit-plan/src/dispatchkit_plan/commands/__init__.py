@@ -1,1 +1,1 @@
-"""The commands that this distribution brings, one file each."""
+"""Commands of this distribution, one file each."""

@@ -1,4 +1,4 @@
-"""A trace under the settings: ``explain --trace``, and what other commands share."""
+"""``explain --trace``: the decisions for a trace, and functions that other commands share."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_SHOWN = 15
 
 
 def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bool) -> None:
-    """Print what would become of a trace; ``dispatchkit explain --trace`` is this.
+    """Print how a trace would run, for ``dispatchkit explain --trace``.
 
     Args:
-        path: Any file that ``read_steps`` takes.
+        path: Any file that ``read_steps`` accepts.
         settings: Policy, sizes, limits and cost model.
-        show_all: Every decision, rather than the costliest.
+        show_all: Print every decision instead of the costliest.
         as_json: Print JSON.
     """
     account = account_of(read_steps(path), settings, load_cost_model(settings["cost_model"]))
@@ -47,7 +47,7 @@ def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account
 
 
 def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
-    """Return the configuration of the settings; what nobody gave fits the trace."""
+    """Return the configuration of the settings; missing ones are derived from the trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)  # the one below says it
         fitting = trace_config(rows, sizes=settings["sizes"])
@@ -60,14 +60,14 @@ def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
 
 
 def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
-    """Say so where a trace has values of axes that the settings do not declare."""
+    """Print a note if a trace has values of axes that the settings do not declare."""
     unused = [name for name in rows.axes if name not in [axis.name for axis in config.axes]]
     if unused:
         complain(f"Note: {rows.source} has values of {', '.join(unused)}, not declared by --axes.")
 
 
 def show_account(account: Account, out: Console, limit: int | None) -> None:
-    """Print what became of a trace, readable at 80 columns."""
+    """Print an account of a trace, readable at 80 columns."""
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     out.print(Text(f"Trace    {account.source}, {account.num_steps:,} steps"))
     out.print(Text(f"Policy   {account.policy}, {account.num_graphs} graphs"))
@@ -124,7 +124,7 @@ def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:
 
 
 def account_as_dict(account: Account) -> dict[str, Any]:
-    """Return a trace's decisions as plain values, ready for JSON."""
+    """Return a trace's decisions as plain values, for JSON."""
     return {
         "trace": account.source,
         "policy": account.policy,

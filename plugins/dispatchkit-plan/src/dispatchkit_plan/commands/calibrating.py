@@ -1,4 +1,4 @@
-"""``calibrate``: measure what a step costs on this device, into a cost-model file."""
+"""``calibrate``: measure a step on this device and write a cost-model file."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def calibrate(
         typer.Option(
             "--model",
             metavar="MODULE:FUNCTION",
-            help="A function that returns a GraphRunner; by default the demo's decoder.",
+            help="A function that returns a GraphRunner; the demo's decoder by default.",
             show_default=False,
         ),
     ] = None,
     sizes: Annotated[
         str | None,
         typer.Option(
-            "--sizes", metavar="A,B,...", help="Sizes to measure; by default the runner's own."
+            "--sizes", metavar="A,B,...", help="Sizes to measure; the runner's own by default."
         ),
     ] = None,
     pace: Annotated[
@@ -63,7 +63,7 @@ def calibrate(
 ) -> None:
     """Measure a step eager and replayed, size by size, and write a cost model.
 
-    `plan`, `simulate`, `explain` and `report` take the file with --cost-model.
+    Pass the file to `plan`, `simulate`, `explain` and `report` with --cost-model.
 
     Example: dispatchkit calibrate --model my_module:make_runner -o costs.json
     """
@@ -79,7 +79,7 @@ def calibrate(
         if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
             raise
         raise BackendUnavailableError(
-            f"Calibrating runs a model, and {error.name} is not installed. "
+            f"Calibration runs a model, and {error.name} is not installed. "
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
     runner = load_runner(DEFAULT_MODEL if model is None else model, folder=Path.cwd())
@@ -87,7 +87,7 @@ def calibrate(
         made = measure(
             runner,
             sizes=chosen,
-            pace=cast("Pace", pace),  # it says itself what it allows
+            pace=cast("Pace", pace),  # calibrate checks it
             samples=samples,
             name=name,
             progress=lambda done, total: tell("measuring", done, total),

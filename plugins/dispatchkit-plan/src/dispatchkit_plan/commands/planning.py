@@ -1,4 +1,4 @@
-"""``plan``: capture sizes that fit a trace. Needs numpy, no torch and no device."""
+"""``plan``: find capture sizes that fit a trace. Needs numpy, but no torch and no device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FitOn(enum.StrEnum):
-    """Which steps are planned on."""
+    """The steps to plan on."""
 
     ALL = "all"
     FIRST_HALF = "first-half"
@@ -43,7 +43,7 @@ def plan(
         typer.Option(
             "--memory-bytes",
             metavar="BYTES",
-            help="Maximum memory of the graphs; instead of --graphs.",
+            help="Maximum memory of the graphs, instead of --graphs.",
         ),
     ] = None,
     capture_time_s: Annotated[
@@ -51,7 +51,7 @@ def plan(
         typer.Option(
             "--capture-time-s",
             metavar="SECONDS",
-            help="Maximum time of all captures; instead of --graphs.",
+            help="Maximum time of all captures, instead of --graphs.",
         ),
     ] = None,
     bytes_per_graph: Annotated[
@@ -73,8 +73,8 @@ def plan(
         typer.Option(
             "--max-size",
             metavar="N",
-            help="Largest size; always captured, counted among the graphs. 512 by default, with "
-            "--axis the largest step, with --beside the largest that the cost model measured.",
+            help="Largest size; always captured and counted among the graphs. By default 512; with "
+            "--axis the largest step; with --beside the largest size that the cost model measured.",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +83,7 @@ def plan(
         typer.Option(
             "--fit-on",
             metavar="WHICH",
-            help="Plan on all steps, or on the first half and judge on the rest.",
+            help="Plan on all steps, or plan on the first half and judge on the rest.",
         ),
     ] = FitOn.ALL,
     keyed: Annotated[
@@ -91,14 +91,14 @@ def plan(
         typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps separately."),
     ] = False,
     align: Annotated[
-        int, typer.Option("--align", metavar="N", help="Only multiples of N tokens.")
+        int, typer.Option("--align", metavar="N", help="Use only multiples of N tokens.")
     ] = 1,
     axis: Annotated[
         str | None,
         typer.Option(
             "--axis",
             metavar="NAME",
-            help="Also plan buckets of this axis, each with its own sizes.",
+            help="Plan buckets of this axis as well, each with its own sizes.",
         ),
     ] = None,
     max_value: Annotated[
@@ -115,7 +115,7 @@ def plan(
         typer.Option(
             "--beside",
             metavar="A,B,...",
-            help="Sizes captured in any case; find further sizes that deserve their own graph.",
+            help="Sizes captured anyway; find further sizes that deserve their own graph.",
         ),
     ] = None,
     max_waste: Annotated[
@@ -123,13 +123,14 @@ def plan(
         typer.Option(
             "--max-waste",
             metavar="SHARE",
-            help="The same, if a larger share of padding runs eager; 0: only exact sizes.",
+            help="Find such sizes if steps with a larger share of padding run eager; 0: exact "
+            "sizes only.",
         ),
     ] = None,
     cost_model: Annotated[
         str | None,
         typer.Option(
-            "--cost-model", metavar="FILE", help="Minimise time by this model, rather than padding."
+            "--cost-model", metavar="FILE", help="Minimise time by this model instead of padding."
         ),
     ] = None,
     engine: Annotated[
@@ -184,14 +185,17 @@ def plan(
         )
         if max_waste is not None and engine not in (None, "dispatchkit"):
             raise ConfigError(
-                "--engine", engine, "dispatchkit with --max-waste", "Other engines have no limit."
+                "--engine",
+                engine,
+                "dispatchkit with --max-waste",
+                "Other engines do not limit padding.",
             )
         if model is None:
             raise ConfigError(
                 "--cost-model",
                 None,
                 "given with --beside or --max-waste",
-                "Whether a graph pays is a question of time: run `dispatchkit calibrate`.",
+                "Whether a graph pays depends on time, not padding: run `dispatchkit calibrate`.",
             )
         own = plan_own_sizes(
             workload,
@@ -267,7 +271,7 @@ def plan(
 
 
 def _refuse(why: str, *flags: tuple[str, bool]) -> None:
-    """Refuse flags that are given where they mean nothing."""
+    """Reject flags that have no effect here."""
     for flag, is_given in flags:
         if is_given:
             raise ConfigError(flag, "given", f"left out {why}")
@@ -411,7 +415,7 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
 def show_settings(settings: EngineSettings, out: Console) -> None:
     """Print settings of an engine, to paste."""
     out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
-    print(settings.text)  # whole lines: what is pasted must not be wrapped
+    print(settings.text)  # not wrapped, since it is to be pasted
     for note in settings.notes:
         out.print(Text(note))
     out.print(Text(f"Form: {settings.source}"))

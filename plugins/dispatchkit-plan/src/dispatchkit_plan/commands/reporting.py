@@ -1,4 +1,4 @@
-"""``report``: one HTML file to look at, of a trace, of simulations or of live statistics."""
+"""``report``: write one HTML file about a trace, simulations or live statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Traffic as `plan` takes it, output of `simulate --json`, or live statistics.",
+            help="Traffic as for `plan`, output of `simulate --json`, or live statistics.",
         ),
     ],
     output: Annotated[
@@ -43,7 +43,7 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="The file to write; by default report.html, or NAME.svg for a figure.",
+            help="The file to write; report.html by default, or NAME.svg for a figure.",
             show_default=False,
         ),
     ] = None,
@@ -58,9 +58,9 @@ def report(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML file: padding, modes, waste, times and reasons, to look at anywhere.
+    """Write padding, modes, waste, times and reasons as one HTML file.
 
-    The file is complete in itself: no network, no script; light and dark, desk and phone.
+    The file is self-contained: no network, no scripts; for light and dark, desktop and phone.
 
     Example: dispatchkit report trace.csv.gz --policy vllm -o report.html
     """
@@ -68,7 +68,7 @@ def report(
     from dispatchkit_plan.report.files import read_source
 
     if output is None:
-        # A name is checked with the figures there are; until then it is no path.
+        # The name is validated later, once the figures are known; do not use it as a path yet.
         stem = "report" if figure is None else figure.replace("/", "-")
         output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
     given = {"policy": policy, "sizes": sizes, "mode": mode, "cost_model": cost_model}
@@ -114,7 +114,7 @@ def _of_document(
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                name, value, f"left out: {source} says already what was decided, and by whom"
+                name, value, f"left out: {source} already has the decisions and the policy"
             )
     if isinstance(document, dict) and document.get("format") == STATISTICS_FORMAT:
         return report_of_statistics(document, source=str(source))

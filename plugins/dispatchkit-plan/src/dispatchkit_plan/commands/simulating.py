@@ -1,4 +1,4 @@
-"""``simulate``: a trace under policies, sizes and budgets, without a device."""
+"""``simulate``: run a trace under policies, sizes and budgets, without a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dispatchkit_plan.commands.accounting import config_for, note_unused_axes
 if TYPE_CHECKING:
     from dispatchkit_plan import RankSimulation, Simulation
 
-#: A line of a table: its name, and its text for one simulation.
+#: A row of the table: its name, and a function of a simulation that returns its cell.
 _Line = tuple[str, Callable[[Any], str]]
 
 _STEPS_BY_MODE: list[_Line] = [
@@ -89,10 +89,9 @@ def simulate(
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what would become of a trace under a policy: modes, padding, time, memory.
+    """Predict how a trace would run under a policy: modes, padding, time, memory.
 
-    With several policies they are shown side by side. `dispatchkit report` draws what --json
-    prints.
+    Several policies are shown side by side. `dispatchkit report` draws the output of --json.
 
     Example: dispatchkit simulate trace.csv.gz --policy vllm --policy adaptive
     """
@@ -198,8 +197,8 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
         ("time of each rank", lambda one: f"{one.time_s:.4g} s"),
         ("own steps", lambda one: share(one.own_s, one)),
         ("lost to the slowest", lambda one: share(one.slowest_s, one)),
-        ("lost to what is agreed", lambda one: share(one.padding_s, one)),
-        ("lost to agreeing", lambda one: share(one.exchange_s, one)),
+        ("lost to agreed size and mode", lambda one: share(one.padding_s, one)),
+        ("lost to the exchange", lambda one: share(one.exchange_s, one)),
     ]
     _show_side_by_side(found, lines, out)
 
@@ -207,7 +206,7 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
 def _show_side_by_side(
     found: Sequence[Simulation | RankSimulation], lines: list[_Line], out: Console
 ) -> None:
-    """Print a column for each simulation, then the notes of all."""
+    """Print a column for each simulation, then all notes."""
     columns = ["", *(one.label for one in found)]
     rows = [[name, *(value(one) for one in found)] for name, value in lines]
     out.print(table(columns, rows, right=range(1, len(columns))))
