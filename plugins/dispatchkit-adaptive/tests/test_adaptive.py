@@ -389,7 +389,7 @@ def test_explain_names_arms_samples_and_margins() -> None:
     assert in_use.median_us == pytest.approx(900.0, rel=0.02)
     eager = next(arm for arm in others if arm.arm == "eager")
     assert eager.margin == pytest.approx(1024 / 900 - 1, abs=0.05)
-    assert f"tokens, beyond {key(512)}; last probe:" in str(report)
+    assert f"tokens, then {key(512)}; last probe:" in str(report)
 
 
 def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
@@ -407,7 +407,7 @@ def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
     (report,) = policy.explain(device.dispatcher.batch(450))
     low, high = report.sizes
     assert low <= report.eager_up_to < high
-    assert f"-> eager up to {report.eager_up_to} tokens, beyond {key(512)}" in str(report)
+    assert f"-> eager up to {report.eager_up_to} tokens, then {key(512)}" in str(report)
     heads = {str(one).splitlines()[0] for one in policy.explain()}
     assert len(heads) == len(policy.explain())
     kinds = {one.kind for one in policy.explain()}
@@ -457,11 +457,11 @@ def test_what_was_learnt_is_there_after_a_restart(tmp_path: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "JSON"),
         (lambda text: "", "JSON"),
-        (lambda text: "[]", "no state"),
+        (lambda text: "[]", "not a state file"),
         (lambda text: text.replace('"version": 2', '"version": 99'), "version 99"),
-        (lambda text: text.replace('"version": 2', '"version": 1'), "version 1, only 2"),
+        (lambda text: text.replace('"version": 2', '"version": 1'), "version 1; only version 2"),
         (lambda text: text.replace("H100", "A100"), "digest"),
-        (lambda text: text.replace("dispatchkit-adaptive", "something"), "no state"),
+        (lambda text: text.replace("dispatchkit-adaptive", "something"), "not a state file"),
     ],
 )
 def test_a_torn_or_foreign_file_is_refused_and_learning_starts_anew(
@@ -493,7 +493,7 @@ def test_state_with_an_impossible_arm_is_refused(tmp_path: Path) -> None:
     body = {"fingerprint": data["fingerprint"], "arms": data["arms"]}
     data["digest"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(data))
-    with pytest.raises(StateError, match="not possible"):
+    with pytest.raises(StateError, match="invalid arm"):
         adaptive(fingerprint=HERE).load(path)
 
 

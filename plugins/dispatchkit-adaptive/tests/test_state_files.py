@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_used_stops_no_program(tmp_path: Path, make: Any) 
     if make is a_missing_folder:
         policy = AdaptivePolicy(state=path, plugins=PLUGINS)
     else:
-        with pytest.warns(RuntimeWarning, match="Learning starts anew"):
+        with pytest.warns(RuntimeWarning, match="Learning starts from scratch"):
             policy = AdaptivePolicy(state=path, plugins=PLUGINS)
     use(policy)
     with pytest.raises(ConfigError, match="output must be"):

@@ -1,4 +1,4 @@
-"""Learn from measured steps whether eager or which graph is fastest."""
+"""A policy that learns from measured steps whether eager or a graph is fastest."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Estimate how long one arm takes: a robust Kalman filter over the logarithm of its times.
+"""Estimate how long an arm takes, with a robust Kalman filter over the logarithm of its times.
 
 An arm is a way to run a step: a graph, or eager within one band of sizes. Its time is a power
 law of the number of tokens, ``log us = level + slope * log(tokens / top)``; a graph has no slope.
-Noise is some per cent, and now and then a step takes many times as long as usual, so a sample
-moves the estimate by at most ``CLIP`` standard errors. A random walk of the level makes old samples
-fade; a cumulative sum of the surprises (CUSUM) finds jumps.
+Noise is a few per cent, and occasionally a step takes many times as long as usual, so samples
+more than ``CLIP`` standard errors off do not move the estimate. The level is modeled as a random
+walk, so old samples fade. Jumps are found from the mean of the latest surprises (``Watch``).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Any
 
 __all__ = ["KNOWN", "Arm", "Watch"]
 
-#: Samples from which on an arm counts as known; their median is where the filter starts.
+#: Number of samples from which an arm counts as known; the filter starts at their median.
 KNOWN = 3
-#: Standard errors by which a single sample counts at most.
+#: Standard errors at which a sample is clipped; beyond them it does not move the estimate.
 CLIP = 3.0
-#: Relative noise assumed at first, with the weight of ``KNOWN`` samples, and the least believed.
+#: Relative noise assumed at first, with the weight of ``KNOWN`` samples, and its lower bound.
 FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
-#: What a band's slope is before it is measured: between constant and proportional time.
+#: Slope of a band before it is measured, and its error: between constant and proportional time.
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
-#: Surprises whose mean is looked at, with the square root of how many, and how many standard errors
-#: it has to be off: once in 20,000 samples without a jump, and after three samples at a large one.
+#: Numbers of surprises whose mean is tested, with their square roots, and the standard errors by
+#: which the mean must be off. Without a jump this happens once in 20,000 samples; a large jump is
+#: found after three samples.
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 LIMIT = 4.5
-#: What is this far off (2.5 times) is as a rule an outlier, and counts for so many standard errors:
-#: only four of them in a row are a jump.
+#: A sample this far off (2.5 times) is usually an outlier. It counts for this many standard errors,
+#: so that only four of them in a row are a jump.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
-#: A median of k normal samples has the variance of a mean of k / 1.57.
+#: The median of k normal samples has the variance of the mean of k / 1.57 samples.
 MEDIAN_VARIANCE = math.pi / 2.0
-#: What an estimate on disk may be: times of 1e-6 to 1e15 microseconds.
+#: Allowed values of an estimate read from disk: times of 1e-6 to 1e15 microseconds.
 RANGES = {
     "samples": (KNOWN, 10**15),
     "noise": (LEAST_NOISE, 10.0),
@@ -48,8 +49,8 @@ RANGES = {
 class Watch:
     """Find a jump of a level by the likelihood ratio of its latest surprises.
 
-    The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. There
-    was a jump where it is ``LIMIT`` of those off for one of the ``WINDOWS``.
+    The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If it
+    is more than ``LIMIT`` standard errors off for one of the ``WINDOWS``, the level has jumped.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class Watch:
         self._latest: list[float] = []
 
     def add(self, standardized: float, surprise: float) -> tuple[float, int]:
-        """Take a surprise; return the jump and how many samples show it, or 0 and 0."""
+        """Add a surprise; return the jump and the number of samples that show it, or 0 and 0."""
         sums, latest = self._sums, self._latest
         sums.append(sums[-1] + standardized)
         latest.append(surprise)
@@ -79,7 +80,7 @@ class Watch:
 
     @property
     def is_suspicious(self) -> bool:
-        """The last one or two surprises are halfway to a jump."""
+        """Whether the last one or two surprises are halfway to a jump."""
         sums = self._sums
         if len(sums) < 2:
             return False
@@ -88,7 +89,7 @@ class Watch:
         return max(last, both) > 0.5 * LIMIT
 
     def clear(self) -> None:
-        """Forget what was seen: the level has been moved."""
+        """Discard all surprises, since the level has been moved."""
         self._sums, self._latest = [0.0], []
 
 
@@ -96,16 +97,16 @@ class Arm:
     """The time of one arm in one regime.
 
     Args:
-        top: Most tokens of the arm, where its level is.
-        memory: About how many of the latest samples make the level.
+        top: Largest number of tokens of the arm; the level is the logarithm of its time there.
+        memory: Approximate number of latest samples that determine the level.
         over_tokens: The time depends on the number of tokens.
 
     Attributes:
-        samples: Samples taken.
+        samples: Number of samples.
         noise: Relative standard deviation of a sample.
         last_step: Number of the step that was measured last.
-        surprise: How far the last sample was from what was expected, logarithm of the ratio.
-        surprise_error: Standard error of that.
+        surprise: Logarithm of the ratio of the last sample to the expected time.
+        surprise_error: Standard error of ``surprise``.
     """
 
     def __init__(self, top: int, memory: int, *, over_tokens: bool) -> None:
@@ -124,42 +125,42 @@ class Arm:
 
     @property
     def is_known(self) -> bool:
-        """There are enough samples to compare it with others."""
+        """Whether there are enough samples to compare it with other arms."""
         return self.samples >= KNOWN
 
     def log_us(self, num_tokens: float) -> float:
-        """Return the logarithm of the microseconds expected; infinite without any sample."""
+        """Return the logarithm of the expected microseconds; infinite without samples."""
         return self._level + self._slope * (math.log(num_tokens) - self._log_top)
 
     def expect(self, num_tokens: float) -> float | None:
-        """Return the microseconds expected for a number of tokens; None without any sample."""
+        """Return the expected microseconds for a number of tokens; None without samples."""
         return math.exp(self.log_us(num_tokens)) if self.samples else None
 
     def error(self, num_tokens: float) -> float:
-        """Return the relative standard error of what is expected for a number of tokens."""
+        """Return the relative standard error of the expected time for a number of tokens."""
         off = math.log(num_tokens) - self._log_top
         return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
 
     def weight(self, num_tokens: float) -> float:
-        """Return how many samples of this size would tell as much as is known."""
+        """Return how many samples of this size the estimate is worth."""
         return (self.noise / self.error(num_tokens)) ** 2
 
     def largest(self, log_us: float) -> float:
-        """Return up to how many tokens it takes at most a time; -inf if none do."""
+        """Return the most tokens that take at most the given time; -inf if none do."""
         off = log_us - self._level
         if self._slope <= 1e-3:
             return math.inf if off >= 0.0 else -math.inf
         return math.exp(min(off / self._slope + self._log_top, 700.0))
 
     def add(self, num_tokens: float, us: float) -> float:
-        """Take a sample; return by how much the level has jumped (a logarithm), 0 if it has not."""
+        """Add a sample; return the jump of the level (a logarithm), 0 if there is none."""
         off, log_us = math.log(num_tokens) - self._log_top, math.log(us)
         self.samples += 1
         self._borrowed = 0.0
         if self.samples <= KNOWN:
             self._first.append((off, log_us - self._slope * off))
             self._level = median(level for _, level in self._first)
-            # It is known where it was measured, and at the top as well as the slope is.
+            # The estimate is certain where it was measured; at the top, the slope adds its error.
             off = fmean(one for one, _ in self._first)
             self._covariance = -off * self._var_slope
             self._var_level = MEDIAN_VARIANCE * self.noise**2 / self.samples
@@ -192,13 +193,13 @@ class Arm:
         return 0.0
 
     def evidence(self, least_error: float) -> float:
-        """Return the last surprise in standard errors, as far as it may speak for a jump."""
+        """Return the last surprise in standard errors, limited to what counts for a jump."""
         if abs(self.surprise) > OUTLIER:
             return math.copysign(OUTLIER_EVIDENCE, self.surprise)
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
 
     def borrow(self, jump: float) -> None:
-        """Expect a jump that was seen in other arms, at most ``OUTLIER`` until the next sample."""
+        """Apply a jump seen in other arms; at most ``OUTLIER`` in all until the next sample."""
         believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed
         self._level += jump
@@ -208,7 +209,7 @@ class Arm:
     # -- on disk ------------------------------------------------------------------------
 
     def estimate(self) -> dict[str, float]:
-        """Return what is known, as numbers; see ``restore``."""
+        """Return the estimate as numbers, for ``restore``."""
         return {
             "samples": self.samples,
             "noise": self.noise,
@@ -220,13 +221,13 @@ class Arm:
         }
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """Take over what ``estimate`` returned.
+        """Restore an estimate that ``estimate`` returned.
 
         Raises:
-            ValueError: A number is missing, out of range, or contradicts another.
+            ValueError: A number is missing, out of range, or inconsistent with another.
         """
         if set(numbers) != set(self.estimate()):
-            raise ValueError(f"estimate of {sorted(numbers)}")
+            raise ValueError(f"an estimate with fields {sorted(numbers)}")
         for name, (least, most) in RANGES.items():
             value = numbers[name]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

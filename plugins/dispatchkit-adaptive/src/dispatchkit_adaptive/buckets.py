@@ -1,7 +1,7 @@
-"""Buckets: the batches that have the same arms to choose from, and the choice made for them.
+"""Buckets of batches that have the same arms, and the choice made for each bucket.
 
-In a bucket each graph takes the same time for every batch, and eager less for a smaller one. So the
-choice is two things: the graph to use, and up to how many tokens eager is used in its place.
+Within a bucket, a graph takes the same time for every batch, and eager takes less for smaller ones.
+So a choice consists of a graph and of the number of tokens up to which eager is used instead.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from dispatchkit_adaptive.ledger import Stakes
 
 __all__ = ["ArmId", "Band", "Bucket", "Graphs"]
 
-#: One graph, or several that serve a batch together: all but the last are full.
+#: One graph, or several that serve a batch together; all but the last are full.
 Graphs = tuple[GraphKey, ...]
-#: Eager batches whose times lie on one curve: of one kind, up to ``num_tokens``.
+#: Eager batches of one kind whose times lie on one curve, up to ``num_tokens``.
 Band = BatchDescriptor
 ArmId = Graphs | Band
 
-# Probes that are taken back after one step: some microseconds.
+# Most probes withdrawn after one step, which takes a few microseconds.
 MOST_DROPPED = 2
 
 
 def arm_of(decision: Decision) -> Graphs | None:
-    """Return the arm of a decision that replays; None for eager, and for parts of its own kind."""
+    """Return the arm of a decision; None for eager, or if a part before the last is not full."""
     if any(part.num_tokens != part.key.num_tokens for part in decision.parts[:-1]):
         return None
     return decision.keys or None
 
 
 def replay_of(graphs: Graphs, num_tokens: int, reason: str) -> Decision:
-    """Return the decision for an arm that replays, to be measured."""
+    """Return the measured decision for an arm that replays."""
     *full, last = graphs
     if not full:
         return Decision.replay(last, reason, timed=True)
@@ -53,20 +53,20 @@ def mode_of(arm: ArmId) -> RuntimeMode:
 
 
 def size_of(arm: ArmId) -> int:
-    """Return the most tokens that an arm computes."""
+    """Return the largest number of tokens that an arm computes."""
     return sum(key.num_tokens for key in arm) if isinstance(arm, tuple) else arm.num_tokens
 
 
 def name_of(arm: ArmId | None) -> str:
-    """Return an arm in words; nothing for None."""
+    """Return the name of an arm in reports; empty for None."""
     return named_graphs(arm) if isinstance(arm, tuple) else "eager" if arm else ""
 
 
 def bands(low: int, top: int) -> list[tuple[int, int]]:
     """Return the bands of a bucket of ``low`` to ``top`` tokens, largest first.
 
-    Eager time is no power law over a wide range; a bucket is cut where it spans more than half of
-    its size.
+    Eager time does not follow one power law over a wide range, so a bucket that spans more than
+    half of its size is cut.
     """
     cut = []
     while low <= top // 2 and top > 16:
@@ -76,11 +76,11 @@ def bands(low: int, top: int) -> list[tuple[int, int]]:
 
 
 def band_of(batch: Batch, top: int, sizes: Sequence[int]) -> Band:
-    """Return the band that a batch is in.
+    """Return the band of a batch.
 
     Args:
         batch: The batch.
-        top: Size of the smallest graph that covers it; 0 where there is none.
+        top: Size of the smallest graph that covers it; 0 if there is none.
         sizes: All capture sizes, ascending.
     """
     index = bisect_left(sizes, top)
@@ -98,24 +98,24 @@ def band_of(batch: Batch, top: int, sizes: Sequence[int]) -> Band:
 
 @attrs.define(eq=False)
 class Bucket:
-    """Batches with the same arms, and what is chosen for them.
+    """Batches with the same arms, and the choice made for them.
 
     Attributes:
-        base: What the base policy answers for them; of a split one, for some of them.
-        base_arm: The arm that this is.
+        base: The base policy's decision for them; if it splits, that for one of them.
+        base_arm: The arm of that decision.
         graphs: Graphs that may serve them, alone or in parts.
-        band: Their eager arm; None where eager is not allowed.
+        band: Their eager arm; None if eager is not allowed.
         example: One of the batches.
-        graph: The graphs in use; None where there are none.
-        limit: Eager is used up to so many tokens.
-        sizes: Fewest and most tokens of the batches asked for.
-        measured: Its arms that today's regime has samples of; None where that may have changed.
-        waiting: Batches with a probe that has no outcome yet, and the arm to try.
-        needless: Those whose arm was tried meanwhile.
+        graph: The graph or graphs in use; None if there are none.
+        limit: Number of tokens up to which eager is used.
+        sizes: Smallest and largest number of tokens of the batches asked for.
+        measured: The arms with samples in the current regime; None if that may have changed.
+        waiting: Batches with a probe that has no outcome yet, and the arm to probe.
+        needless: Batches in ``waiting`` whose arm was probed in the meantime.
         last_step: Step of the last outcome.
-        last_probe: Step of the last probe that came back, 0 without any.
-        unproven_us: What the base would have cost in the steps that differed since its arm
-            was measured last; it may have become faster unnoticed.
+        last_probe: Step of the last probe with an outcome; 0 if there was none.
+        unproven_us: Expected microseconds of the base's arm in the steps that did not use it
+            since it was measured last; it may have become faster unnoticed.
     """
 
     base: Decision
@@ -132,21 +132,21 @@ class Bucket:
     last_step: int = 0
     last_probe: int = 0
     unproven_us: float = 0.0
-    # By arm, those of parts by the number of tokens too.
+    # By arm; decisions with parts also by the number of tokens.
     _answers: dict[tuple[ArmId, int], Decision] = attrs.field(factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.to_base()
 
     def to_base(self) -> None:
-        """Choose what the base policy chooses."""
+        """Use the arm of the base policy."""
         is_eager = self.base_arm is self.band
         self.graph = None if is_eager else self.base_arm  # type: ignore[assignment]
         self.limit = math.inf if is_eager else -math.inf
 
     @property
     def arms(self) -> tuple[ArmId, ...]:
-        """All arms."""
+        """All arms, eager last."""
         return self.graphs if self.band is None else (*self.graphs, self.band)
 
     def choice(self, num_tokens: int) -> ArmId:
@@ -156,7 +156,7 @@ class Bucket:
         return self.graph or self.base_arm
 
     def answer(self, batch: Batch) -> Decision:
-        """Return the decision for a batch, to be measured."""
+        """Return the measured decision for a batch."""
         num_tokens = batch.num_tokens
         low, high = self.sizes
         self.sizes = min(low or num_tokens, num_tokens), max(high, num_tokens)
@@ -168,20 +168,20 @@ class Bucket:
         return decision
 
     def end_probe(self, batch: Batch) -> None:
-        """Note that a probe came back; others of the same arm are not needed any more."""
+        """End a batch's probe; others of the same arm are no longer needed."""
         arm = self.waiting.pop(batch, None)
         if arm is not None:
             self.needless = [one for one, other in self.waiting.items() if other == arm]
 
     def drop_probes(self) -> list[CellUpdate]:
-        """Return the changes that drop a few of the probes that are not needed any more."""
+        """Return updates that withdraw a few of the probes that are no longer needed."""
         dropped, self.needless = self.needless[:MOST_DROPPED], self.needless[MOST_DROPPED:]
         for batch in dropped:
             self.waiting.pop(batch, None)
         return [CellUpdate(batch, None, one_shot=True) for batch in dropped]
 
     def choose(self, known: Mapping[ArmId, Arm], stakes: Stakes) -> list[CellUpdate]:
-        """Choose anew from what is known; return the cells whose answer changes."""
+        """Choose again from the known arms; return the cells whose answer changes."""
         before = self.graph, self.limit
         base = known.get(self.base_arm)
         if base is None or stakes.room_us <= 0.0:
@@ -201,7 +201,7 @@ class Bucket:
         return [CellUpdate(batch, None, up_to=int(last))]
 
     def _choose_graph(self, known: Mapping[ArmId, Arm], stakes: Stakes, base: Arm) -> None:
-        """Choose among graphs; one other than the base's has to be covered and better."""
+        """Choose a graph; one other than the base's must be covered and faster."""
         if self.base_arm is self.band:
             base_log, over = math.inf, math.inf
         else:
@@ -228,7 +228,7 @@ class Bucket:
                 self.graph = graph
 
     def _choose_limit(self, known: Mapping[ArmId, Arm], stakes: Stakes, base: Arm) -> None:
-        """Choose up to how many tokens eager is used rather than the graph."""
+        """Choose the number of tokens up to which eager is used instead of the graph."""
         eager = known.get(self.band) if self.band else None
         graph = known.get(self.graph) if self.graph else None
         if eager is None or graph is None or self.band is None:
@@ -254,13 +254,13 @@ class Bucket:
     def _decision(self, arm: ArmId, num_tokens: int) -> Decision:
         base = self.base
         if arm == self.base_arm and len(base.keys) < 2:
-            # With the arm's own key: what is identical is found without comparing it.
+            # Use the arm's own key object, so that looking it up needs no comparison.
             key = arm[0] if isinstance(arm, tuple) else None
             return attrs.evolve(base, key=key, timed=True)
         if arm == self.base_arm and isinstance(arm, tuple):
             parts = replay_of(arm, num_tokens, base.reason).parts
             return attrs.evolve(base, parts=parts, timed=True)
-        # Where the base's graph has a bound on requests, beyond it the base answers otherwise.
+        # If the base's graph limits requests, the base answers differently beyond that limit.
         bound = base.max_num_reqs
         if len(base.keys) == 1 and base.keys[0].descriptor.num_reqs is not None:
             bound = min(bound, base.keys[0].descriptor.num_reqs)

@@ -1,4 +1,4 @@
-"""Latencies by key and mode, for dispatchers of somebody else's that keep their own graphs."""
+"""Latencies by key and mode, for third-party dispatchers that keep their own graphs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MAX_KEYS = 4096
 
 
 class LatencyPolicy:
-    """Prefer the mode that was fastest for a key; try the others again now and then.
+    """Prefer the mode that was fastest for a key; retry the others occasionally.
 
-    It knows keys and modes only as what they are equal to. A mode is eager if its name is
-    ``EAGER`` or ``NONE``.
+    Keys and modes may be any hashable values. A mode is eager if its name is ``EAGER`` or
+    ``NONE``.
 
     Args:
-        history_size: About how many of the latest latencies count, at least 8.
-        min_samples: Latencies of a mode from which on it counts.
-        retry_every: A slower choice is tried once in so many questions about a key.
+        history_size: Approximate number of latest latencies that count, at least 8.
+        min_samples: Number of latencies from which a mode counts.
+        retry_every: The slower choice is retried once in this many calls for a key.
 
     Raises:
-        ConfigError: A number cannot be used.
+        ConfigError: A number is invalid.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LatencyPolicy:
         self._asked: Counter[Hashable] = Counter()
 
     def record(self, key: Hashable, mode: Hashable, latency: float) -> None:
-        """Learn how long a key took in a mode, in any unit that is always the same.
+        """Record how long a key took in a mode, always in the same unit.
 
         Raises:
             ConfigError: The latency is not a number above 0.
@@ -58,14 +58,17 @@ class LatencyPolicy:
         arms.setdefault(mode, Arm(1, self.history_size, over_tokens=False)).add(1, latency)
 
     def latency(self, key: Hashable, mode: Hashable) -> float | None:
-        """Return the latency to expect; None where too few are known."""
+        """Return the expected latency; None if there are too few samples."""
         arm = self._arms.get(key, {}).get(mode)
         if arm is None or arm.samples < self.min_samples:
             return None
         return arm.expect(1)
 
     def should_use_graph(self, key: Hashable, graph_available: bool) -> bool:
-        """Return whether a graph is there and eager is not known to be faster."""
+        """Return whether to use a graph: it is available and eager is not known to be faster.
+
+        Once in ``retry_every`` calls for a key, the slower choice is returned.
+        """
         if not graph_available:
             return False
         eager, graph = math.inf, math.inf
@@ -82,10 +85,10 @@ class LatencyPolicy:
         return (graph <= eager) is not is_retry
 
     def select_mode(self, key: Hashable, available_modes: Collection[ModeT]) -> ModeT:
-        """Return the fastest of the modes; one that is not known yet goes first.
+        """Return the fastest mode; modes with too few samples come first.
 
         Raises:
-            ConfigError: There is no mode.
+            ConfigError: No modes are given.
         """
         if not available_modes:
             raise ConfigError("available_modes", available_modes, "at least one mode")

@@ -1,10 +1,10 @@
-"""Account for what was won and lost against the base policy, and say what may be risked.
+"""Account for time saved and lost against the base policy, and limit what may be risked.
 
-The promise is that the steps so far never cost over one per cent more than those of the base
-policy would have. Whatever differs from the base is paid from an account: the allowance that the
-promise gives, and the lead that was earned by being faster. An arm may become slower (or the base
-faster) at any time, and that is noticed only some measured steps later. So the base is left only
-where the account covers an arm that becomes ``DRIFT`` times slower from now on until then.
+The promise is that the steps so far never cost over one per cent more than the base policy's
+choices would have. Steps that differ from the base are paid from an account: the allowance that
+the promise gives, plus the lead that was earned by being faster. An arm may become slower (or the
+base faster) at any time, which is noticed only some measured steps later. So the policy leaves the
+base only if the account covers an arm that becomes ``DRIFT`` times slower from now on until then.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import attrs
 
 __all__ = ["DRIFT", "Ledger"]
 
-#: How much slower (or the base faster) an arm may become before it is noticed.
+#: Factor by which an arm may become slower (or the base faster) before it is noticed.
 DRIFT = 1.5
-#: Measured steps until a change of that size is noticed: those that a CUSUM needs.
+#: Measured steps until a change of that size is noticed; see ``arms.Watch``.
 NOTICED_AFTER = 4
-#: Steps before the promise counts; until then its allowance is already that of so many.
+#: Steps before the promise counts; until then, the allowance is that of this many steps.
 GRACE = 200
-#: The share of the promise that is planned with; the rest is for what is known wrongly.
+#: Share of the promise that is used; the rest is kept for errors of the estimates.
 PLANNED = 0.75
-#: Standard errors by which a change has to be better.
+#: Standard errors by which another arm must be faster.
 DOUBT = 1.5
-#: Weight of the latest outcome in averages: of about the last ten.
+#: Weight of the latest outcome in averages, which cover about the last ten.
 AVERAGING = 0.2
 
 
 @attrs.define
 class Ledger:
-    """Costs of the steps so far, in microseconds, as far as they are known.
+    """The known costs of the steps so far, in microseconds.
 
     Attributes:
-        promise: Largest share that may be lost against the base.
+        promise: Largest share of time that may be lost against the base.
         explore: Share of all time that probes may cost.
-        steps: Steps accounted for.
+        steps: Number of steps accounted for.
         base_us: What the base policy's choices would have cost.
-        lead_us: That, less what was spent, over the steps that differed.
-        probes_us: What probes cost over the arm that they stood in for.
-        differing: Share of the latest steady outcomes that were not the base's arm.
-        spacing: Steps from one measured step to the next, on average.
+        lead_us: Time saved against the base in the steps that differed; negative if lost.
+        probes_us: Additional time of probes over the arm that they replaced.
+        differing: Share of the latest steady outcomes that did not use the base's arm.
+        spacing: Average number of steps from one measured step to the next.
     """
 
     promise: float
@@ -56,14 +56,14 @@ class Ledger:
     _unaccounted: float = 0.0
 
     def allowance(self, typical_us: float) -> float:
-        """Return what may be lost from now on; ``typical_us`` is used before any step."""
+        """Return what may be lost from now on; before the first step, steps take ``typical_us``."""
         mean = self.base_us / self.steps if self.steps else typical_us
         return PLANNED * self.promise * mean * max(self.steps, GRACE) + self.lead_us
 
     def horizon(self, spacing: float = 0.0) -> float:
-        """Return the steps that run before a change is noticed, at a spacing or today's."""
+        """Return the steps until a change is noticed, at the given or the current spacing."""
         spacing = spacing or self.spacing
-        late = spacing if spacing > 1.5 else 0.0  # outcomes that are read one measured step later
+        late = spacing if spacing > 1.5 else 0.0  # outcomes are then read one measured step later
         return NOTICED_AFTER * spacing + late
 
     def probe_allowance(self) -> float:
@@ -71,12 +71,12 @@ class Ledger:
         return self.explore * self.base_us - self.probes_us
 
     def steps_for(self, step: int, *, one_shot: bool, is_base: bool) -> float:
-        """Return how many steps an outcome stands for, whose arm is the base's or not.
+        """Return the number of steps that an outcome represents; ``is_base`` for the base's arm.
 
-        A one-shot outcome stands for itself; a steady one for all the steps since the last,
-        which were not measured but chosen alike.
+        A one-shot outcome represents itself. A steady one represents all steps since the last
+        one, which were chosen in the same way but not measured.
         """
-        # Those before the first outcome were not this policy's.
+        # Steps before the first outcome were not decided by this policy.
         passed = max(1, step - self._last_step) if step and self._last_step else 1
         self._last_step = max(step, self._last_step)
         self._unaccounted += passed
@@ -89,7 +89,7 @@ class Ledger:
         return steps
 
     def account(self, steps: float, base_us: float, own_us: float) -> None:
-        """Add steps: what each would have cost under the base, and what it did cost."""
+        """Add steps, with what each would have cost under the base and what it did cost."""
         self.steps += steps
         self.base_us += steps * base_us
         self.lead_us += steps * (base_us - own_us)
@@ -97,12 +97,12 @@ class Ledger:
 
 @attrs.frozen
 class Stakes:
-    """What leaving the base has to clear, now, in one bucket.
+    """The current conditions for leaving the base in one bucket.
 
     Attributes:
-        margin: Least relative gain for which a choice is left.
-        room_us: What may be lost in each step until a change is noticed; 0 or less: nothing.
-        lead_us: The part of it that was earned by being faster.
+        margin: Least relative gain for which a choice is changed.
+        room_us: What may be lost in each step until a change is noticed; nothing if 0 or less.
+        lead_us: The part of ``room_us`` that was earned by being faster.
     """
 
     margin: float
@@ -110,19 +110,19 @@ class Stakes:
     lead_us: float
 
     def gains(self, base_us: float, error: float) -> tuple[float, float]:
-        """Return the gains (logarithms of a ratio) to change for, and to stay for.
+        """Return the gains (logarithms of a ratio) required to change, and to stay.
 
-        Both shrink as the lead grows: then a change need not be sure to be taken, and has to be
-        sure to be left.
+        Both shrink as the lead grows: a change then need not be certain to be made, and must be
+        certain to be undone.
 
         Args:
-            base_us: What a step takes in the arm to leave.
-            error: Relative standard error of the ratio of the two.
+            base_us: Microseconds of a step in the arm to leave.
+            error: Relative standard error of the ratio of the two arms.
         """
         comfort = max(0.0, self.lead_us) / base_us
         change = max(self.margin, DOUBT * error) / (1.0 + comfort)
         return change, -error * comfort / (1.0 + comfort)
 
     def cover(self, base_us: float, slack: float = 1.0) -> float:
-        """Return the gain over the base at which the account covers a change by ``DRIFT``."""
+        """Return the gain over the base at which the account covers a slowdown by ``DRIFT``."""
         return math.log(DRIFT) - math.log1p(slack * self.room_us / base_us)

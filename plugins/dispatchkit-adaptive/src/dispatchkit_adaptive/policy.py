@@ -49,30 +49,30 @@ from dispatchkit_adaptive.state import Regime, StateError, read_state, write_sta
 
 __all__ = ["CALIBRATION", "PROBE", "AdaptivePolicy"]
 
-#: What a probe takes the host beyond another step (a plan, events, an outcome), microseconds.
+#: Additional host time of a probe (a plan, events, an outcome), in microseconds.
 PROBE_US = 25.0
-#: Reasons of decisions that are there to be measured.
+#: Reasons of decisions that are made in order to be measured.
 PROBE, CALIBRATION = "probe", "calibration"
-# Batches whose bucket is remembered.
+# Most batches whose bucket is remembered.
 _MOST_ASKED = 65_536
-# Outcomes without a change after which half as many steps are measured, and how seldom at most.
+# Outcomes without a change after which half as many steps are measured, and the largest pace.
 _CALM, _SLOWEST_PACE = 24, 8
-# Buckets chosen again after one outcome, beside its own.
+# Buckets chosen again after one outcome, in addition to its own.
 _CHOSEN_AT_ONCE = 2
-# Share of the account from which on a base that is not used is tried where that costs nothing.
+# Share of the account at risk from which an unused base is probed if that costs nothing.
 _PROOF_FROM = 0.8
-# Share of what probes may cost that one of them may.
+# Share of the probe allowance that a single probe may cost.
 _COST_AT_ONCE = 0.25
-# Whoever measures more than one step in so many is taken to have nothing to save there.
+# Executors that measure more than one step in this many gain nothing from a slower pace.
 _WORTH_SAVING = 8.0
-# How many times what it risks has to be there before fewer steps are measured.
+# Factor by which the allowance must exceed the risk before fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
-# Of the latest outcomes in a row, so many in a state of the stream that make it the usual one.
+# Outcomes in a row in other regimes after which the latest becomes the current one.
 _REGIME_CHANGE = 8
-# Parts are tried in place of one graph where they compute at most this share of its tokens.
+# Parts are tried instead of one graph if they compute at most this share of its tokens.
 _WORTH_SPLITTING = 0.75
-# What an arm that was never measured is taken to cost, in times of the one in use.
+# Assumed time of an arm that was never measured, relative to the arm in use.
 _UNKNOWN_COST = 3.0
 
 
@@ -80,28 +80,28 @@ class AdaptivePolicy:
     """Choose between eager and each graph by measured time, never far behind a base policy.
 
     Args:
-        base: The policy to start from and to be measured against, or the name of one.
-        base_options: Options for a base chosen by name.
-        history_size: About how many of its latest samples make the level of an arm.
-        margin: Least relative gain for which the base's choice is left.
+        base: The policy to start from and to compare with, or its name.
+        base_options: Options for a base given by name.
+        history_size: Approximate number of latest samples that determine an arm's estimate.
+        margin: Least relative gain for which the base's choice is changed.
         promise: Largest share of time that may be lost against the base.
         explore: Share of time that probes may cost.
-        max_sizes: Graphs of each mode that are considered for a batch.
-        seed: Of the small changes to the spacing of probes.
-        state: File that what was learnt is kept in. It is read now, if it exists; a file
-            that cannot be used is reported, and learning starts anew. ``save`` writes it.
-        fingerprint: What the times are true for (see ``device_fingerprint``); state of
-            another fingerprint is not used.
-        plugins: Where the base is found by name; by default plugins are loaded.
+        max_sizes: Number of graphs of each mode that are considered for a batch.
+        seed: Seed of the random variation in the spacing of probes.
+        state: File for what was learned. It is read now if it exists; an unusable file causes a
+            warning, and learning starts from scratch. ``save`` writes it.
+        fingerprint: What the times depend on (see ``device_fingerprint``); state with another
+            fingerprint is not used.
+        plugins: The plugins that provide a base by name; by default they are loaded.
 
     Attributes:
-        ledger: The account kept against the base.
-        pace: How many times as seldom as usual it needs steps measured now: more than 1 where
-            nothing has changed for long, and what was won pays for noticing a change later.
+        ledger: The account of time saved and lost against the base.
+        pace: Factor by which fewer steps than usual need to be measured now. It exceeds 1 if
+            nothing has changed for long and the time saved pays for noticing a change later.
 
     Raises:
-        ConfigError: An option cannot be used.
-        UnknownNameError: No policy goes by the name of the base.
+        ConfigError: An option is invalid.
+        UnknownNameError: No policy has the name of the base.
     """
 
     name = "adaptive"
@@ -130,7 +130,7 @@ class AdaptivePolicy:
             plugins = load_plugins() if plugins is None else plugins
             base = plugins.create_policy(base, **(base_options or {}))
         elif base_options:
-            raise ConfigError("base_options", base_options, "left out where base is an object")
+            raise ConfigError("base_options", base_options, "omitted if base is an object")
         self.base: Policy = base
         self.fingerprint = dict(fingerprint or {})
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
@@ -143,21 +143,22 @@ class AdaptivePolicy:
         self._arm_ids: dict[ArmId, ArmId] = {}
         self._buckets: dict[Any, Bucket] = {}
         self._bucket_of: dict[Batch, Bucket] = {}
-        # What was answered for batches while the graphs stay as they are; what was learnt
-        # changes the choice of a bucket, and neither it nor the base.
+        # The base's answer and the bucket of each batch, as long as the graphs do not change.
+        # Learning changes the choice of a bucket, but neither of these.
         self._revision: tuple[object, ...] = ()
         self._asked: dict[Batch, tuple[Decision | None, Bucket | None]] = {}
         self._to_choose: deque[Bucket] = deque()
         self._step = self._calm = 0
         self._calibration_rounds = 0
         self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
-        # As it is meant now, whatever folder the program changes to before it saves.
+        # Resolved now, since the program may change its working directory before it saves.
         self.state_path = None if state is None else _state_path(state)
         if self.state_path is not None and os.path.lexists(self.state_path):
             try:
                 self.load(self.state_path)
             except StateError as error:
-                warnings.warn(f"{error} Learning starts anew.", RuntimeWarning, stacklevel=2)
+                text = f"{error} Learning starts from scratch."
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     # -- deciding -----------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class AdaptivePolicy:
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return what is in use for the batch's bucket; at first what the base answers."""
+        """Return the choice of the batch's bucket, which is initially the base's answer."""
         revision = graphs.revision
         if revision != self._revision or len(self._asked) >= _MOST_ASKED:
             self._revision = revision
@@ -185,9 +186,9 @@ class AdaptivePolicy:
         return base if bucket is None else bucket.answer(batch)
 
     def _find_bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
-        """Return the bucket of a batch, None where there is nothing to choose."""
+        """Return the bucket of a batch; None if there is nothing to choose."""
         if None in batch.axes:
-            return None  # outside of an axis nothing is captured
+            return None  # nothing is captured outside the range of an axis
         arms: dict[Graphs, None] = {}
         top = most = 0
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
@@ -208,18 +209,18 @@ class AdaptivePolicy:
         own = arm_of(base)
         if own is not None:
             arms[own] = None
-        # Where no graph alone is large enough, parts are.
+        # If no single graph is large enough, the parts determine the band.
         where = band_of(batch, top or most, graphs.config.sizes)
         band = where if batch.allows(RuntimeMode.NONE) else None
         base_arm: ArmId | None = band if base.key is None else own
-        # What splits in a way of its own has no arm.
+        # A base with a part before the last that is not full has no arm.
         bucket = None
         if len(arms) + (band is not None) > 1 and base_arm is not None:
             kind = attrs.evolve(base, parts=()) if base.parts else base
             ident = (batch.allowed, kind, own, tuple(arms), where)
             bucket = self._buckets.get(ident)
             if bucket is None:
-                # One object for each arm: looking it up then compares no descriptors.
+                # Use one object for each arm, so that look-ups compare no descriptors.
                 one = self._arm_ids.setdefault
                 graphs_of_it = tuple(one(arm, arm) for arm in arms)
                 band = None if band is None else one(band, band)  # type: ignore[assignment]
@@ -236,7 +237,7 @@ class AdaptivePolicy:
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Learn from a step that ran to its end; return the cells whose answer changes."""
+        """Learn from a completed step; return the cells whose answer changes."""
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         bucket = self._bucket_of.get(batch)
         if bucket is not None and decision.reason == PROBE:
@@ -244,7 +245,7 @@ class AdaptivePolicy:
         if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
             return []
         if outcome.is_first:
-            return []  # says what a size takes once, and nothing of what it takes from now on
+            return []  # includes one-time costs of the size, which later steps do not have
         ran: ArmId | None = arm_of(decision)
         if decision.key is None and bucket is not None:
             ran = bucket.band
@@ -276,7 +277,7 @@ class AdaptivePolicy:
         bucket.last_step = self._step
         self._account(bucket, outcome, arm, expected, us, is_base=ran == bucket.base_arm)
         self.pace = self._next_pace(arm)
-        # A step waits for this: what is left is done at later outcomes.
+        # A step waits for this, so remaining work is left to later outcomes.
         updates = self._choose(bucket) + self._probe(bucket, batch, ran)
         return updates or bucket.drop_probes() or self._choose_some()
 
@@ -289,18 +290,19 @@ class AdaptivePolicy:
         queued: bool = False,
         clock: str = "device",
     ) -> None:
-        """Teach one time by hand: from calibration, or an executor of one's own.
+        """Record a measured time, for example from a calibration or a custom executor.
 
         Args:
-            key: The graph that was replayed; for eager (mode NONE) the batch that ran, which
+            key: The graph that was replayed. For eager (mode NONE), the batch that ran, which
                 must have been decided before.
             mode: The runtime mode it ran in.
-            latency_us: Microseconds.
+            latency_us: The time in microseconds.
             queued: Other work was ahead of it on its stream.
             clock: ``device`` or ``host``; times of different clocks are never compared.
 
         Raises:
-            ConfigError: The time is no time, or key and mode do not belong together.
+            ConfigError: The time is invalid, key and mode do not match, or the batch was not
+                decided before or may not run eager.
         """
         if not math.isfinite(latency_us) or latency_us <= 0.0:
             raise ConfigError("latency_us", latency_us, "a number of microseconds above 0")
@@ -322,11 +324,11 @@ class AdaptivePolicy:
             self._choose(bucket)
 
     def calibration_runs(self, graphs: GraphView) -> list[CalibrationRun]:
-        """Return timed runs that spare serving the first mistakes; none when it has enough.
+        """Return runs to time before serving; empty once it has learned enough.
 
-        Ask after a capture, and again when all of them have been told. First comes each
-        graph at its size, and eager at both ends of the range that each size serves; then
-        more of those that are too close to tell apart.
+        Call it after a capture, and again when the outcomes of all runs have been observed. The
+        first call returns each graph at its size, and eager at both ends of each band of sizes;
+        later calls return more runs of arms that are too close to distinguish.
         """
         while self._to_choose:
             self._choose(self._to_choose.popleft())
@@ -334,7 +336,7 @@ class AdaptivePolicy:
         times = _CALIBRATION_RUNS * 2 ** (self._calibration_rounds - 1)
         places = self._calibration_places(graphs)
         if self._calibration_rounds == 1:
-            # After a further capture only what is new.
+            # After a further capture, return only new runs.
             places = [
                 (batch, how) for batch, how in places if (batch, how.key) not in self._calibrated
             ]
@@ -377,7 +379,7 @@ class AdaptivePolicy:
         return [(batch, how) for (batch, _), how in places.items()]
 
     def _is_close_call(self, batch: Batch) -> bool:
-        """Tell whether the base's arm and another one are too close to tell apart."""
+        """Return whether the base's arm and another one are too close to distinguish."""
         bucket = self._bucket_of.get(batch)
         known = {} if bucket is None else self._known(bucket)
         base = known.get(bucket.base_arm) if bucket else None
@@ -394,7 +396,7 @@ class AdaptivePolicy:
     # -- reading and keeping ------------------------------------------------------------
 
     def explain(self, batch: Batch | None = None) -> tuple[BucketReport, ...]:
-        """Return what is known of each bucket, or of that of one batch; print it."""
+        """Return a printable report on each bucket, or on the bucket of one batch."""
         found = self._buckets.values() if batch is None else [self._bucket_of.get(batch)]
         buckets = [bucket for bucket in found if bucket is not None and bucket.sizes[0]]
         return tuple(
@@ -403,24 +405,24 @@ class AdaptivePolicy:
         )
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write what was learnt; the file has its name only once it is whole.
+        """Write what was learned to a file, which appears under its name only when complete.
 
         Raises:
-            ConfigError: No path is given here, nor was one to the policy; or the file cannot be
+            ConfigError: Neither this call nor the policy has a path, or the file cannot be
                 written.
         """
         target = self.state_path if path is None else Path(path)
         if target is None:
-            raise ConfigError("path", None, "given, where the policy has no state file")
+            raise ConfigError("path", None, "given if the policy has no state file")
         write_state(target, self.fingerprint, self._arms)
         return target
 
     def load(self, path: str | Path) -> None:
-        """Replace what was learnt by what a file has.
+        """Replace what was learned with the contents of a file.
 
         Raises:
-            StateError: The file is torn, foreign, of another version or fingerprint; what
-                was learnt stays as it was.
+            StateError: The file cannot be read, is incomplete or not a state file, or has another
+                version or fingerprint. What was learned stays unchanged.
         """
         self._arms = read_state(Path(path), self.fingerprint, self.history_size)
         self._forget_measured()
@@ -442,7 +444,7 @@ class AdaptivePolicy:
         return arm
 
     def _measured(self, bucket: Bucket) -> dict[ArmId, Arm]:
-        """Return the arms of a bucket that today's regime has samples of."""
+        """Return the arms of a bucket that have samples in the current regime."""
         if bucket.measured is None:
             arms = self._arms.get(self._regime, {})
             bucket.measured = {ident: arms[ident] for ident in bucket.arms if ident in arms}
@@ -453,7 +455,7 @@ class AdaptivePolicy:
             bucket.measured = None
 
     def _known(self, bucket: Bucket) -> dict[ArmId, Arm]:
-        """Return the arms of a bucket to compare: all of one regime, today's if it is known."""
+        """Return the known arms to compare, all of one regime: the current one if possible."""
         known = _known_of(self._measured(bucket))
         if len(known) > 1 and bucket.base_arm in known:
             return known
@@ -465,14 +467,14 @@ class AdaptivePolicy:
         return {}
 
     def _regimes(self) -> list[Regime]:
-        """Return the regimes that may have samples, today's first."""
+        """Return the regimes that may have samples, the current one first."""
         return [self._regime, *(each for each in self._arms if each != self._regime)]
 
     def _buckets_with(self, ident: ArmId) -> Iterator[Bucket]:
         return (bucket for bucket in self._buckets.values() if ident in bucket.arms)
 
     def _note_regime(self, regime: Regime) -> bool:
-        """Follow the state the stream is mostly found in; return whether it changed."""
+        """Follow the regime of most recent steps; return whether it changed."""
         self._other_regime = 0 if regime == self._regime else self._other_regime + 1
         if self._other_regime < _REGIME_CHANGE:
             return False
@@ -485,8 +487,8 @@ class AdaptivePolicy:
         jump = arm.add(num_tokens, us)
         if isinstance(ident, tuple):
             return jump != 0.0
-        # What slows eager in one bucket (a busier host, a lower clock) slows it in all. Small
-        # changes, of the size that noise has at first, concern one band alone.
+        # A cause that slows eager in one bucket (a busier host, a lower clock) slows it in all.
+        # Small changes, within the noise assumed at first, concern only one band.
         watch = self._eager_watches.setdefault(regime, Watch())
         shared, count = watch.add(arm.evidence(FIRST_NOISE), arm.surprise)
         if not count:
@@ -508,7 +510,7 @@ class AdaptivePolicy:
         return bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
 
     def _choose_some(self) -> list[CellUpdate]:
-        """Choose again in a few of the buckets that wait for it."""
+        """Choose again in a few of the waiting buckets."""
         updates: list[CellUpdate] = []
         for _ in range(min(_CHOSEN_AT_ONCE, len(self._to_choose))):
             updates += self._choose(self._to_choose.popleft())
@@ -524,7 +526,7 @@ class AdaptivePolicy:
         *,
         is_base: bool,
     ) -> None:
-        """Enter the steps that an outcome stands for into the account against the base."""
+        """Add the steps that an outcome represents to the account against the base."""
         ledger, size = self.ledger, outcome.batch.num_tokens
         one_shot = outcome.decision.one_shot
         steps = ledger.steps_for(outcome.step, one_shot=one_shot, is_base=is_base)
@@ -533,7 +535,7 @@ class AdaptivePolicy:
         if is_base:
             ledger.account(steps, before or us, before or us)
             if arm.is_known and not arm.watch.is_suspicious:
-                # If it has become faster, when is not known: taken for right after its last sample.
+                # If it became faster, it is unknown when: assume right after its last sample.
                 faster = 1.0 - min(1.0, (arm.expect(size) or us) / (before or us))
                 ledger.lead_us -= bucket.unproven_us * faster
                 bucket.unproven_us = 0.0
@@ -542,20 +544,20 @@ class AdaptivePolicy:
             bucket.base_arm
         )
         if base is None:
-            # Nothing is known to compare with: taken for a loss of all it took.
+            # There is nothing to compare with: count its whole time as lost.
             ledger.account(steps, us, 2.0 * us)
             return
         base_us = base.expect(size) or us
         if before is not None and not 0.4 < us / before < 2.5:
-            us = before  # an outlier, which would have come under the base as well
+            us = before  # an outlier, which would have happened under the base, too
         ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 
     def _next_pace(self, arm: Arm) -> int:
-        """Return how seldom steps are to be measured from now on."""
+        """Return the pace at which steps are to be measured from now on."""
         ledger, plain = self.ledger, self.ledger.spacing / self.pace
         if arm.watch.is_suspicious or plain < _WORTH_SAVING or not ledger.steps:
-            return 1  # an odd time: look again soon
+            return 1  # after an unusual time, measure again soon
         pace, mean_us = 1, ledger.base_us / ledger.steps
         while pace < _SLOWEST_PACE and self._calm >= _CALM * pace:
             risk_us = ledger.horizon(2 * pace * plain) * mean_us * (DRIFT - 1.0) * ledger.differing
@@ -567,7 +569,7 @@ class AdaptivePolicy:
     # -- probing ------------------------------------------------------------------------
 
     def _probe(self, bucket: Bucket, batch: Batch, ran: ArmId) -> list[CellUpdate]:
-        """Perhaps try another arm, once, when this batch comes again."""
+        """Return an update that probes another arm at this batch's next step, if one is due."""
         if batch in bucket.waiting:
             return []
         size = batch.num_tokens
@@ -579,12 +581,12 @@ class AdaptivePolicy:
         now_us = now.expect(size) or 0.0
         tried = arms.get(ran)
         if ran != current and tried is not None and tried.watch.is_suspicious:
-            return self._send(bucket, batch, ran)  # an odd time: look again, rather than wait
+            return self._send(bucket, batch, ran)  # after an unusual time, probe again at once
         account = self.ledger.allowance(now_us)
         soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
         base = arms.get(bucket.base_arm)
         if base is not None and bucket.base_arm != current:
-            # Somewhat before the account is used up where it costs little, and else at the last.
+            # Probe the base before the account is used up; the costlier the probe, the later.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
                 return self._send(bucket, batch, bucket.base_arm)
@@ -597,8 +599,8 @@ class AdaptivePolicy:
                 if cost <= account:
                     return self._send(bucket, batch, ident)
                 continue
-            # The better it is known, the longer it is not tried; each probe that has not come
-            # back makes the next one wait longer.
+            # The better an arm is known, the longer it is not probed; each probe without an
+            # outcome makes the next one wait longer.
             wait = max(2.0, arm.weight(size)) * (1 + len(bucket.waiting))
             if self._step - arm.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue
@@ -609,10 +611,10 @@ class AdaptivePolicy:
         return []
 
     def _guess(self, ident: ArmId, current: ArmId, num_tokens: int) -> float:
-        """Return how many times as long an arm may take of which little is known.
+        """Return the time, relative to the current arm, that a hardly known arm may take.
 
-        What is known of the arm itself in another regime says most, then what is known of the
-        arm that is most like it.
+        The best guess is the arm's own time in another regime, the next best that of the most
+        similar arm.
         """
         for is_like in (False, True):
             for regime in self._regimes():
@@ -634,7 +636,7 @@ class AdaptivePolicy:
 
 
 def _at_risk_us(bucket: Bucket) -> float:
-    """Return what was lost unnoticed, had the base become faster right after its last sample."""
+    """Return the loss that is unnoticed if the base became faster right after its last sample."""
     return bucket.unproven_us * (1.0 - 1.0 / DRIFT)
 
 
@@ -643,7 +645,7 @@ def _known_of(measured: Mapping[ArmId, Arm]) -> dict[ArmId, Arm]:
 
 
 def _most_like(ident: ArmId, arms: Mapping[ArmId, Arm]) -> Arm | None:
-    """Return the arm of the same mode whose size is nearest."""
+    """Return the arm of the same mode with the nearest size."""
     alike = [other for other in arms if mode_of(other) is mode_of(ident)]
     size = size_of(ident)
     near = min(alike, key=lambda other: abs(math.log(size_of(other) / size)), default=None)
@@ -654,7 +656,7 @@ def _state_path(state: str | Path) -> Path:
     try:
         return real_target(state)
     except (OSError, TypeError, ValueError) as error:
-        raise ConfigError("state", state, f"the path of a file ({error})") from error
+        raise ConfigError("state", state, f"a file path ({error})") from error
 
 
 def _share(value: Any, setting: str) -> float:

@@ -1,4 +1,4 @@
-"""What the policy knows, in words."""
+"""Reports on what the policy has learned."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class ArmReport:
     """One arm of a bucket.
 
     Attributes:
-        arm: What it is.
-        samples: Samples kept.
-        median_us: Time expected at the largest batch seen, microseconds; None if unknown.
-        error: Relative standard error of that.
-        margin: How much slower it is than the arm in use, relative; negative if faster.
+        arm: Its name: eager, or the graphs.
+        samples: Number of samples.
+        median_us: Expected microseconds for the largest batch seen; None if unknown.
+        error: Relative standard error of ``median_us``.
+        margin: Relative time by which it is slower than the arm in use; negative if faster, None
+            if unknown.
         age: Steps since it was measured last.
     """
 
@@ -38,16 +39,16 @@ class ArmReport:
 
 @attrs.frozen
 class BucketReport:
-    """What is known of the batches that have the same arms.
+    """What was learned about the batches of a bucket.
 
     Attributes:
-        sizes: Fewest and most tokens of the batches asked for.
-        kind: What kind of batches they are, and the modes that they may run in.
-        base: What the base policy answers.
-        graph: The graph in use, as text; empty without any.
-        eager_up_to: Eager is used for at most so many tokens of these; 0: for none.
+        sizes: Smallest and largest number of tokens of the batches asked for.
+        kind: The kind of the batches, and the modes that they allow.
+        base: The base policy's decision.
+        graph: The graph or graphs in use, as text; empty if there are none.
+        eager_up_to: Number of tokens up to which eager is used; 0 if it is not used.
         arms: The arms, the one in use first.
-        last_probe: Step of the last probe that came back, 0 without any.
+        last_probe: Step of the last probe with an outcome; 0 if there was none.
     """
 
     sizes: tuple[int, int]
@@ -66,26 +67,26 @@ class BucketReport:
         elif self.eager_up_to >= high:
             choice = "eager"
         else:
-            choice = f"eager up to {self.eager_up_to} tokens, beyond {graph}"
+            choice = f"eager up to {self.eager_up_to} tokens, then {graph}"
         lines = [
             f"{low} to {high} tokens, {self.kind}; base: {self.base}",
             f"-> {choice}; last probe: "
-            + (f"step {self.last_probe}" if self.last_probe else "none came back"),
+            + (f"step {self.last_probe}" if self.last_probe else "none"),
         ]
         for one in self.arms:
             if one.median_us is None:
-                lines.append(f"   {one.arm}: not measured in today's regime")
+                lines.append(f"   {one.arm}: not measured in the current regime")
                 continue
             gap = "" if one.margin is None else f", {one.margin:+.1%}"
             lines.append(
                 f"   {one.arm}: {one.median_us:.0f} µs ±{one.error:.1%}{gap}; "
-                f"{one.samples} samples, the last {one.age} steps ago"
+                f"{one.samples} samples, last {one.age} steps ago"
             )
         return "\n".join(lines)
 
 
 def describe(bucket: Bucket, known: Mapping[ArmId, Arm], step: int) -> BucketReport:
-    """Put together what is known of a bucket."""
+    """Return the report on a bucket."""
     low, high = bucket.sizes
     current = bucket.choice(high)
     in_use = known.get(current)
@@ -115,7 +116,7 @@ def describe(bucket: Bucket, known: Mapping[ArmId, Arm], step: int) -> BucketRep
 
 
 def _kind(batch: Batch) -> str:
-    """Return what the batches of a bucket have in common, besides their size."""
+    """Return what the batches of a bucket have in common, other than their size."""
     parts = [f"uniform={batch.query_len}" if batch.uniform else "mixed"]
     if not batch.uniform and batch.max_query_len is not None:
         parts.append(f"max_query_len={batch.max_query_len}")
@@ -128,7 +129,7 @@ def _kind(batch: Batch) -> str:
 
 
 def _eager_up_to(bucket: Bucket, low: int, high: int) -> int:
-    """Return up to how many tokens of those from ``low`` to ``high`` eager is used."""
+    """Return the number of tokens, of ``low`` to ``high``, up to which eager is used."""
     if bucket.band is None or bucket.choice(low) != bucket.band:
         return 0
     return high if bucket.choice(high) == bucket.band else int(bucket.limit)

@@ -1,4 +1,4 @@
-"""What was learnt, on disk: JSON with a version and a fingerprint, never pickle."""
+"""State files: learned estimates as JSON with a version and a fingerprint, never pickle."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Regime", "StateError", "device_fingerprint", "read_state", "write_st
 
 FORMAT, VERSION = "dispatchkit-adaptive", 2
 _MAX_BYTES = 64 * 1024 * 1024
-#: The clock, and whether other work was ahead on the stream.
+#: The clock that measured a step, and whether other work was ahead of it on the stream.
 Regime = tuple[str, bool]
 Arms = dict[Regime, dict[ArmId, Arm]]
 
 
 class StateError(DispatchkitError, ValueError):
-    """A state file cannot be used; the message says why."""
+    """A state file is unusable; the message says why."""
 
 
 def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
-    """Return what measured times are true for: device, driver, torch and model.
+    """Return what measured times depend on: device, driver, torch and model.
 
     Args:
-        model: A name of the model, of the caller's choice.
+        model: Any name for the model.
         device: Index of the CUDA device.
     """
     import torch
@@ -47,10 +47,10 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
 
 
 def write_state(path: Path, fingerprint: Mapping[str, str], arms: Arms) -> None:
-    """Write arms to a file, which has its name only once it is whole.
+    """Write arms to a file, which appears under its name only when complete.
 
     Raises:
-        ConfigError: The file cannot be written; an older one is kept.
+        ConfigError: The file cannot be written; an existing one is kept.
     """
     body = {
         "fingerprint": dict(fingerprint),
@@ -66,31 +66,32 @@ def write_state(path: Path, fingerprint: Mapping[str, str], arms: Arms) -> None:
 
 
 def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) -> Arms:
-    """Return the arms that a file has.
+    """Return the arms stored in a file.
 
     Raises:
-        StateError: It cannot be read, is torn or foreign, or of another version or
-            fingerprint.
+        StateError: It cannot be read, is incomplete or not a state file, or has another version
+            or fingerprint.
     """
     try:
         with path.open("rb") as stream:
             raw = stream.read(_MAX_BYTES + 1)
         data = json.loads(raw)
     except (OSError, ValueError, RecursionError) as error:
-        raise StateError(f"{path}: it cannot be read as JSON ({error}).") from error
+        raise StateError(f"{path} cannot be read as JSON ({error}).") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise StateError(f"{path}: it is no state of the adaptive policy.")
+        raise StateError(f"{path} is not a state file of the adaptive policy.")
     if data.get("version") != VERSION:
         raise StateError(
-            f"{path}: it has version {data.get('version')!r}, only {VERSION} can be read. "
+            f"{path} has version {data.get('version')!r}; only version {VERSION} can be read. "
             "The next save replaces it."
         )
     body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
     if data.get("digest") != _digest(body):
-        raise StateError(f"{path}: its content does not fit its digest; it was cut or changed.")
+        raise StateError(f"{path} does not match its digest; it was truncated or changed.")
     if body["fingerprint"] != dict(fingerprint):
         raise StateError(
-            f"{path}: it was learnt on {body['fingerprint']}, here is {dict(fingerprint)}."
+            f"{path} was learned for the fingerprint {body['fingerprint']}, "
+            f"not for {dict(fingerprint)}."
         )
     try:
         arms: Arms = {}
@@ -103,7 +104,7 @@ def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) ->
         return arms
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = shortened(str(error))
-        raise StateError(f"{path}: an arm in it is not possible ({why}).") from error
+        raise StateError(f"{path} contains an invalid arm ({why}).") from error
 
 
 def _digest(body: Mapping[str, Any]) -> str:
