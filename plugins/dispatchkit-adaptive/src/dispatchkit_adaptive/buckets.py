@@ -38,7 +38,7 @@ def arm_of(decision: Decision) -> Graphs | None:
 
 
 def replay_of(graphs: Graphs, num_tokens: int, reason: str) -> Decision:
-    """Return the measured decision for an arm that replays."""
+    """Return the decision for an arm that replays, marked to be measured."""
     *full, last = graphs
     if not full:
         return Decision.replay(last, reason, timed=True)
@@ -156,7 +156,7 @@ class Bucket:
         return self.graph or self.base_arm
 
     def answer(self, batch: Batch) -> Decision:
-        """Return the measured decision for a batch."""
+        """Return the decision for a batch, marked to be measured."""
         num_tokens = batch.num_tokens
         low, high = self.sizes
         self.sizes = min(low or num_tokens, num_tokens), max(high, num_tokens)
