@@ -472,7 +472,7 @@ def test_why_host_inputs_do_not_come_by_the_node(made, keys):
     exec(f"def named({', '.join(many)}): return x0 + x16", scope)  # noqa: S102
     runner, _ = made(scope["named"], many)
     assert runner.controls.input_path(keys.full(4)) == (
-        "staging: there are 17 and the node has room for 16 more inputs"
+        "staging: there are 17, and the node has room for 16 more inputs"
     )
     assert torch.equal(runner(*[torch.full((3,), n) for n in range(17)]), torch.full((3,), 16))
     pieces = [graph_piece(lambda tokens: tokens), eager_piece(lambda x: x)]

@@ -135,6 +135,6 @@ def test_a_number_of_hundreds_of_digits_is_refused(points):
 
 def test_a_model_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     (tmp_path / "costs.json").mkdir()
-    with pytest.raises(ConfigError, match=r"it is a folder, got .*costs\.json"):
+    with pytest.raises(ConfigError, match=r"not a folder, got .*costs\.json"):
         save_cost_model(BUILTIN_COST_MODELS["mlp-h100"], tmp_path / "costs.json")
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
