@@ -1,15 +1,15 @@
-"""Capture sizes and buckets of one axis together, from a trace.
+"""Plan capture sizes and buckets of one axis together, from a trace.
 
 A batch of n rows whose longest item has v positions runs at the smallest bucket of the axis that
 holds v, and there at the smallest captured size that holds n. Sizes and buckets could be planned
-apart, and a graph captured for each combination. But short batches tend to have other sizes than
-long ones, so each bucket deserves sizes of its own.
+separately, with a graph for each combination. But short batches tend to have other sizes than
+long ones, so each bucket deserves its own sizes.
 
-``plan_grid`` finds the best such plan: for each range of values the best sizes of each number
-(``optimal``), and over those the best ranges out of one number of graphs, both by dynamic
-programming. The answer is the exact optimum of the values and sizes considered. Where those are
-fewer than the trace has, a bound says how far from the optimum the plan can be: no plan beats the
-best one for the same steps rounded down to what is considered.
+``plan_grid`` finds the best such plan: for each range of values the best sizes of each count
+(``optimal``), and then the best ranges within one number of graphs, both by dynamic
+programming. The result is the exact optimum of the values and sizes considered. If they are
+fewer than those in the trace, a bound tells how far the plan can be from the optimum: no plan
+beats the best one for the same steps rounded down to the considered values.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Grid = Mapping[int, tuple[int, ...]]  # bucket of the axis to its capture sizes,
 
 @attrs.frozen
 class GridProduct:
-    """Sizes and buckets planned apart, with a graph for each combination.
+    """Sizes and buckets planned separately, with a graph for each combination.
 
     Attributes:
         sizes: Capture sizes of every bucket.
         buckets: Buckets of the axis.
-        waste_pct: Padding per cent of the real work, on the judged steps.
+        waste_pct: Padding in percent of the real work, over the judged steps.
     """
 
     sizes: tuple[int, ...]
@@ -54,11 +54,11 @@ class GridProduct:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that it takes."""
+        """Number of graphs."""
         return len(self.sizes) * len(self.buckets)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON holds it."""
+        """Return the result as plain values, for JSON."""
         return {
             "sizes": list(self.sizes),
             "buckets": list(self.buckets),
@@ -69,29 +69,29 @@ class GridProduct:
 
 @attrs.frozen(kw_only=True)
 class GridPlan:
-    """Buckets of an axis, each with its capture sizes; how good they are.
+    """Buckets of an axis, each with its capture sizes, and how good they are.
 
     Attributes:
         axis: Name of the axis.
         grid: Capture sizes of each bucket, ascending.
         num_graphs: Graphs to capture, over all buckets.
-        waste_pct: Padded work per cent of the real work, over the judged steps within the limits.
+        waste_pct: Padding in percent of the real work, over the judged steps within the limits.
             Work is rows times positions.
-        excess_pct: What is minimised, above its value with a graph for each exact batch, in per
-            cent; the same as waste_pct unless there is a cost model.
-        gap_pct: How far above the optimum of the steps planned on the plan may be, in per cent of
-            what is minimised; 0: it is the optimum. None: no bound is known, since the cost model
-            has larger graphs that take less time, or the plan is hedged.
-        product: The best combination of sizes and buckets planned apart that takes no more graphs;
-            judged alike.
-        future: With ``fit_on="all"``, the hedged plan: for traffic like the trace rather than for
-            exactly it. None where the plan is hedged itself.
+        excess_pct: The objective above its value with a graph for each exact batch, in percent;
+            the same as waste_pct unless there is a cost model.
+        gap_pct: Upper bound on the distance to the optimum of the steps planned on, in percent
+            of the objective; 0: the plan is optimal. None: no bound is known, because the plan
+            is hedged or larger graphs take less time in the cost model.
+        product: The best combination of sizes and buckets planned separately that takes no more
+            graphs, judged on the same steps.
+        future: With ``fit_on="all"``, the hedged plan: for traffic similar to the trace instead
+            of exactly the trace. None if the plan itself is hedged.
         max_size: Largest size; larger steps run eager.
         max_value: Largest bucket; steps beyond it run eager.
-        fit_on: What was planned on: ``all`` or ``first-half``.
-        judged_on: What was judged on, in words.
+        fit_on: The steps planned on: ``all`` or ``first-half``.
+        judged_on: The steps judged on, in words.
         num_steps: Steps judged, of any size.
-        num_steps_over: Those of them beyond a limit.
+        num_steps_over: Judged steps beyond a limit.
         objective: What was minimised, in words.
         warnings: What to know before relying on the plan.
     """
@@ -119,7 +119,7 @@ class GridPlan:
         return self.future or self
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON holds it."""
+        """Return the plan as plain values, for JSON."""
         return {
             "axis": self.axis,
             "grid": [[bucket, list(sizes)] for bucket, sizes in self.grid.items()],
@@ -164,12 +164,12 @@ def plan_grid(
         max_value: Largest bucket; the largest value by default.
         fit_on: ``all``, or ``first-half``.
         hedge: The mixture that hedged sizes are planned for.
-        cost_model: Minimise time instead of padding. Measured along the axis, or else a step of n
-            rows at value v takes what one of n * v tokens does.
+        cost_model: Minimise time instead of padding. If it was not measured along the axis, a
+            step of n rows at value v is assumed to take the time of n * v tokens.
 
     Raises:
         ConfigError: A setting is out of range.
-        TraceError: The trace has no such axis, or no step within the limits.
+        TraceError: The trace does not have the axis, or no step within the limits.
 
     Units: rows for sizes; positions, or whatever the axis counts, for values.
     """
@@ -189,7 +189,7 @@ def plan_grid(
         raise ConfigError(
             "cost_model",
             cost_model.name,
-            f"measured along {axis!r}, or along no axis",
+            f"measured along {axis!r} or without an axis",
             f"It was measured along {cost_model.axis!r}.",
         )
     planner = _GridPlanner(
@@ -219,7 +219,7 @@ class _Batches:
 
     @classmethod
     def of(cls, trace: StepTrace, axis: str) -> _Batches:
-        """Return the steps of a trace that have rows."""
+        """Return the steps of a trace, except those without rows."""
         if axis not in trace.axes:
             named = ", ".join(trace.axes) or "none"
             raise TraceError(trace.source, None, f"has no column 'axis.{axis}'; its axes: {named}.")
@@ -238,7 +238,7 @@ class _Batches:
         return attrs.evolve(self, sizes=self.sizes[which], values=self.values[which])
 
     def within(self, max_size: int, max_value: int) -> _Batches:
-        """Return the steps that are not beyond the limits."""
+        """Return the steps within the limits."""
         return self.chosen((self.sizes <= max_size) & (self.values <= max_value))
 
     def split(self, fit_on: FitOn) -> tuple[_Batches, _Batches, str]:
@@ -249,19 +249,19 @@ class _Batches:
             raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
         middle = len(self) // 2
         if not middle or not self.has_order:
-            raise TraceError(self.source, None, "has no halves to plan and judge on.")
+            raise TraceError(self.source, None, "has too few steps for halves to plan and judge.")
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "second half"
 
 
 class _Costs:
-    """What a batch costs in a bucket: padded work, or time."""
+    """The cost of a batch in a bucket: padded work or time."""
 
     def __init__(self, model: CostModel | None) -> None:
         self._model = model
         self.name = "padding" if model is None else f"time under {model.name}"
 
     def objective(self, value: int) -> tuple[Objective, float]:
-        """Return what sizes minimise in one bucket, and the factor that costs are taken by."""
+        """Return the objective of sizes in one bucket, and the factor of its costs."""
         model = self._model
         if model is None:
             return PaddingObjective(), float(value)
@@ -270,7 +270,7 @@ class _Costs:
         return TimeObjective(model.scaled(value)), 1.0
 
     def of_grid(self, grid: Grid, work: _Batches) -> float:
-        """Return what the steps cost, each in its bucket; all are within the limits."""
+        """Return the cost of steps within the limits, each in its bucket."""
         buckets = np.array(list(grid), dtype=np.int64)
         at = np.searchsorted(buckets, work.values)
         total = 0.0
@@ -281,7 +281,7 @@ class _Costs:
         return total
 
     def of_exact(self, work: _Batches) -> float:
-        """Return what the steps would cost with a graph for each exact batch."""
+        """Return the cost of the steps with a graph for each exact batch."""
         total = 0.0
         for value in np.unique(work.values).tolist():
             objective, factor = self.objective(value)
@@ -290,7 +290,7 @@ class _Costs:
         return total
 
     def excess_pct(self, grid: Grid, work: _Batches) -> float:
-        """Return the cost of a grid above that of exact batches, in per cent."""
+        """Return the cost of a grid above that of exact batches, in percent."""
         exact = self.of_exact(work)
         return 100.0 * (self.of_grid(grid, work) / exact - 1.0) if exact > 0 else 0.0
 
@@ -301,7 +301,7 @@ def _demand(sizes: IntArray, top: int = 0) -> FloatArray:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _GridPlanner:
-    """What the exact and the hedged plan of one request share."""
+    """Data that the exact and the hedged plan of one request share."""
 
     axis: str
     fit: _Batches
@@ -314,7 +314,7 @@ class _GridPlanner:
     costs: _Costs
 
     def plan(self, hedge: Hedge, future: GridPlan | None) -> GridPlan:
-        """Return the plan under one hedge, judged."""
+        """Return the judged plan for one hedge."""
         product = self._product(hedge)
         sizes = _candidates(self.fit.sizes, self.max_size, _MAX_SIZES, product[0])
         values = _candidates(self.fit.values, self.max_value, _MAX_VALUES, product[1])
@@ -354,11 +354,10 @@ class _GridPlanner:
         return [short]
 
     def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
-        """Return how far the plan may be from the optimum, in per cent.
+        """Return how far the plan may be from the optimum, in percent.
 
-        Every plan, with each of its sizes and buckets rounded down to what is considered, serves
-        the steps rounded down alike, at no higher cost. So the best plan for those is a lower
-        bound.
+        Round the steps down to the considered values. Any plan, rounded down likewise, serves
+        the rounded steps at no higher cost, so the best plan for those is a lower bound.
         """
         rounded = attrs.evolve(
             self.fit,
@@ -369,7 +368,7 @@ class _GridPlanner:
         return 100.0 * max(0.0, cost / bound - 1.0)
 
     def _product(self, hedge: Hedge) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (sizes, buckets): planned apart, the best split of the graphs over the two."""
+        """Return (sizes, buckets) planned separately, for the best split of the graphs."""
         apart = PaddingObjective()
         curves = []
         for found, top, most in (
@@ -391,13 +390,13 @@ class _GridPlanner:
     def _best(
         self, work: _Batches, sizes: IntArray, values: IntArray, hedge: Hedge
     ) -> tuple[Grid, float, bool]:
-        """Return the best grid out of what is considered, its cost, and whether costs only grow."""
+        """Return the best grid of considered values, its cost, and whether costs are monotone."""
         most = min(self.graphs, len(sizes) * len(values))
         at = np.searchsorted(values, work.values)
         top = int(sizes[-1])
         by_value = [_demand(work.sizes[at == index], top) for index in range(len(values))]
-        # At [end, k]: least cost of the first `end` values with k graphs, where the last of their
-        # buckets begins, and how many sizes that has.
+        # At [end, k], for the first `end` values with k graphs: the least cost, where their last
+        # bucket begins, and its number of sizes.
         least = np.full((len(values) + 1, most + 1), np.inf)
         least[0, 0] = 0.0
         begins, counts = np.zeros((2, len(values) + 1, most + 1), dtype=np.int64)
@@ -410,7 +409,7 @@ class _GridPlanner:
             for begin in range(end - 1, -1, -1):
                 demand = demand + by_value[begin]
                 if begin and not by_value[begin].any():
-                    continue  # the bucket may as well begin above
+                    continue  # no worse if the bucket begins above
                 curve = size_curve(
                     sizes,
                     factor * objective.costs(sizes, hedge.apply(demand)),
@@ -441,10 +440,10 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return what is considered: all that came where that is few, else even shares of the steps."""
+    """Return the considered values: all that occur if they are few, else quantiles of the steps."""
     different = np.unique(found)
     if len(different) > most:
-        # Some by how often they come, some by where they lie: rare large ones cost much each.
+        # Choose some by frequency and some by position: rare large values cost much each.
         shares = np.quantile(found, np.linspace(0, 1, most // 2), method="higher")
         lying = np.quantile(different, np.linspace(0, 1, most // 2), method="higher")
         different = np.concatenate([shares, lying, different[:1]])

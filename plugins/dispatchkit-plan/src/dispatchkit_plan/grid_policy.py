@@ -1,4 +1,4 @@
-"""The policy ``grid``: capture sizes of its own for each bucket of an axis."""
+"""The policy ``grid``: separate capture sizes for each bucket of an axis."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["GridPolicy"]
 
 
 class GridPolicy:
-    """Replay the smallest graph of the batch's own bucket; each bucket has sizes of its own.
+    """Replays the smallest sufficient graph of the batch's bucket; each bucket has its own sizes.
 
-    For a configuration with one axis. Its buckets must be those of the grid; its ``sizes`` say how
-    large static inputs are, and must reach the largest size of the grid.
+    The configuration must have one axis with the buckets of the grid. Its ``sizes`` determine
+    the size of static inputs, and must reach the largest size of the grid.
 
     Args:
         grid: Capture sizes by bucket of the axis, as ``plan_grid`` finds them.
 
     Raises:
-        ConfigError: The grid is empty, or a bucket or size is no whole number of at least 1.
+        ConfigError: The grid is empty, or a bucket or size is not a whole number of at least 1.
     """
 
     name = "grid"
@@ -55,8 +55,8 @@ class GridPolicy:
         """Return a key for each size of each bucket.
 
         Raises:
-            ConfigError: The configuration does not have one axis with these buckets, or its largest
-                size is smaller than that of the grid.
+            ConfigError: The configuration does not have exactly one axis with these buckets, or
+                its largest size is smaller than the grid's.
         """
         buckets = tuple(self.grid)
         if len(config.axes) != 1 or config.axes[0].buckets != buckets:

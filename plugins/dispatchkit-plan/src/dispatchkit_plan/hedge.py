@@ -1,14 +1,14 @@
-"""Hedging: plan for traffic like the trace, not for the trace.
+"""Hedging: plan for traffic similar to the trace, not for exactly the trace.
 
 The optimal sizes of a trace overfit it. Planned on one minute and used in the next, they may
-pad a size that was not seen before to the largest graph. So the planner optimises for a
-mixture instead: the trace's own histogram, the same histogram with each size spread over its
-surroundings, and a little of every size (small ones more: proportional to 1/size).
+pad an unseen size to the largest graph. So the planner optimises for a mixture instead: the
+trace's own histogram, the same histogram with each size spread over its neighbourhood, and a
+little of every size (more of small ones: proportional to 1/size).
 
-How much of each is not a constant. The trace is cut into blocks; every mixture on a short list
-is planned on the first blocks and judged on the next one, and so on through the trace. The
-mixtures that did best are averaged: one that was worse by 3% counts about a third. Nothing but
-the trace that is planned on is looked at.
+The shares are not constants. The trace is cut into blocks; each mixture of a short list is
+planned on the first blocks and judged on the next one, and so on through the trace. The best
+mixtures are averaged: one that is 3% worse has about a third of the weight. Only the steps
+that are planned on are used.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = [
 ]
 
 MIN_VALIDATION_STEPS = 300
-"""Fewest steps whose blocks say anything: fifty in each of six."""
+"""Minimum number of steps for validation: fifty in each of six blocks."""
 
 _BLOCKS = 6
-_PLAN_SIZES = range(8, 65)  # numbers of sizes that a hedge is judged at
-_SHARPNESS = 30.0  # weight exp(-30 x) of a mixture whose excess was larger by a factor e^x
-_SMOOTH_PCT = 0.3  # added to an excess before its logarithm: 0 and 0.1% are the same
+_PLAN_SIZES = range(8, 65)  # numbers of sizes at which a hedge is judged
+_SHARPNESS = 30.0  # weight exp(-30 x) of a mixture whose excess is larger by a factor e^x
+_SMOOTH_PCT = 0.3  # added before the logarithm, so that 0 and 0.1% are nearly equal
 _MAX_CANDIDATES = 512
 
 
 @attrs.frozen
 class Hedge:
-    """A mixture of the trace and what resembles it.
+    """A mixture of the trace's histogram and similar ones.
 
     Attributes:
         own: Share of the trace's own histogram.
@@ -71,7 +71,7 @@ class Hedge:
 
         Args:
             demand: Batches per size, index 0..N.
-            weight: Total of the prior; that of the demand when not given.
+            weight: Total weight of the prior; that of the demand by default.
         """
         top = len(demand) - 1
         total = float(demand[1:].sum())
@@ -113,10 +113,10 @@ def _spread(demand: FloatArray, width: float) -> FloatArray:
 
 
 NO_HEDGE = Hedge(own=1.0)
-"""Plan for exactly the trace."""
+"""No hedge: plan for exactly the trace."""
 
 FALLBACK_HEDGE = Hedge(own=0.6, spread=((0.25, 0.38),), prior=0.02)
-"""Used where nothing can be validated: the order of the steps is unknown, or they are few."""
+"""The hedge used without validation: the order of the steps is unknown, or they are too few."""
 
 _WIDTHS = (0.12, 0.25, 0.5)
 HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(
@@ -127,19 +127,19 @@ HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(
         *((width, share) for width in _WIDTHS for share in (0.4, 1.0)),
     ]
 )
-"""Mixtures that validation chooses among; all hold a little of every size."""
+"""Mixtures that validation chooses from; all include a little of every size."""
 
 
 @attrs.frozen
 class HedgeChoice:
-    """Which hedge is planned with, and why.
+    """The hedge of a plan, and why it was chosen.
 
     Attributes:
         hedge: The mixture.
         validated: Whether it was chosen on held-out blocks of the trace.
-        expected_excess_pct: Mean excess on the held-out blocks by number of sizes, of the
-            mixture that did best; empty when not validated.
-        reason: One sentence for people.
+        expected_excess_pct: Mean excess of the best mixture on the held-out blocks, by number
+            of sizes; empty if not validated.
+        reason: The reason, as a sentence.
     """
 
     hedge: Hedge
@@ -149,12 +149,12 @@ class HedgeChoice:
 
 
 def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) -> HedgeChoice:
-    """Return the hedge that did best on later blocks of the same steps.
+    """Return the average of the hedges that do best on later blocks of the same steps.
 
     Args:
-        steps: Tokens of each step in the order they ran, all at most the largest candidate.
+        steps: Tokens of each step in order, none above the largest candidate.
         candidates: Sizes that may be captured.
-        objective: What a plan minimises.
+        objective: The objective of a plan.
     """
     if len(steps) < MIN_VALIDATION_STEPS:
         return HedgeChoice(
@@ -204,7 +204,7 @@ def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
 
 
 def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
-    """Return few enough candidates to plan with seventy times over."""
+    """Return few enough candidates to plan with seventy times."""
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)

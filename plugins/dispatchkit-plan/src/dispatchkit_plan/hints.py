@@ -1,7 +1,7 @@
-"""How much more fits into a step for free.
+"""Hints for schedulers: how much more fits into a step at no cost.
 
-A step that will be padded to a bucket costs the same with the padding put to use. A scheduler
-that has work waiting can ask how many tokens, or requests, it may add before the bucket
+A step that is padded to a bucket costs the same if the padding is filled with real tokens. A
+scheduler with waiting work can ask how many tokens or requests it may add before the bucket
 changes.
 """
 
@@ -21,11 +21,11 @@ class Hint:
     """What fits into the bucket of a step.
 
     Attributes:
-        bucket: Size that the step is padded to; None where it is too large for any.
+        bucket: Size that the step is padded to; None if it is too large for any.
         free_tokens: Tokens that can be added at no cost.
         free_requests: Requests of ``query_len`` tokens each that can be added at no cost.
-        shrink_by: Tokens to leave out to reach the next smaller bucket; None where there is
-            none.
+        shrink_by: Tokens to leave out to reach the next smaller bucket; None if there is no
+            smaller one.
     """
 
     bucket: int | None
@@ -35,9 +35,9 @@ class Hint:
 
 
 def free_tokens(table: Sequence[int], num_tokens: int) -> int:
-    """Return how many tokens fit into the bucket for free; 0 above the largest bucket.
+    """Return how many tokens fit into the bucket at no cost; 0 above the largest bucket.
 
-    One list access and a subtraction: cheap enough for every scheduling decision.
+    It takes one list access and a subtraction, cheap enough for every scheduling decision.
 
     Args:
         table: Padding table, index 0..largest size (``dispatchkit.keys.padding_table``).
@@ -69,8 +69,8 @@ def hint(
         table: Padding table, index 0..largest size (``dispatchkit.keys.padding_table``).
         num_tokens: Tokens of the step so far.
         query_len: Tokens of one more request.
-        num_reqs: Requests of the step so far; only looked at with ``max_num_seqs``.
-        max_num_seqs: Most requests of a step.
+        num_reqs: Requests of the step so far; used only with ``max_num_seqs``.
+        max_num_seqs: Maximum number of requests of a step.
 
     Raises:
         DescriptorError: A number is negative, or query_len is not at least 1.
@@ -89,7 +89,7 @@ def hint(
 
 
 def _shrink(table: Sequence[int], num_tokens: int) -> int | None:
-    """Return how far down the next smaller bucket is, by bisection over the table."""
+    """Return the distance to the next smaller bucket, by bisection of the table."""
     if num_tokens >= len(table):
         return num_tokens - (len(table) - 1) if len(table) > 1 else None
     bucket = table[num_tokens]

@@ -1,4 +1,4 @@
-"""One lane of a simulation: its steps through one dispatcher, counted."""
+"""One lane of a simulation: runs its steps through one dispatcher and counts them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dispatchkit_plan.scenario import Scenario
 
 __all__ = ["PENDING", "LaneRun", "Steps", "Tally"]
 
-#: The runner's word for a step that ran eager since its graph is to be captured later.
+#: The runner's reason for steps that run eager because their graph is captured later.
 PENDING = "capture_pending"
-_NO_GRAPH = object()  # stands where a captured graph would
+_NO_GRAPH = object()  # placeholder of a captured graph
 _MAX_DENSE_CELLS = 1 << 24
 
 
@@ -29,8 +29,8 @@ _MAX_DENSE_CELLS = 1 << 24
 class Steps:
     """The arguments of each step's ``dispatch``, as arrays (steps,).
 
-    With axes ``loras`` are variants. ``values`` are those of the axis that costs depend on, 0 where
-    there is none.
+    With axes, ``loras`` are variants. ``values`` are those of the axis that costs depend on, or 0
+    if there is none.
     """
 
     num_tokens: IntArray
@@ -49,11 +49,11 @@ class Steps:
 
         Args:
             trace: Steps.
-            config: What they are dispatched under.
+            config: The configuration they are dispatched under.
             axis: The axis that costs depend on; empty: none.
 
         Raises:
-            ConfigError: One is larger than the configuration allows.
+            ConfigError: A step is larger than the configuration allows.
             TraceError: An axis of the configuration has no column.
         """
         names = trace.columns
@@ -101,7 +101,7 @@ class Steps:
 
 @attrs.define(eq=False)
 class Tally:
-    """A decision with how often it was taken and what a step under it costs."""
+    """A decision, how often it was taken, and the cost of a step under it."""
 
     decision: Decision
     time_us: float
@@ -154,13 +154,13 @@ class LaneRun:
             for tally, count in zip(tallies, counts, strict=True):
                 tally.count += count
 
-    # -- a policy that does not learn: every different batch once -------------------------
+    # -- a policy that does not learn: every distinct batch once --------------------------
 
     def decide_all(self, steps: Steps) -> tuple[list[Tally], IntArray]:
-        """Decide each different batch once.
+        """Decide each distinct batch once.
 
         Returns:
-            The tallies by number; each step's number.
+            The tallies, and for each step the index of its tally.
         """
         num_uniform, num_loras = int(steps.uniform.max()) + 1, int(steps.loras.max()) + 1
         num_values = int(steps.values.max()) + 1
@@ -178,7 +178,7 @@ class LaneRun:
         for packed in cells.tolist():
             tokens, uniform, loras, value = batch_of(packed)
             tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
-        # A cell's decision holds up to a number of requests; beyond it the batch is asked for.
+        # A cell's decision holds up to a number of requests; dispatch larger batches one by one.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
         if len(beyond):
@@ -221,7 +221,7 @@ class LaneRun:
             tally = tallies.get((id(decision), value)) or self._tally(decision, tokens, value)
             if is_lazy and not self._has_all(decision.keys):
                 self.pending[tokens, value] += 1
-                continue  # it ran eager and teaches nothing of its graph
+                continue  # it ran eager, so nothing is learned about its graph
             tally.count += 1
             if decision.timed and (decision.one_shot or step - last_sample >= sample_every):
                 last_sample = step
@@ -233,18 +233,18 @@ class LaneRun:
     # -- both -----------------------------------------------------------------------------
 
     def _tally(self, decision: Decision, num_tokens: int, value: int) -> Tally:
-        # By identity: a bound decision belongs to one cell, and so has one time for each value
-        # of the axis. The tally keeps it alive, so that its id stays its own.
+        # Compare by identity: a bound decision belongs to one cell, so it has one time for each
+        # value of the axis. The tally keeps it alive, so its id stays unique.
         tally = self.tallies.get((id(decision), value))
         if tally is None:
-            key = decision.key  # of one bucket of the axis, those of all parts
+            key = decision.key  # all parts have keys of the same bucket of the axis
             model = self._model_at(value) if key is None else self._model_of(key)
             tally = Tally(decision, decided_us(model, decision, num_tokens))
             self.tallies[id(decision), value] = tally
         return tally
 
     def eager_us(self, num_tokens: int, value: int) -> float:
-        """Return what an eager step takes."""
+        """Return the time of an eager step."""
         return self._model_at(value).eager_us(num_tokens)
 
     def _model_at(self, value: int) -> CostModel:
@@ -259,20 +259,20 @@ class LaneRun:
         return self._model_at(0 if self._axis is None else key.descriptor.axes[self._axis])
 
     def _has_all(self, keys: tuple[GraphKey, ...]) -> bool:
-        """Use the graphs of a step, captured where they were not; False: it runs eager."""
+        """Use a step's graphs, capturing missing ones; return False if the step runs eager."""
         live, most = self._live, self.scenario.max_graphs
         if most is not None and most < len(set(keys)):
-            return False  # they find no room beside each other
+            return False  # they do not fit into the budget together
         for key in keys:
             if key in live:
                 live[key] += 1
                 live.move_to_end(key)
             elif not self._use(key):
                 return False
-        return all(key in live for key in keys)  # one part may have taken the place of another
+        return all(key in live for key in keys)  # one part may have evicted another
 
     def _use(self, key: GraphKey) -> bool:
-        """Capture a graph that is asked for, after making room for it; False: not yet."""
+        """Capture a requested graph after making room for it; return False if not yet."""
         scenario, live = self.scenario, self._live
         self._asked[key] += 1
         if self._asked[key] < scenario.capture_after:
@@ -283,7 +283,7 @@ class LaneRun:
             raise ConfigError(
                 "max_bytes",
                 limit,
-                f"at least {need:.0f}, what the graph of {key} takes by {self.model.name}",
+                f"at least {need:.0f}, the memory of the graph of {key} by {self.model.name}",
             )
         while live and (
             (scenario.max_graphs is not None and len(live) >= scenario.max_graphs)
@@ -313,9 +313,9 @@ class LaneRun:
 
 
 def _numbered(values: IntArray) -> tuple[IntArray, IntArray]:
-    """Return (each entry's number, the different values by number)."""
+    """Return (the index of each entry's value, the distinct values)."""
     top = int(values.max()) + 1
-    if top <= _MAX_DENSE_CELLS:  # by counting, without the sort that np.unique does
+    if top <= _MAX_DENSE_CELLS:  # by counting, which avoids the sort of np.unique
         different = np.flatnonzero(np.bincount(values, minlength=top))
         table = np.zeros(top, dtype=np.int64)
         table[different] = np.arange(len(different))

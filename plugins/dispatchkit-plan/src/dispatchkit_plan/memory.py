@@ -1,17 +1,17 @@
-"""Forecast what a set of graphs will take in memory, from a few that were captured.
+"""Forecast the memory of a set of graphs from a few that were captured.
 
-Graphs of one lane share one pool. What a graph only works with, others use again: the pool
-grows when a graph needs more at once than any before it, which the largest does, captured
-first, and now and then a small one that picks another kernel. What a graph keeps to itself
-(tensors that outlive its capture) each adds anew. So the forecast is what the pool holds after
-the captured ones, plus what each other size will keep: between two measured sizes the amount
-lies between theirs, at the smaller end at least, at the larger end at most.
+Graphs of one lane share one pool, and reuse each other's temporary memory: the pool grows only
+when a graph needs more at once than any before it. That is the largest graph, which is captured
+first, and sometimes a small one that uses another kernel. Memory that a graph keeps (tensors
+that outlive its capture) is added for each graph. So the forecast is the pool's size after the
+sampled captures, plus what each other size will keep. Between two measured sizes, that amount
+lies between theirs.
 
-Without ``held_bytes`` nothing tells the two apart, and all growth counts as kept: safe, and far
-too much where a pool has grown once for all.
+Without ``held_bytes`` the two cannot be distinguished, and all growth counts as kept: safe, but
+far too high if the pool has grown once for all graphs.
 
-``high_bytes`` is what to keep free. It is never too low as long as no size that was left out
-needs more at once than those captured; capture more of them where that is in doubt.
+``high_bytes`` is the amount to keep free. It is never too low as long as no unsampled size
+needs more memory at once than the sampled ones; capture more samples if that is in doubt.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = [
 ]
 
 SEGMENT_BYTES = 2 * 1024 * 1024
-"""Smallest step in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
+"""Smallest unit in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
 
-# Samples after the driver's first block that tell how fast it takes more.
+# Samples needed after the driver's first block to measure how fast it takes more.
 _ENOUGH_BLOCKS = 3
 
 
 @attrs.frozen
 class MemorySample:
-    """Memory after one more graph was captured, since before the first.
+    """Memory growth up to one more captured graph, counted from before the first.
 
     Attributes:
         size: Capture size of that graph.
-        reserved_bytes: What the pool holds, in whole segments.
-        held_bytes: Of that, what is in use while no graph runs; None where not known.
-        driver_bytes: What the driver took besides.
+        reserved_bytes: Memory of the pool, in whole segments.
+        held_bytes: The part of it in use while no graph runs; None if not known.
+        driver_bytes: Memory that the driver took in addition.
     """
 
     size: int
@@ -58,16 +58,17 @@ class MemorySample:
 
 @attrs.frozen
 class MemoryForecast:
-    """What a set of graphs will take.
+    """Forecast memory of a set of graphs.
 
     Attributes:
         expected_bytes: Best estimate for the pool.
-        low_bytes: Least that the samples allow.
-        high_bytes: Most that the samples allow; keep this much free.
-        per_graph_bytes: Expected increment of each size but the largest.
-        driver_bytes: What the driver will take besides the pool, in proportion to the samples.
-        driver_high_bytes: The most it is, since it grows in whole blocks: wide where the
-            samples took few of them.
+        low_bytes: Lower bound from the samples.
+        high_bytes: Upper bound from the samples; keep this much free.
+        per_graph_bytes: Expected increment of each size except the largest.
+        driver_bytes: Memory that the driver will take in addition to the pool, in proportion
+            to the samples.
+        driver_high_bytes: Its upper bound: the driver takes whole blocks, so the bound is wide
+            if the samples took few of them.
     """
 
     expected_bytes: int
@@ -89,7 +90,7 @@ class MemoryForecast:
             )
         )
         return (
-            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), and of the "
+            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), and the "
             f"driver {driver} MiB (up to {driver_high})"
         )
 
@@ -100,19 +101,19 @@ def forecast_memory(
     *,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> MemoryForecast:
-    """Return what graphs of all sizes will take, from a few that were captured.
+    """Return the forecast memory of graphs of all sizes, from a few that were captured.
 
     Args:
-        samples: Captured in this order, largest size first; the first one must be the
-            largest of ``sizes``. Some more, each about half the one before and the smallest
-            among them, find what makes a pool grow: other kernels are taken around powers
-            of two.
+        samples: Samples in the order of capture, largest size first; the first one must be
+            the largest of ``sizes``. Include the smallest size, and others about half the one
+            before: libraries choose other kernels around powers of two, which may grow the
+            pool.
         sizes: All sizes that will be captured.
-        segment_bytes: Step in which the pool and the driver grow.
+        segment_bytes: Unit in which the pool and the driver's memory grow.
 
     Raises:
-        ConfigError: Fewer than two samples, not largest first, memory that shrinks, or a
-            largest size that was not captured.
+        ConfigError: There are fewer than two samples, they are not largest first, memory
+            shrinks, or the largest size was not captured.
     """
     taken = list(samples)
     wanted = sorted({check_count(size, "size") for size in sizes}, reverse=True)
@@ -127,7 +128,7 @@ def forecast_memory(
     first, last = taken[0].reserved_bytes, taken[-1].reserved_bytes
     expected = low = high = float(last)
     if any(size not in wanted for size in grown):
-        low = float(first)  # the samples hold what the graphs will not
+        low = float(first)  # samples of other sizes may hold memory these graphs do not need
     per_graph, is_guessed = [], False
     for size in wanted[1:]:
         if size in grown:
@@ -138,7 +139,7 @@ def forecast_memory(
         expected, low, high = expected + guess, low + below, high + above
         per_graph.append((size, round(guess)))
     if is_guessed:
-        # A segment reserved for one graph may serve the next, or the next may need a new one.
+        # The next graph may fit into a segment reserved for this one, or need a new one.
         low = max(float(last if low >= last else first), low - segment_bytes)
         high += segment_bytes
     driver, driver_high = _driver(taken, len(wanted), segment_bytes)
@@ -148,10 +149,10 @@ def forecast_memory(
 
 
 def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Return about so many of the sizes, the largest first, in even ratios down to the smallest.
+    """Return about ``count`` of the sizes, largest first, in even ratios down to the smallest.
 
-    In ratios, since it is around powers of two that libraries take another kernel, with
-    other needs of memory.
+    Ratios are used because libraries choose other kernels, which need other amounts of memory,
+    around powers of two.
     """
     largest, smallest = sizes[0], sizes[-1]
     wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
@@ -159,10 +160,10 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
-    """Return (expected, most) of what the driver takes for so many sizes.
+    """Return (expected, maximum) memory that the driver takes for ``num_sizes`` sizes.
 
-    It takes whole blocks, the first when the one it had before is full: only what comes
-    after that first one tells how fast they fill.
+    The driver takes whole blocks, the first once its current block is full. So only the growth
+    after that first one shows how fast blocks fill.
     """
     seen = [sample.driver_bytes for sample in taken]
     rest = max(0, num_sizes - len(taken))
@@ -186,21 +187,21 @@ def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
         raise ConfigError(
             "samples",
             [s.reserved_bytes for s in taken],
-            "memory that never shrinks from one capture to the next",
+            "memory that never shrinks between captures",
         )
     if not wanted or wanted[0] != taken[0].size:
         raise ConfigError(
             "samples",
             taken[0].size,
-            f"first of all the largest size to forecast ({wanted[0] if wanted else 'none'})",
+            f"first the largest size to forecast ({wanted[0] if wanted else 'none'})",
         )
 
 
 def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, float, float]:
-    """Return (least, expected, most) for a size that was not captured."""
+    """Return (minimum, expected, maximum) for a size that was not captured."""
     smaller = [(s, value) for s, value in increments if s < size]
     larger = [(s, value) for s, value in increments if s > size]
-    # Increments should grow with size; where measured ones do not, the bar holds them all.
+    # Increments should grow with size; if measured ones do not, the bounds include them all.
     least = min((value for _, value in smaller), default=0)
     most = max((value for _, value in increments), default=0)
     if larger:
@@ -211,6 +212,6 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
         return float(min(least, v1)), guess, float(most)
     if larger:  # below the smallest captured size
         return 0.0, float(larger[0][1]), float(most)
-    # Above every captured increment (only the largest graph, the pool itself, is larger).
+    # Above every captured increment; only the largest graph, the pool itself, is larger.
     s1, v1 = increments[-1]
     return float(least), float(v1), float(most) * max(1.0, size / s1)

@@ -1,8 +1,8 @@
-"""What a plan minimises: padded tokens, or the time of a cost model.
+"""Objectives of a plan: padded tokens, or the time of a cost model.
 
-Both say the same two things: what a batch of n costs at a captured size, and what it would
-cost with a graph at exactly its size. The excess of the first over the second, in per cent,
-is how good a set of sizes is; counted in tokens it is the padding waste.
+Both give the cost of a batch of n tokens at a captured size, and its cost with a graph of
+exactly its size. The excess of the first over the second, in percent, measures how good a set
+of sizes is; counted in tokens, it is the padding waste.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def padded_sizes(sizes: Sequence[int], max_size: int) -> IntArray:
 
 
 class PaddingObjective:
-    """Tokens run, padding included."""
+    """Minimises the tokens run, padding included."""
 
     monotone = True
     name = "padding"
@@ -65,12 +65,12 @@ class PaddingObjective:
 
 @attrs.frozen
 class TimeObjective:
-    """Time under a cost model.
+    """Minimises the time under a cost model.
 
     Attributes:
-        model: What a step costs.
+        model: The cost model.
         dispatch: ``always`` replays a graph whenever one is large enough; ``best`` runs
-            eager where the model says that is faster.
+            eager if that is faster by the model.
     """
 
     model: CostModel
@@ -129,7 +129,7 @@ Objective = PaddingObjective | TimeObjective
 
 
 def _constant_costs(candidates: IntArray, demand: FloatArray, price: FloatArray) -> FloatArray:
-    """Return the cost matrix when a candidate costs the same whatever it serves."""
+    """Return the cost matrix if a candidate costs the same for all sizes it serves."""
     below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]
     before = np.concatenate([[0.0], below[:-1]])
     cost: FloatArray = price[:, None] * (below[:, None] - before[None, :])
@@ -146,7 +146,7 @@ def _excess(objective: Objective, sizes: Sequence[int], demand: FloatArray) -> f
 
 
 def waste_pct(sizes: Sequence[int], demand: FloatArray) -> float:
-    """Return padded tokens per cent of the real ones.
+    """Return padding in percent of the real tokens.
 
     Args:
         sizes: Ascending captured sizes, the last at least the largest size with demand.

@@ -1,15 +1,15 @@
 """Exact optimal sets of capture sizes, by dynamic programming.
 
-The problem: batches of many sizes come, few sizes can be captured, and a batch runs at the
+The problem: batches have many sizes, few sizes can be captured, and a batch runs at the
 smallest captured size that holds it. Which sizes cost least? Let ``cost[i, j]`` be the cost of
-all batches that the i-th candidate size serves when the next smaller captured size is
+all batches that the i-th candidate size serves if the next smaller captured size is
 candidate ``j - 1`` (``j = 0``: none). The best set of k sizes that ends at candidate i is the
 best set of k - 1 sizes that ends at ``j - 1`` plus ``cost[i, j]``, minimised over j. The last
 size is always the largest candidate, so every set covers the same batches.
 
-One pass gives the whole curve k = 1..K. Its cost is K x M^2 / 2 for M candidates; with costs
-that grow with the padded size the best ``j`` never moves down, neither along i nor along k,
-and most of that work is skipped.
+One pass gives the whole curve k = 1..K in K x M^2 / 2 steps for M candidates. If costs grow
+with the padded size, the best ``j`` never decreases, neither along i nor along k, and most of
+that work is skipped.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_ROWS = 64  # rows handled at once; more waste the narrow windows, fewer are all overhead
+_ROWS = 64  # rows per block: more lose the benefit of narrow windows, fewer are mostly overhead
 
 
 def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
-    """Return the cost matrix whose unit is tokens run, padding included.
+    """Return the cost matrix in tokens run, padding included.
 
     Args:
         candidates: Ascending sizes that may be captured.
-        demand: Batches per size, index 0..largest candidate; entry 0 is not looked at.
+        demand: Batches per size, index 0..largest candidate; entry 0 is ignored.
 
     Shapes: candidates (M,), demand (N + 1,) -> (M, M); entry [i, j] is inf for j > i.
     """
@@ -65,12 +65,12 @@ def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) 
         candidates: Ascending sizes that may be captured.
         demand: Batches per size, index 0..largest candidate.
         cost_at: Cost of one batch of size n when candidate i serves it; entries with
-            n > candidate are not looked at.
+            n > candidate are ignored.
 
     Shapes: candidates (M,), demand (N + 1,), cost_at (M, N + 1) -> (M, M).
     """
     total = np.cumsum(cost_at * demand[None, :], axis=1)  # (M, N + 1), over sizes <= n
-    before = np.concatenate([[0], candidates[:-1]])  # sizes up to here are served smaller
+    before = np.concatenate([[0], candidates[:-1]])  # smaller candidates serve sizes up to here
     served = total[np.arange(len(candidates)), candidates]
     cost: FloatArray = served[:, None] - total[:, before]
     close_upper(cost)
@@ -78,7 +78,7 @@ def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) 
 
 
 def close_upper(cost: FloatArray) -> None:
-    """Make it impossible that a candidate's predecessor is not smaller than it."""
+    """Set infinite costs where a candidate's predecessor is not smaller than it."""
     order = np.arange(len(cost))
     cost[order[:, None] < order[None, :]] = np.inf
 
@@ -86,10 +86,10 @@ def close_upper(cost: FloatArray) -> None:
 def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int]) -> FloatArray:
     """Return the costs under which every optimal set contains the required sizes.
 
-    Passing over a required size is made impossible.
+    Skipping a required size has infinite cost.
 
     Raises:
-        ConfigError: A required size is no candidate.
+        ConfigError: A required size is not a candidate.
     """
     wanted = np.isin(candidates, np.asarray(required, dtype=np.int64))
     if wanted.sum() != len(set(required)):
@@ -106,7 +106,7 @@ class SizeCurve:
 
     Attributes:
         candidates: Sizes that were considered.
-        costs: Least cost with k sizes, at index k - 1; inf where k sizes cannot do it.
+        costs: Least cost with k sizes, at index k - 1; inf if k sizes are not possible.
         back: For each k and each last candidate, where its predecessor ends (the j above).
     """
 
@@ -118,7 +118,7 @@ class SizeCurve:
         return len(self.back)
 
     def sizes(self, num_sizes: int) -> tuple[int, ...]:
-        """Return the best set of exactly that many sizes, ascending."""
+        """Return the best set of exactly ``num_sizes`` sizes, ascending."""
         chosen: list[int] = []
         at = len(self.candidates) - 1
         for level in range(num_sizes - 1, -1, -1):
@@ -136,9 +136,9 @@ def size_curve(
         candidates: Ascending sizes that may be captured; the last one is in every set.
         cost: Cost matrix as from ``padding_costs`` or ``served_costs``.
         max_sizes: Largest number of sizes, at most the number of candidates.
-        monotone: A batch never costs less at a larger candidate. Then the best predecessor
-            is monotone and most candidates need no look. Must be False otherwise, and with
-            required sizes.
+        monotone: Whether a batch never costs less at a larger candidate. Then the best
+            predecessor is monotone, and most candidates are skipped. Must be False otherwise,
+            and with required sizes.
 
     Shapes: candidates (M,), cost (M, M).
     """
@@ -176,22 +176,22 @@ def best_sizes_within(
     setting: str = "budget",
     units: int = 128,
 ) -> tuple[tuple[int, ...], float]:
-    """Return the sizes of least cost whose prices add up to at most a budget, and that cost.
+    """Return the sizes of least cost whose prices sum to at most a budget, and that cost.
 
-    The budget is never exceeded. The answer is exact where all prices are equal, and where
-    prices rounded down to 1/units of the budget give a set that fits it; otherwise it is
-    exact for prices rounded up.
+    The budget is never exceeded. The result is exact if all prices are equal, or if the best
+    set for prices rounded down to 1/units of the budget fits it; otherwise it is exact for
+    prices rounded up.
 
     Args:
         candidates: Ascending sizes that may be captured; the last one is always taken.
         cost: Cost matrix.
-        price: What capturing each candidate takes (bytes, seconds), at least 0.
-        budget: Sum allowed, above 0.
+        price: Price of capturing each candidate (bytes, seconds), at least 0.
+        budget: Maximum sum, above 0.
         setting: Name of the budget, for the message.
         units: Steps that the budget is divided into.
 
     Raises:
-        ConfigError: The budget does not hold even the largest size alone.
+        ConfigError: The budget is below the price of the largest size alone.
 
     Shapes: candidates (M,), cost (M, M), price (M,).
     """
@@ -205,7 +205,7 @@ def best_sizes_within(
         )
     count = len(candidates)
     if price.min() == price.max():
-        # A hair below the next whole number is that number: 3 x 0.1 is 0.30000000000000004.
+        # Round up values just below an integer: 3 x 0.1 is 0.30000000000000004.
         affordable = count if not price[0] else int(budget / price[0] + 1e-9)
         curve = size_curve(candidates, cost, min(count, affordable), monotone=False)
         best = int(curve.costs.argmin())
@@ -214,7 +214,7 @@ def best_sizes_within(
     sizes, least = _knapsack(candidates, cost, np.floor(scaled + 1e-9), units)
     by_size = dict(zip(candidates.tolist(), price.tolist(), strict=True))
     if sum(by_size[size] for size in sizes) <= budget * (1 + 1e-12):
-        return sizes, least  # the best of more sets than are allowed, and allowed itself
+        return sizes, least  # the best of a superset of the allowed sets, and allowed itself
     return _knapsack(candidates, cost, np.ceil(scaled - 1e-9), units)
 
 
@@ -232,7 +232,7 @@ def _knapsack(
         for w, rows in by_weight:
             if w <= spent:
                 _relax(rows, cost, best[spent - w], best, back, spent)
-        for row in free:  # those extend sets of the same price, smaller candidates first
+        for row in free:  # free candidates extend sets of the same price, smaller ones first
             _relax(np.array([row]), cost, best[spent], best, back, spent)
         if spent:  # unspent budget is allowed
             cheaper = best[spent - 1] < best[spent]
@@ -258,7 +258,7 @@ def _relax(
     back: IntArray,
     spent: int,
 ) -> None:
-    reach = np.concatenate([[0.0], smaller[:-1]])  # no smaller size at all costs nothing
+    reach = np.concatenate([[0.0], smaller[:-1]])  # without smaller sizes the cost is 0
     first, last = int(rows[0]), int(rows[-1]) + 1
     block = cost[first:last] if last - first == len(rows) else cost[rows]
     sums = block[:, :last] + reach[:last]  # a candidate has no predecessor above itself
