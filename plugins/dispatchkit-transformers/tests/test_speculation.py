@@ -428,7 +428,7 @@ def test_rows_of_an_interrupted_step_go_on_only_from_where_they_were(name, monke
         drafts = torch.tensor([want[len(said) : len(said) + DRAFTS]])
         interrupted(partial(decoder.verify, drafts), monkeypatch)
         for call in (decoder.step, decoder.logits, partial(decoder.verify, drafts)):
-            with pytest.raises(InputError, match=r"may be half done.*truncate"):
+            with pytest.raises(InputError, match=r"may be incomplete.*truncate"):
                 call()
         with pytest.raises(InputError, match="A step of the 1 rows was interrupted"):
             decoder.admit(prompt_of(4))

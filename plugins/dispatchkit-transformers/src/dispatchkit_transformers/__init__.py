@@ -1,4 +1,4 @@
-"""Decoding of transformers models through captured graphs."""
+"""Decode transformers models through captured graphs."""
 
 from __future__ import annotations
 

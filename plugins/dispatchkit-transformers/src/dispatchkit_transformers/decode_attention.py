@@ -1,14 +1,15 @@
-"""Attention of a few new tokens for each sequence over a static cache, read once and as it lies.
+"""Attention of a few new tokens per sequence over a static cache, read once and in place.
 
-The library's ``sdpa`` hands kernels a mask of each row's own, for which some are not made, and
-some of its releases first repeat keys and values for the heads that share them. cuDNN's kernel
-takes such masks and such heads, so that is what runs where it can be had: CUDA devices from
-compute capability 8.0 on, types of 16 bits. Elsewhere it is two small matrix products for each head
-of the cache: nothing of it is repeated or copied either, and the scores in between are as many as
-the positions for each token.
+The library's ``sdpa`` passes kernels a separate mask for each row, which some kernels do not
+support, and some of its releases first repeat keys and values for heads that share them. cuDNN's
+kernel supports both, so it runs where it is available: CUDA devices from compute capability 8.0
+on, 16-bit types. Elsewhere two small matrix products run for each head of the cache: they do not
+repeat or copy the cache either, and the intermediate scores are one number per position for each
+token.
 
-``model.set_attn_implementation(DECODE_ATTENTION)`` chooses it, by the library's own register of
-attention functions. Prompts, and whatever else it is not for, are the library's ``sdpa``.
+``model.set_attn_implementation(DECODE_ATTENTION)`` selects it, through the library's own registry
+of attention functions. Prompts, and everything else it does not support, use the library's
+``sdpa``.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from transformers.masking_utils import sdpa_mask
 
 from dispatchkit.errors import ConfigError
 
-#: The name it is chosen by.
+#: The name that selects it.
 DECODE_ATTENTION = "dispatchkit_decode"
 
-# What changes scores in other ways than a mask; None where a model has none. The first are not
-# known to every release's ``sdpa``, which would leave them out without a word.
+# Options that change scores other than by a mask; None if a model has none. Some releases' ``sdpa``
+# do not know the first ones, and would silently ignore them.
 _REFUSED = ("softcap", "s_aux")
 _OTHERWISE = ("position_bias", "head_mask")
 
-# So many tokens are a step's: one, and drafts. More are a prompt.
+# A step has at most this many tokens: one, and drafts. More are a prompt.
 _MOST_TOKENS = 8
 
-# What torch itself asks of cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): up to this
-# release lengths that 128 does not divide come out wrong, and larger heads are for some devices.
+# torch's own conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): up to
+# this release, lengths that 128 does not divide give wrong results, and only some devices support
+# larger heads.
 _CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
 
 
@@ -49,40 +51,40 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Be an attention function of the library.
+    """Compute attention, with the signature of the library's attention functions.
 
     Shapes: query (B, heads, T, size), key (B, key heads, positions, size), value (B, key heads,
-    positions, value size), mask (B or 1, 1, T, positions), True where a token may look, or added
-    to scores. Without cuDNN scores are rounded to the model's type before they are weighed, as by
-    the library's ``eager``.
+    positions, value size), mask (B or 1, 1, T, positions), True where a token may attend, or added
+    to scores. Without cuDNN, scores are rounded to the model's type before the softmax, as in the
+    library's ``eager``.
 
     Returns:
-        What the tokens attended to (B, T, heads, value size), and None.
+        The attention output (B, T, heads, value size), and None.
 
     Raises:
-        ConfigError: The model limits its scores, or has sinks.
+        ConfigError: The model limits its scores, or has attention sinks.
     """
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ConfigError(
                 "attn_implementation",
                 DECODE_ATTENTION,
-                f"used with models without {name}, which changes scores in a way that it lacks",
-                "model.set_attn_implementation('eager') has it.",
+                f"used with models without {name}, which it does not support",
+                "model.set_attn_implementation('eager') supports it.",
             )
     rows, heads, length, size = query.shape
     bias = kwargs.get("position_bias")
     if length == 1 and isinstance(bias, torch.Tensor) and bias.shape[2] == rows > 1:
-        # Of rows at positions of their own, the library makes one query after the other.
+        # For rows at different positions, the library makes one query after the other.
         kwargs["position_bias"] = bias.permute(2, 1, 0, 3)
-    # A prompt that may look at all before each token has no mask.
+    # A prompt in which each token may attend to all tokens before it has no mask.
     is_prompt = length > _MOST_TOKENS or (length > 1 and attention_mask is None)
     if (
         is_prompt
         or dropout
         or (attention_mask is not None and attention_mask.shape[1] != 1)
         or any(kwargs.get(name) is not None for name in _OTHERWISE)
-        or kwargs.get("output_attentions")  # it says that it has none
+        or kwargs.get("output_attentions")  # sdpa warns that it has none
     ):
         given = {"dropout": dropout, "scaling": scaling, **kwargs}
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -93,15 +95,15 @@ def decode_attention(
     if _for_cudnn(query, key, value, mask):
         if mask is not None and mask.dtype == torch.bool:
             mask = additive(mask, query.dtype)
-        # By its own name: torch's sdpa has an order of kernels, and repeats keys for its last one.
+        # Called directly: torch's sdpa has an order of kernels, and repeats keys for its last one.
         one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, False, scale=scaling
         )[0]
         return one.transpose(1, 2), None
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    # Scaled before: no product is out of a type's range, and fewer numbers are multiplied. How many
-    # operations there are counts more for a small model than how much each does.
+    # Scale first: no product exceeds the type's range, and fewer numbers are multiplied. For a
+    # small model the number of operations matters more than the cost of each.
     grouped = query.reshape(rows, shared, heads // shared * length, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
     if mask is not None:
@@ -110,13 +112,13 @@ def decode_attention(
             each.masked_fill_(~looks, torch.finfo(scores.dtype).min)
         else:
             each.add_(looks)
-    # Computed in float32 inside, whatever the type.
+    # softmax computes in float32 internally, whatever the type.
     found = scores.softmax(-1).to(value.dtype) @ value
     return found.view(rows, heads, length, value.shape[-1]).transpose(1, 2), None
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to scores in place of a mask that is True where a token may look."""
+    """Convert a boolean mask, True where a token may attend, to one that is added to scores."""
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
@@ -124,7 +126,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _for_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Return whether cuDNN computes this, and does it right."""
+    """Return whether cuDNN supports this, with correct results."""
     size = query.shape[-1]
     return (
         query.is_cuda
@@ -139,10 +141,10 @@ def _for_cudnn(
     )
 
 
-# Compiled code asks while it is traced, where the question itself is not understood.
+# Compiled code calls this while it is traced, where the check itself is not understood.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch may and can give cuDNN heads that share keys, with a mask."""
+    """Return whether torch may and can use cuDNN for heads that share keys, with a mask."""
     return torch.backends.cuda.cudnn_sdp_enabled() and _can_have_cudnn(device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Decoding steps as functions of static inputs, and the limits that they have."""
+"""Decoding steps as functions of static inputs, and their limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.keys import check_count
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import Probe
 
-#: Shortest length of the cache that gets graphs of its own.
+#: Shortest length of the cache that has separate graphs.
 SHORTEST = 128
 
 
@@ -26,19 +26,19 @@ def decode_step(
     wants_logits: bool,
     compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return one step of decoding.
+    """Return a function that runs one decoding step.
 
     It takes tokens and positions (B,) and how much of the cache it must read. It returns the
-    likeliest next tokens (B,), or the logits of them (B, V) in float32, and the positions that
-    these are at (B,).
+    most likely next tokens (B,), or their logits (B, V) in float32, and the positions of the next
+    tokens (B,).
 
     Args:
-        probe: What was found out about the model.
+        probe: The probe of the model.
         memory: The cache.
-        lengths: Positions that it may read, ascending.
-        forward: What computes it: the model, or its compiled form.
+        lengths: Lengths of the cache that the step may read, ascending.
+        forward: The model, or its compiled form.
         wants_logits: Return logits.
-        compile: Is given what a step of one length runs, and returns what runs in its place.
+        compile: Takes the function of one length, and returns the function to run instead.
     """
 
     def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -57,8 +57,8 @@ def decode_step(
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Without a graph it is the length itself that is given; to find out which outputs follow
-        # it, one beyond all of them may be.
+        # Without a graph the exact length is passed; while measuring which outputs follow the
+        # length, it may exceed all of `lengths` by one.
         return steps[next((one for one in lengths if one >= length), lengths[-1])](
             tokens, positions
         )
@@ -75,26 +75,26 @@ def verify_step(
     *,
     compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return one step that verifies drafts.
+    """Return a function that runs one step and verifies drafts.
 
-    It takes tokens and positions (B,), the drafts to follow each token (B, ``num_draft_tokens``)
-    and how much of the cache it must read. It runs them all, accepts the drafts that are the
-    likeliest tokens up to the first that is not, and returns
+    It takes tokens and positions (B,), the drafts that may follow each token
+    (B, ``num_draft_tokens``) and how much of the cache it must read. It runs all of them, accepts
+    drafts up to the first one that is not the most likely token, and returns
 
-    - the likeliest token behind each one, and how many drafts are accepted and were given
+    - the most likely token after each of them, the number of drafts accepted and the number given
       (B, ``num_draft_tokens`` + 3);
-    - the token behind the last accepted one (B,), and its position (B,).
+    - the token after the last accepted one (B,), and its position (B,).
 
-    A value below 0 or beyond the end of the cache is not a draft. What rejected drafts leave in the
-    cache lies behind the row's end: no token looks there before others are written over it.
+    A value below 0 or beyond the end of the cache is not a draft. Rejected drafts leave keys and
+    values beyond the row's end: no token attends to them before they are overwritten.
 
     Args:
-        probe: What was found out about the model.
-        memory: The cache, with ``num_draft_tokens`` spare positions or more.
-        lengths: Positions that it may read, ascending.
-        forward: What computes it: the model, or its compiled form.
-        num_draft_tokens: Drafts of each row.
-        compile: Is given what a step of one length runs, and returns what runs in its place.
+        probe: The probe of the model.
+        memory: The cache, with at least ``num_draft_tokens`` spare positions.
+        lengths: Lengths of the cache that the step may read, ascending.
+        forward: The model, or its compiled form.
+        num_draft_tokens: Number of drafts for each row.
+        compile: Takes the function of one length, and returns the function to run instead.
     """
     offsets = torch.arange(1 + num_draft_tokens, device=probe.device)
     last_token = probe.vocabulary - 1
@@ -132,14 +132,14 @@ def verify_step(
 
 
 def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return a step that ``torch.compile`` compiles once for all sizes; a single row is its own.
+    """Compile a step with ``torch.compile`` once for all sizes, and once for a single row.
 
-    By itself it would compile the first size it sees for that size alone. ``dynamic=True`` would
-    leave the sizes of the cache open as well.
+    By default ``torch.compile`` would specialize on the first size it sees. ``dynamic=True`` would
+    make the sizes of the cache dynamic as well.
 
     Args:
         step: Takes tensors of the batch.
-        options: Those of ``torch.compile``.
+        options: Options of ``torch.compile``.
     """
     compiled = torch.compile(step, **options)
 
@@ -156,7 +156,7 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
     """Return the lengths of the cache to capture for, ascending.
 
     Raises:
-        ConfigError: They do not end with the longest, or are no lengths.
+        ConfigError: They do not end with the longest, or are not lengths.
     """
     if lengths is None:
         found = {max_length}
@@ -180,10 +180,10 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
 
 
 def too_short(needed: int, have: int) -> DescriptorError:
-    """Return the error of a sequence that the cache has no room for."""
+    """Return the error for a sequence that does not fit into the cache."""
     return DescriptorError(
         "sequence length",
         needed,
         f"at most max_length ({have}), the positions of the cache",
-        "Make the GraphDecoder with a larger max_length, or ask for fewer new tokens.",
+        "Create the GraphDecoder with a larger max_length, or ask for fewer new tokens.",
     )

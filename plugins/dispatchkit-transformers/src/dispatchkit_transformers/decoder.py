@@ -1,15 +1,15 @@
-"""Decoding of a transformers model through graphs, on one static cache for every batch size.
+"""Decode a transformers model through graphs, on one static cache for every batch size.
 
     decoder = GraphDecoder(model, max_batch_size=32, max_length=1024)
     tokens = decoder.generate(**inputs, max_new_tokens=100)
 
-``generate`` takes what the library's own takes and gives the same tokens; it is that method,
-with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and ``drop``;
-``verify`` takes the place of ``step`` where there are drafts (``speculation.py``).
+``generate`` takes the arguments of the library's own method and returns the same tokens; it is that
+method, with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and
+``drop``; ``verify`` replaces ``step`` if there are drafts (``speculation.py``).
 
 Needs transformers 4.57.1 or newer, up to 5.x. Each token of a batch is one step of a
-``GraphRunner``, whose graphs differ in the batch and in how much of the cache they read. Prompts
-run eager, or with ``prompt_sizes`` through graphs, too.
+``GraphRunner``, whose graphs differ in the batch size and in how much of the cache they read.
+Prompts run eager, or with ``prompt_sizes`` through graphs as well.
 """
 
 from __future__ import annotations
@@ -60,31 +60,31 @@ try:
     from dispatchkit_transformers.static_models import Probe, Source, probe, takes_drafts
 except ImportError as _error:
     raise BackendUnavailableError(
-        "GraphDecoder needs transformers from 4.57.1 on, below 6, and what is installed here "
-        f"does not do: {_error}. Run: pip install 'dispatchkit[transformers]'."
+        "GraphDecoder needs transformers 4.57.1 or newer, below 6, and the installed one "
+        f"does not work: {_error}. Run: pip install 'dispatchkit[transformers]'."
     ) from _error
 
 __all__ = ["DECODE_ATTENTION", "DecoderStats", "GraphDecoder"]
 
-#: The input of the steps that verify drafts, and what they are called in ``stats().graphs``.
+#: The input of steps that verify drafts, and the name of these steps in ``stats().graphs``.
 DRAFTS = "drafts"
 
 
 @attrs.frozen
 class DecoderStats:
-    """What a decoder has done so far.
+    """Counts of a decoder's work so far.
 
     Attributes:
         steps: Decoding steps.
-        admitted: Sequences that were given a slot.
-        dropped: Sequences that gave theirs up.
-        moved: Sequences that were moved to another slot, to keep the batch in one piece.
-        moved_bytes: Bytes copied for that, on the device.
-        graphs: The runner's counts, by what its graphs give: ``tokens`` or ``logits``; those of
-            chunks of prompts are ``prompts``, those that verify drafts ``drafts``.
-        prompts: Prompts by how they ran: through ``graphs``, or the reason why eager.
+        admitted: Sequences that were admitted.
+        dropped: Sequences that were dropped.
+        moved: Sequences that were moved to another slot, to keep the batch contiguous.
+        moved_bytes: Bytes copied by these moves, on the device.
+        graphs: The runners' counts, by what the graphs return: ``tokens`` or ``logits``;
+            ``prompts`` for chunks of prompts, ``drafts`` for steps that verify drafts.
+        prompts: Number of prompts by how they ran: ``graphs``, or the reason for running eager.
         drafted: Drafts that were verified.
-        accepted: Of them, those that were right.
+        accepted: Drafts that were accepted.
     """
 
     steps: int
@@ -104,28 +104,27 @@ class GraphDecoder:
     The live sequences are rows 0 to ``num_rows`` - 1, in the first slots of the cache.
 
     Args:
-        model: A model of transformers that generates text, in evaluation mode.
-        max_batch_size: Most sequences at a time.
-        max_length: Most tokens of one sequence, prompt included.
-        max_source_length: Most positions of what an encoder gives, for encoder-decoder models.
+        model: A transformers model that generates text, in evaluation mode.
+        max_batch_size: The most sequences at a time.
+        max_length: The most tokens of one sequence, prompt included.
+        max_source_length: The most positions of encoder output, for encoder-decoder models.
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
             of its sequences. By default powers of two from 128 on, and ``max_length``.
-        prompt_sizes: Tokens of a chunk of prompts to capture for. Prompts run through graphs where
-            all that are admitted together have no more tokens than the largest; others, and all by
-            default, run eager.
-        num_draft_tokens: Most drafts of a row that ``verify`` takes. Windows keep so many
-            positions more.
-        compile: Capture compiled kernels: True compiles the whole step, the model with the
-            writing of the cache and the choice of tokens, by ``torch.compile``; a function is
-            given the step and returns what runs in its place.
-        forward: What computes the model's part of a step in its place, such as
-            ``torch.compile(model)``.
-        policy: Name of the policy, or an object.
+        prompt_sizes: Numbers of tokens to capture chunks of prompts for. Prompts run through
+            graphs if all that are admitted together have no more tokens than the largest size;
+            other prompts, and by default all, run eager.
+        num_draft_tokens: The most drafts per row that ``verify`` takes. Windows keep that many
+            more positions.
+        compile: Capture compiled kernels: True compiles the whole step, including cache writes and
+            the choice of tokens, with ``torch.compile``; a function takes the step and returns the
+            function to run instead.
+        forward: Replaces the model's part of a step, such as ``torch.compile(model)``.
+        policy: A policy or its name.
         state: Further state of the step, as for ``GraphRunner``.
         options: Options of the runners.
-        backend: ``auto``, a backend's name, or an object.
-        lazy: Capture a graph when a step asks for it; False: only ``capture()`` does.
+        backend: ``auto``, a backend or its name.
+        lazy: Capture a graph when a step needs it; False: only in ``capture()``.
         settings: ``lanes`` and ``mode``, as for ``GraphRunner``.
 
     Attributes:
@@ -134,8 +133,8 @@ class GraphDecoder:
         num_rows: Live sequences.
 
     Raises:
-        ConfigError: The model cannot be cached statically, or a setting cannot be used.
-        UnknownNameError: No setting, policy or backend goes by a given name.
+        ConfigError: The model cannot use a static cache, or a setting is invalid.
+        UnknownNameError: No setting, policy or backend has the given name.
 
     Thread safety: one thread at a time.
     """
@@ -179,13 +178,11 @@ class GraphDecoder:
         self._check_drafts_fit()
         self.device: torch.device = self._probe.device
         if not isinstance(compile, bool) and not callable(compile):
-            raise ConfigError(
-                "compile", compile, "True, False, or a function that is given the step"
-            )
+            raise ConfigError("compile", compile, "True, False, or a function that takes the step")
         if compile and self._probe.embeddings:
             raise ConfigError(
                 "compile", compile, "False for a model that takes no positions",
-                "What it embeds for each row is put right by a hook, which is not compiled.",
+                "A hook corrects its position embeddings, and is not compiled.",
             )  # fmt: skip
         self._compile = compile_for_any_size if compile is True else compile or None
         options = RunnerOptions() if options is None else options
@@ -193,8 +190,8 @@ class GraphDecoder:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:
             options = with_settings(options, {"output_batch_dims": 0})
-        # Rows of padding read and write the sink alone, which tests of the cache hold. Logits of
-        # few rows come from other kernels than those of many, which round otherwise.
+        # Rows of padding read and write only the sink, as tests of the cache verify. Logits of few
+        # rows come from other kernels than those of many rows, and round differently.
         options = with_settings(options, {"prove_rows": False})
         declared = StepState.of(state)
         self._settings = {
@@ -208,7 +205,7 @@ class GraphDecoder:
             "options": options,
             **settings,
         }
-        # By what they give: whoever chooses tokens does not pay for logits.
+        # Separate runners by result: choosing tokens in the graph must not pay for logits.
         self._runners: dict[str, GraphRunner] = {}
         chunk_state = self.cache.chunk_state(runs_twice=bool(options.check))
         self._prompts: PromptRunner | str = prompt_runner(
@@ -220,16 +217,16 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
-        # One behind the furthest position that drafts and positions given up were written to, or
+        # One after the furthest position written by drafts and discarded positions, or
         # further for rows that cannot go back behind their prompt.
         self._ends: list[int] = []
-        # An error or an interrupt in a step leaves it unknown how far tokens and states are.
+        # After an error or interrupt in a step, the state of tokens and cache is unknown.
         self._is_amid_step = False
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
         self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
         self._drafted = self._accepted = 0
-        self.runner()  # which refuses settings that it cannot use
+        self.runner()  # raises if it cannot use the settings
 
     # -- one call -----------------------------------------------------------------------
 
@@ -238,29 +235,29 @@ class GraphDecoder:
 
         Raises:
             DescriptorError: The batch is above the limit, or the cache is too short.
-            ConfigError: Something is asked for that a step here does not give, such as beams.
+            ConfigError: An option needs what a step here does not return, such as beams.
         """
         return call_generate(self.model, self, *args, **kwargs)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Be the library's ``custom_generate``: decode what ``generate`` has prepared."""
+        """Decode what ``generate`` has prepared, as the library's ``custom_generate``."""
         return generate(self, model, input_ids, **kwargs)
 
     # -- a server's loop ----------------------------------------------------------------
 
     @property
     def num_rows(self) -> int:
-        """Live sequences."""
+        """Number of live sequences."""
         return len(self._lengths)
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """Number of tokens that the model knows."""
         return self._probe.vocabulary
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Positions of the cache that each row uses."""
+        """Number of cache positions that each row uses."""
         return tuple(self._lengths)
 
     @property
@@ -270,7 +267,7 @@ class GraphDecoder:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token that each row is at (rows,), which the next step takes; set it to choose."""
+        """The current token of each row (rows,), input of the next step; set it to choose."""
         return self._tokens
 
     @tokens.setter
@@ -293,14 +290,14 @@ class GraphDecoder:
     ) -> torch.Tensor:
         """Run prompts and append a row for each.
 
-        Their first new tokens are the likeliest ones, until ``tokens`` is set.
+        Their first new tokens are the most likely ones, unless ``tokens`` is set.
 
         Args:
             input_ids: Prompts (B, T), padded on the left.
-            attention_mask: 0 where padding is (B, T).
+            attention_mask: 0 at padding (B, T).
             encoder_outputs: Output of the model's encoder, for encoder-decoder models; the prompts
                 are those of the decoder.
-            encoder_attention_mask: 0 where that is padding (B, S).
+            encoder_attention_mask: 0 at padding of the encoder output (B, S).
 
         Returns:
             Logits of the first new token (B, V), float32.
@@ -337,7 +334,7 @@ class GraphDecoder:
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
-        # Of an eager prompt, windows have what the next token looks at and no spare positions.
+        # For eager prompts, windows contain what the next token attends to, and nothing spare.
         back = self.cache.most_back or 0
         self._ends += [length + back for length in lengths]
         self._admitted += rows
@@ -345,9 +342,9 @@ class GraphDecoder:
         return logits
 
     def step(self) -> torch.Tensor:
-        """Take each row's token in and return the likeliest next ones (rows,).
+        """Run each row's token and return the most likely next ones (rows,).
 
-        What it returns is valid until the next step, which takes it.
+        The result is valid until the next step, which uses it as input.
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there is none.
@@ -358,9 +355,9 @@ class GraphDecoder:
         return self._tokens
 
     def logits(self) -> torch.Tensor:
-        """Take each row's token in and return the logits of the next (rows, V), float32.
+        """Run each row's token and return the logits of the next one (rows, V), float32.
 
-        Set ``tokens`` before the next step. What it returns is valid until then.
+        Set ``tokens`` before the next step. The result is valid until then.
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there is none.
@@ -372,18 +369,18 @@ class GraphDecoder:
         return logits
 
     def verify(self, drafts: torch.Tensor) -> list[list[int]]:
-        """Take each row's token and its drafts in, and return what the model says instead.
+        """Run each row's token and its drafts, and return the tokens that the model chooses.
 
-        Drafts are accepted up to the first that is not the likeliest token. The tokens are those
-        of as many calls of ``step``. Waits for the device.
+        Drafts are accepted up to the first one that is not the most likely token. The tokens are
+        the same as those of repeated calls of ``step``. Waits for the device.
 
         Args:
             drafts: Tokens that may follow each row's token (rows, N), N from 1 to
-                ``num_draft_tokens``; below 0 where there is none.
+                ``num_draft_tokens``; below 0 for no draft.
 
         Returns:
-            For each row, the accepted drafts and one more token, 1 to N + 1; the last one is the
-            token that the row is at.
+            For each row, the accepted drafts and one more token, 1 to N + 1 in all; the last one
+            is the row's new current token.
 
         Raises:
             ConfigError: The decoder was made without ``num_draft_tokens``.
@@ -405,7 +402,7 @@ class GraphDecoder:
         return said
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Give up the last positions of rows; set ``tokens`` before the next step.
+        """Discard the last positions of rows; set ``tokens`` before the next step.
 
         After a step that did not end, rows may go back to where they were before it.
 
@@ -415,7 +412,7 @@ class GraphDecoder:
                 recurrent layers have none.
 
         Raises:
-            DescriptorError: A row has not so many, or has lost what lies so far back.
+            DescriptorError: A row is shorter, or positions that far back were overwritten.
         """
         if len(lengths) != self.num_rows:
             raise DescriptorError("lengths", list(lengths), f"one for each of {self.num_rows} rows")
@@ -435,10 +432,10 @@ class GraphDecoder:
         self._ends, self._lengths, self._is_amid_step = ends, kept, False
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Give rows up; the last ones move into their places, on the device.
+        """Drop rows; the last rows move into their places, on the device.
 
         Returns:
-            For each remaining row, in its new order, where it was.
+            For each remaining row, in the new order, its previous index.
 
         Raises:
             DescriptorError: There is no such row.
@@ -449,7 +446,7 @@ class GraphDecoder:
         for row in rows:
             number = whole_number(row)
             if number is None or not 0 <= number < self.num_rows:
-                hint = "Of a mask: mask.nonzero().flatten()."
+                hint = "For a mask: mask.nonzero().flatten()."
                 raise DescriptorError("row", row, f"one of the {self.num_rows} live rows", hint)
             gone.add(number)
         order = list(range(self.num_rows - len(gone)))
@@ -473,19 +470,19 @@ class GraphDecoder:
         return order
 
     def reset(self) -> None:
-        """Give all rows up."""
+        """Drop all rows."""
         self.drop(range(self.num_rows))
 
     # -- graphs -------------------------------------------------------------------------
 
     def capture(self, *, logits: bool = False, drafts: bool = False, progress: bool = False) -> int:
-        """Capture the graphs of every length and size; returns how many there are.
+        """Capture the graphs of every length and size, and return their number.
 
-        Those of prompts too, where ``prompt_sizes`` were given.
+        This includes the graphs of prompts, if ``prompt_sizes`` were given.
 
         Args:
-            logits: Those of ``logits()``, which sampling uses, rather than of ``step()``.
-            drafts: Those of ``verify()``, rather than of ``step()``.
+            logits: Capture for ``logits()``, which sampling uses, instead of ``step()``.
+            drafts: Capture for ``verify()`` instead of ``step()``.
             progress: Show a progress bar on stderr.
         """
         runner = self.runner(logits=logits, drafts=drafts)
@@ -495,14 +492,14 @@ class GraphDecoder:
         return num_graphs
 
     def runner(self, *, logits: bool = False, drafts: bool = False) -> GraphRunner:
-        """Return the runner of the steps that give tokens; made at its first use.
+        """Return the runner of the steps that return tokens, created on first use.
 
         Args:
-            logits: That of the steps that give logits.
-            drafts: That of the steps that verify drafts.
+            logits: Return the runner of the steps that return logits.
+            drafts: Return the runner of the steps that verify drafts.
 
         Raises:
-            ConfigError: Both are asked for, or there are no drafts.
+            ConfigError: Both were requested, or the decoder verifies no drafts.
         """
         if logits and drafts:
             raise ConfigError("logits", True, "False for steps that verify drafts")
@@ -525,7 +522,7 @@ class GraphDecoder:
         return self._prompts.runner
 
     def invalidate(self) -> None:
-        """Give up all graphs, after weights were replaced; copied in place, they need not go."""
+        """Release all graphs after weights were replaced, unless they were copied in place."""
         for runner in self._runners.values():
             runner.invalidate()
         if not isinstance(self._prompts, str):
@@ -537,7 +534,7 @@ class GraphDecoder:
         return next((size for size in sizes if size >= num_rows), num_rows)
 
     def stats(self) -> DecoderStats:
-        """Return what has been done so far."""
+        """Return the counts so far."""
         graphs = {gives: runner.stats() for gives, runner in self._runners.items()}
         if not isinstance(self._prompts, str):
             graphs["prompts"] = self._prompts.runner.stats()
@@ -577,7 +574,7 @@ class GraphDecoder:
             raise ConfigError(
                 "max_source_length",
                 None,
-                "the most positions that the encoder gives",
+                "the most positions that the encoder returns",
                 "For Whisper that is model.config.max_source_positions.",
             )
         return check_count(given, "max_source_length")
@@ -585,15 +582,15 @@ class GraphDecoder:
     def _source(
         self, input_ids: torch.Tensor, given: Any, mask: torch.Tensor | None
     ) -> Source | None:
-        """Return what an encoder gave, in the form that prompts take it."""
+        """Return encoder output in the form that prompts take."""
         if not self._probe.cross:
             if given is not None:
-                raise InputError("encoder_outputs", "encoder_outputs are for encoder-decoders.")
+                raise InputError("encoder_outputs", "encoder_outputs need an encoder-decoder.")
             return None
         if given is None:
             raise InputError(
                 "encoder_outputs",
-                "encoder_outputs must be what the encoder gave: model.get_encoder()(**inputs).",
+                "encoder_outputs must be the output of the encoder: model.get_encoder()(**inputs).",
             )
         states: torch.Tensor = given[0]
         rows, length = states.shape[:2]
@@ -640,7 +637,7 @@ class GraphDecoder:
             raise InputError(
                 "rows",
                 f"A step of the {self.num_rows} rows was interrupted, or raised an error, and may "
-                "be half done. reset() the decoder and admit() the rows anew. Without recurrent "
+                "be incomplete. reset() the decoder and admit() the rows again. Without recurrent "
                 "layers, truncate(row_lengths) and set tokens to those before the step.",
             )
 
@@ -671,20 +668,20 @@ class GraphDecoder:
         if self.num_draft_tokens >= self.max_length:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"less than max_length ({self.max_length})", "Usual numbers are 2 to 8.",
+                f"less than max_length ({self.max_length})", "Typical numbers are 2 to 8.",
             )  # fmt: skip
         name = type(self.model).__name__
         if self.cache.states:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
                 f"0 for {name}, whose recurrent layers cannot undo a rejected draft",
-                "Leave it out.",
+                "Omit it.",
             )  # fmt: skip
         if not takes_drafts(self._probe, self.max_length):
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
                 f"0 for {name}: steps of several tokens give other logits than its prompts",
-                "Leave it out.",
+                "Omit it.",
             )  # fmt: skip
 
     def check_has_drafts(self) -> None:
@@ -717,7 +714,7 @@ class GraphDecoder:
                 "batch size",
                 self.num_rows + rows,
                 f"at most max_batch_size ({self.max_batch_size})",
-                "Give fewer sequences at a time, or make the GraphDecoder with more: its cache "
+                "Pass fewer sequences at a time, or create the GraphDecoder with more: its cache "
                 f"takes {self.cache.num_bytes // self.max_batch_size} bytes for each.",
             )
         if longest > self.max_length:
@@ -731,8 +728,8 @@ class GraphDecoder:
             raise ConfigError(
                 "model",
                 f"{now.dtype} on {now.device}",
-                f"as when the GraphDecoder was made, {self._probe.dtype} on {self.device}",
-                "Make a new GraphDecoder for it: cache and graphs are where the model was.",
+                f"as when the GraphDecoder was created, {self._probe.dtype} on {self.device}",
+                "Create a new GraphDecoder: cache and graphs are where the model was.",
             )
 
     def _no_rows(self) -> torch.Tensor:
@@ -740,12 +737,12 @@ class GraphDecoder:
             return torch.empty(0, dtype=torch.int64, device=self.device)
 
 
-#: Settings of its runners that it has no parameters of its own for.
+#: Settings of its runners that are not parameters of the decoder.
 _OF_RUNNERS = ("lanes", "mode")
 
 
 def _with_own(declared: StepState, own: StepState) -> StepState:
-    """Return what a step changes: what was declared, and the decoder's own."""
+    """Return the declared state and the decoder's own as one ``StepState``."""
     return attrs.evolve(
         declared,
         tensors=(*declared.tensors, *own.tensors),

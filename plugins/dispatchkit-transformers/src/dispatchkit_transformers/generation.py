@@ -1,8 +1,8 @@
-"""The loop behind ``generate``: choose tokens as the library does, step by graphs.
+"""The loop behind ``generate``: choose tokens as the library does, with steps run by graphs.
 
-The library calls it with everything prepared: processors of scores, criteria to stop, and the
-prompt. Each step gives full-width rows to those, so that they see what they would see there;
-only the model's own work is done on the live rows.
+The library calls it with everything prepared: logits processors, stopping criteria and the
+prompt. These receive full-width rows in each step, so that they see the same as in the library;
+only the model's own work is limited to the live rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dispatchkit.errors import ConfigError, InputError
 
 from dispatchkit_transformers.static_models import CACHE_NAMES
 
-# What generate() may have prepared for the model besides the prompt; a step makes its own.
+# Arguments that generate() may prepare for the model besides the prompt; steps make their own.
 _UNDERSTOOD = frozenset(
     {
         *CACHE_NAMES,
@@ -36,14 +36,14 @@ _UNDERSTOOD = frozenset(
 
 
 _ANOTHER_WAY = (
-    "It chooses tokens in another way than one step after the other. Leave it out, or call the "
+    "It does not choose tokens one step after the other. Omit it, or call the "
     "model's own generate()."
 )
 _COUNTS = ("num_beams", "num_beam_groups")
 _DRAFTS = "For the same tokens, call SpeculativeDecoder(decoder, {}).generate()."
 _NO_RESULT = "The graph of a step returns only tokens and logits."
 
-#: Options that are not served, and what to do instead.
+#: Options that are not supported, and what to do instead.
 _REFUSED = {
     **dict.fromkeys(
         (
@@ -65,23 +65,23 @@ _REFUSED = {
     "prompt_lookup_num_tokens": _DRAFTS.format("PromptLookup(decoder)"),
     "compile_config": "GraphDecoder(..., compile=...) compiles the step.",
     "prefill_chunk_size": "GraphDecoder(..., prompt_sizes=...) runs prompts in chunks.",
-    "stop_strings": "Give stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
+    "stop_strings": "Pass stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
     "streamer": "Use admit() and step().",
     "synced_gpus": "Call the model's own generate().",
-    "token_healing": "Give model.heal_tokens(input_ids, tokenizer) as input_ids.",
+    "token_healing": "Pass model.heal_tokens(input_ids, tokenizer) as input_ids.",
 }
-#: Caches of the library whose place or form is what is asked for; all others are like ours.
+#: Caches of the library whose location or format the user asks for; others match the decoder's.
 _OTHER_CACHES = ("paged", "quantized", "offloaded")
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Check that all options of ``generate`` are served.
+    """Check that all options of ``generate`` are supported.
 
     Args:
         given: Its arguments and its configuration.
 
     Raises:
-        ConfigError: One is not; with what to do instead.
+        ConfigError: An option is not supported; the message says what to do instead.
     """
     for name, hint in _REFUSED.items():
         value = given.get(name)
@@ -98,10 +98,10 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 class RowDecoder(Protocol):
-    """What the loop asks of a decoder: rows that come, take a step together, and go."""
+    """The decoder interface of the loop: rows are admitted, step together, and are dropped."""
 
     tokens: torch.Tensor
-    """The token that each live row is at (rows,); set it before a step to choose."""
+    """The current token of each live row (rows,); set it before a step to choose."""
 
     @property
     def model(self) -> Any:
@@ -110,11 +110,11 @@ class RowDecoder(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Live sequences."""
+        """Number of live sequences."""
         ...
 
     def check_fits(self, rows: int, longest: int) -> None:
-        """Raise DescriptorError unless there is room for more rows of a length."""
+        """Raise DescriptorError if ``rows`` more rows of length ``longest`` do not fit."""
         ...
 
     def admit(
@@ -129,7 +129,7 @@ class RowDecoder(Protocol):
         ...
 
     def step(self) -> torch.Tensor:
-        """Return each row's likeliest next token (rows,)."""
+        """Return each row's most likely next token (rows,)."""
         ...
 
     def logits(self) -> torch.Tensor:
@@ -141,7 +141,7 @@ class RowDecoder(Protocol):
         ...
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows; return where each remaining row was before."""
+        """Drop rows; return the previous index of each remaining row."""
         ...
 
     def reset(self) -> None:
@@ -153,16 +153,16 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the model's own ``generate`` with a decoder as its ``custom_generate``.
 
     Raises:
-        ConfigError: An option is not served.
+        ConfigError: An option is not supported.
     """
-    # Of some options the library hears alone, and decodes without its custom_generate.
+    # The library handles some options before it calls its custom_generate, and decodes without it.
     config = kwargs.get("generation_config") or model.generation_config
     check_options({**vars(config), **kwargs})
     return model.generate(*args, custom_generate=decoder, **kwargs)
 
 
 def is_greedy(config: Any, processors: Any) -> bool:
-    """Return whether tokens are the likeliest ones and nothing else is asked for."""
+    """Return whether tokens are the most likely ones and no further output is requested."""
     wants = config.return_dict_in_generate
     return (
         not config.do_sample
@@ -181,22 +181,22 @@ def generate(
     generation_config: Any,
     **prepared: Any,
 ) -> Any:
-    """Decode until the criteria are met; as the library's sampling does.
+    """Decode until the stopping criteria are met, as the library's sampling does.
 
     Args:
-        decoder: Whose graphs and cache.
+        decoder: The decoder with the graphs and the cache.
         model: The decoder's model.
         input_ids: Prompts (B, T), padded on the left.
         logits_processor: Changes scores (B, V) before a token is chosen.
-        stopping_criteria: Says which rows are done.
-        generation_config: What was asked for.
-        prepared: What the library prepared for the model.
+        stopping_criteria: Determines which rows are done.
+        generation_config: The options of the call.
+        prepared: The arguments that the library prepared for the model.
 
     Returns:
         Prompts and new tokens (B, T + N), or the library's output with them.
 
     Raises:
-        ConfigError: Something is asked for that a step here does not give.
+        ConfigError: An option needs what a step here does not return.
         DescriptorError: The batch is above the limit, or the cache is too short.
     """
     source = _source(model, prepared)
@@ -204,7 +204,7 @@ def generate(
     end = next((one.max_length for one in stopping_criteria if _is_max_length(one)), None)
     mask = prepared.get("decoder_attention_mask" if source else "attention_mask")
     if end is not None:
-        # The last token is never fed back, and padding is not kept.
+        # The last token is never fed back, and padding is not stored.
         needed = end - 1 - (_shortest_padding(mask) if mask is not None else 0)
         decoder.check_fits(input_ids.shape[0], needed)
     try:
@@ -222,7 +222,7 @@ def generate(
 
 
 def _source(model: Any, prepared: dict[str, Any]) -> dict[str, Any]:
-    """Take what the encoder gave out of what the library prepared; empty without an encoder."""
+    """Remove the encoder output from the prepared arguments; return {} without an encoder."""
     if not model.config.is_encoder_decoder:
         return {}
     return {
@@ -249,7 +249,10 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         given = prepared.get(name)
         if given is not None and _has_seen(given):
             raise ConfigError(
-                name, type(given).__name__, "left out or empty", "Prompts are run anew here."
+                name,
+                type(given).__name__,
+                "left out or empty",
+                "Prompts run from their start here.",
             )
     odd = sorted(
         name
@@ -258,12 +261,15 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
     )
     if odd:
         raise ConfigError(
-            "inputs", odd, f"among {', '.join(sorted(_UNDERSTOOD))}", "A step takes no other."
+            "inputs",
+            odd,
+            f"among {', '.join(sorted(_UNDERSTOOD))}",
+            "A step takes only these.",
         )
 
 
 def _has_seen(cache: Any) -> bool:
-    """Return whether a cache of the library holds anything of a sequence."""
+    """Return whether a cache of the library holds part of a sequence."""
     return any(
         any(one.has_previous_state.values())
         if hasattr(one, "has_previous_state")
@@ -303,7 +309,7 @@ class _Loop:
         wants = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
         self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
-        # Where graphs choose tokens themselves, no logits leave them.
+        # If graphs choose tokens themselves, no logits leave them.
         self.is_greedy = is_greedy(config, processors)
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
@@ -332,8 +338,8 @@ class _Loop:
         )
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token for each output row (B,), of logits of all of them (B, V)."""
-        logits = logits.clone()  # processors may write to them, and they are a view of a graph's
+        """Return a token for each output row (B,), from logits of all of them (B, V)."""
+        logits = logits.clone()  # processors may write to them, and they view a graph's output
         scores: torch.Tensor = self.processors(self.ids, logits)
         if self.scores is not None:
             self.scores.append(scores)
@@ -345,7 +351,7 @@ class _Loop:
         return scores.argmax(-1)
 
     def _take(self, tokens: torch.Tensor) -> bool:
-        """Append a token to each output row, and give the decoder those of the live ones.
+        """Append a token to each output row, and pass those of live rows to the decoder.
 
         Returns:
             Whether all rows are done.
@@ -368,7 +374,7 @@ class _Loop:
         return False
 
     def _compact(self, flags: list[int]) -> None:
-        """Drop finished rows, once the others fit into a smaller graph."""
+        """Drop finished rows as soon as the others fit into a smaller graph."""
         finished = [row for row, place in enumerate(self.live) if not flags[place]]
         if not finished:
             return
@@ -380,7 +386,7 @@ class _Loop:
         self.index = torch.tensor(self.live, dtype=torch.int64, device=self.ids.device)
 
     def _widen(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of live rows as values of all output rows; others keep what they had."""
+        """Scatter values of live rows to all output rows; other rows keep their last values."""
         if self.index is None:
             return values
         if self.full is None or self.full.dtype is not values.dtype:
@@ -391,13 +397,13 @@ class _Loop:
 
 
 def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[int]:
-    """Return the padding in front of each prompt; waits for the device if there is a mask."""
+    """Return the padding before each prompt; waits for the device if there is a mask."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
         got = getattr(input_ids, "dtype", type(input_ids).__name__)
         raise InputError(
             "input_ids",
             f"input_ids must be a tensor of tokens (B, T), int64, got {got}. "
-            "Of a list of tokens: torch.tensor([tokens]).",
+            "For a list of tokens: torch.tensor([tokens]).",
         )
     if input_ids.dim() != 2 or not input_ids.shape[1]:
         raise InputError(
@@ -415,7 +421,7 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
             f"got {tuple(attention_mask.shape)}.",
         )
     counts = attention_mask.sum(-1)
-    # Left padding alone: every row's ones are its last positions.
+    # Padding only on the left: every row's ones are its last positions.
     ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
     if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
         raise InputError(
@@ -429,7 +435,8 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
 def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
     """Check that all tokens are in a vocabulary; waits for the device.
 
-    On a CUDA device a token outside of it would be an assertion that ends the process's use of it.
+    On a CUDA device, a token outside of it would trigger an assertion, after which the process can
+    no longer use the device.
 
     Raises:
         InputError: A token is not from 0 to ``vocabulary`` - 1.

@@ -1,9 +1,9 @@
-"""Prompts through graphs: cut in chunks, each of which is one replay for some rows.
+"""Run prompts through graphs, in chunks that are one replay for several rows each.
 
-A chunk is a step of T tokens for each of B prompts. It writes their keys and values into the slots
-of these prompts and attends to what the slots hold by then; recurrent layers continue from the
-states in the slots. Prompts are padded on the left, and so is their first chunk: the last token of
-the last chunk is the last of each prompt, and padding meets no state yet.
+A chunk is a step of T tokens for each of B prompts. It writes their keys and values into the
+prompts' slots and attends to what the slots contain by then; recurrent layers continue from the
+states in the slots. Prompts, and therefore their first chunk, are padded on the left: the last
+token of the last chunk is the last of each prompt, and padding comes before any state.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dispatchkit_transformers.layers import ChunkStates, chunk_layer
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near, trial_prompts
 
-#: How prompts run that do not run eager.
+#: How prompts ran, if they did not run eager.
 GRAPHS = "graphs"
 
 # Up to about this many tokens, a chunk takes as long as one of a few, since both read all weights.
 # Measured: docs/measurements/decoding.md, "Prompts through graphs".
 _SAME_TIME = 512
 
-# What the library makes masks of windows and of chunks with.
+# The library's functions that make masks of windows and of chunks.
 _WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
 def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int, ...]:
-    """Return the sizes of chunks, ascending.
+    """Return the chunk sizes, ascending.
 
     Raises:
-        ConfigError: They are no sizes, or above the longest prompt.
+        ConfigError: They are not sizes, or exceed the longest prompt.
     """
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise ConfigError("prompt_sizes", sizes, "sizes of chunks in tokens, such as (16, 64, 256)")
@@ -55,16 +55,16 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
 def plan_chunks(
     sizes: tuple[int, ...], rows: int, most: int, *, whole: bool = False
 ) -> list[tuple[int, ...]]:
-    """Return the chunks to run prompts in, by the tokens of each prompt; none if they do not fit.
+    """Return the sizes of chunks to run prompts in; empty if the prompts do not fit.
 
-    They take the least time, as far as sizes say that, and are the fewest that do. The first one is
-    padded to its size.
+    The chunks take the least time, as far as sizes determine it, and among those are the fewest.
+    The first one is padded to its size.
 
     Args:
         sizes: Sizes that chunks may have.
-        rows: Prompts that run together.
-        most: Most tokens of a prompt.
-        whole: A prompt has one chunk alone.
+        rows: Number of prompts that run together.
+        most: The most tokens of a prompt.
+        whole: A prompt must be a single chunk.
     """
     times = {size: max(size * rows, _SAME_TIME) for size in sizes}
     best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
@@ -74,7 +74,7 @@ def plan_chunks(
             if whole and tokens > size:
                 continue
             time, number, rest = best[max(tokens - size, 0)]
-            # What is behind the padded one is full.
+            # Chunks after the padded one are full.
             chunks = (*rest, size) if tokens > size else (size,)
             found.append((time + times[size], number + 1, chunks))
         best.append(min(found, default=best[0]))
@@ -84,16 +84,16 @@ def plan_chunks(
 def prompt_step(
     probe: Probe, memory: SlotCache, lengths: Sequence[int]
 ) -> Callable[..., torch.Tensor]:
-    """Return the step of one chunk.
+    """Return a function that runs one chunk.
 
     It takes tokens and positions (B, T), the slot of each prompt (B,), and how much of the cache it
-    must read. Tokens of padding are at the position that is never read. It returns the logits of
-    the token behind the last one (B, V), float32.
+    must read. Padding tokens are at the position that is never read. It returns the logits of the
+    token after the last one (B, V), float32.
 
     Args:
-        probe: What was found out about the model.
+        probe: The probe of the model.
         memory: The cache.
-        lengths: Positions that it may read, ascending.
+        lengths: Lengths of the cache that it may read, ascending.
     """
     last = memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
@@ -106,7 +106,7 @@ def prompt_step(
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, length: int
     ) -> torch.Tensor:
-        # Without a graph it is the length itself that is given.
+        # Without a graph the exact length is passed.
         length = next((one for one in lengths if one >= length), lengths[-1])
         place, cache = places[length], views[length]
         states = [one for one in cache.layers if isinstance(one, ChunkStates)]
@@ -122,7 +122,7 @@ def prompt_step(
         output = probe.model(input_ids=tokens, attention_mask=masks, **given)
         for one in states:
             one.leave()
-        # State that a step leaves behind would keep it from being captured.
+        # State that a step leaves behind would prevent its capture.
         place.leave()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
@@ -131,14 +131,14 @@ def prompt_step(
 
 
 def _with_padding(masks: Any, tokens: torch.Tensor) -> Any:
-    """Return masks in which layers without keys have that of their padding.
+    """Return masks in which layers without keys get the padding mask.
 
-    Padding comes before a prompt, where states are zero: without input they stay so. It is how
-    the library's own ``generate`` pads them.
+    Padding comes before a prompt, where states are zero: without input they stay zero. The
+    library's own ``generate`` pads these layers in the same way.
 
     Args:
-        masks: For the layers that have keys, as the model takes them.
-        tokens: False where padding is (B, T).
+        masks: Masks for the layers with keys, in the model's format.
+        tokens: False at padding (B, T).
     """
     if isinstance(masks, dict):
         return {name: tokens if mask is None else mask for name, mask in masks.items()}
@@ -152,8 +152,8 @@ def in_chunks(
 
     Args:
         input_ids: Prompts (B, T), padded on the left.
-        lengths: Tokens of each.
-        chunks: Sizes, together no less than the longest prompt.
+        lengths: Number of tokens of each.
+        chunks: Sizes of chunks; their sum is at least the longest prompt.
         sink: The position of padding.
     """
     width, total = max(lengths), sum(chunks)
@@ -170,12 +170,12 @@ def in_chunks(
 
 
 def gives_what_prompts_give(probe: Probe, length: int, *, whole: bool) -> bool:
-    """Return whether chunks give the logits of whole prompts, one beside another that is shorter.
+    """Return whether chunks give the logits of whole prompts, with a shorter prompt alongside.
 
     Args:
-        probe: What was found out about the model.
-        length: Positions of a cache.
-        whole: Try one chunk for a prompt, and not two.
+        probe: The probe of the model.
+        length: Number of positions of a cache.
+        whole: Try one chunk per prompt instead of two.
     """
     try:
         with torch.no_grad():
@@ -216,16 +216,16 @@ def _continues(
     run: Callable[[], torch.Tensor],
     logits: torch.Tensor,
 ) -> bool:
-    """Return whether a chunk's logits depend on each kind of state that it found.
+    """Return whether a chunk's logits depend on each kind of state that it starts from.
 
-    Some classes take a state for single tokens alone, and begin anew with every chunk. Logits
-    in 16 bits differ too much for other reasons to show it; what is ignored changes no bit.
+    Some classes use a state only for single tokens, and start over with every chunk. Logits in 16
+    bits differ too much for other reasons to show this; a state that is ignored changes no bit.
 
     Args:
         memory: The cache.
-        found: What states were when the chunk began.
-        run: Runs it again, and returns its logits.
-        logits: Those it gave.
+        found: The states when the chunk began.
+        run: Runs the chunk again, and returns its logits.
+        logits: The logits of the first run.
     """
     for ignored in range(len(found)):
         for number, (states, before) in enumerate(zip(memory.states, found, strict=True)):
@@ -239,16 +239,16 @@ class PromptRunner:
     """Run prompts through graphs.
 
     Args:
-        probe: What was found out about the model.
-        memory: The cache that prompts are put into.
+        probe: The probe of the model.
+        memory: The cache that prompts are written to.
         lengths: Lengths of the cache that graphs read, ascending.
-        sizes: Tokens of a chunk, ascending; the largest is also how many tokens all prompts of
-            one chunk have together.
+        sizes: Numbers of tokens of a chunk, ascending; the largest is also the most tokens that
+            all prompts of one chunk have together.
         settings: Settings of the ``GraphRunner``.
-        whole: A prompt has one chunk alone: layers do not continue from the state of another.
+        whole: A prompt must be a single chunk: layers do not continue from another chunk's state.
 
     Attributes:
-        runner: What runs the chunks.
+        runner: The runner of the chunks.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class PromptRunner:
         )
 
     def how(self, rows: int, width: int) -> str:
-        """Return how prompts (B, T) run: through graphs, or the reason why eager."""
+        """Return how prompts (B, T) run: through graphs, or the reason for running eager."""
         if self._chunks(rows, width, whole=self._whole):
             return GRAPHS
         if self._chunks(rows, width, whole=False):
@@ -284,7 +284,7 @@ class PromptRunner:
         return str(Reason.ABOVE_LARGEST)
 
     def _chunks(self, rows: int, width: int, *, whole: bool) -> tuple[int, ...]:
-        """Return the chunks for prompts (B, T); none where they do not fit into graphs."""
+        """Return the chunks for prompts (B, T); empty if they do not fit into graphs."""
         largest = self._sizes[-1]
         bucket = next(one for one in self._rows if one >= rows)
         fitting = tuple(size for size in self._sizes if size * bucket <= largest)
@@ -293,12 +293,12 @@ class PromptRunner:
         return plan_chunks(fitting, bucket, largest, whole=whole)[width]
 
     def run(self, start: int, input_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Put prompts into cleared slots from ``start`` on.
+        """Run prompts into cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
             input_ids: Prompts (B, T), padded on the left, for which there are chunks.
-            lengths: Tokens of each.
+            lengths: Number of tokens of each.
 
         Returns:
             Logits of the next token (B, V), float32.
@@ -334,9 +334,9 @@ def prompt_runner(
     sizes: tuple[int, ...],
     settings: Mapping[str, Any],
 ) -> PromptRunner | str:
-    """Return what runs prompts through graphs, or the reason why all of them run eager.
+    """Return the runner of prompts, or the reason why all of them run eager.
 
-    The arguments are those of ``PromptRunner``; without sizes they run eager.
+    The arguments are those of ``PromptRunner``; without sizes, prompts run eager.
     """
     if not sizes:
         return "no_prompt_sizes"
@@ -361,8 +361,8 @@ def _passes_windows(probe: Probe, length: int) -> bool:
 def _masks_windows(model: Any) -> bool:
     """Return whether the model's own prompts attend only within its windows.
 
-    Moshi's look at all positions, and its single tokens at a window. A trial of a few tokens
-    passes no window, so that it is the code that says what masks are made.
+    Moshi's prompts attend to all positions, its single tokens to a window. A trial of a few tokens
+    exceeds no window, so the model's code shows which masks it makes.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     return any(hasattr(one, name) for one in modules for name in _WINDOW_MASKS)

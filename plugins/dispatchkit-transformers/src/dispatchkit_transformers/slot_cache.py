@@ -1,12 +1,12 @@
-"""SlotCache: the memory of all layers, with a slot for each sequence, for graphs of any size.
+"""SlotCache: the memory of all layers, with a slot per sequence, for graphs of any size.
 
-The library's own static cache keeps one length for all rows of one batch size. Here every slot
-has a length of its own, and a step reads views: of the first slots, as many as its bucket, and
-of the first positions, as many as its length bucket. So one cache serves all graphs, and sequences
-come and go as sessions of a ``SlotState``, which keeps them in the first slots.
+The library's own static cache has one length for all rows of one batch size. Here every slot has
+its own length, and a step reads views: of the first slots, up to its bucket, and of the first
+positions, up to its length bucket. So one cache serves all graphs, and sequences are admitted and
+dropped as sessions of a ``SlotState``, which keeps them in the first slots.
 
-Rows without a sequence write one position more than asked for, which is never read. States of
-recurrent layers have no such place: rows without a sequence change those of free slots.
+Rows without a sequence write to an additional position, which is never read. States of recurrent
+layers have no such position: rows without a sequence change the states of free slots.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _MASK = "source mask"
 
 
 class SlotCache:
-    """The memory of all layers, and the views that steps read.
+    """The memory of all layers, and the views of it that steps read.
 
     Args:
-        like: The layers of a cache of the library that has seen a prompt of any size: the kinds,
-            shapes, types and devices to make memory for.
-        num_slots: Sequences there is room for.
-        length: Positions of each.
-        cross: The layers of the library's cross-attention cache, where there is one.
-        source_length: Most positions of a source.
-        spare: Positions that layers with windows keep beyond these, for tokens that may be
-            rejected: they must not be written over what the next token looks at.
+        like: The layers of a cache of the library that has seen a prompt of any size; they
+            determine the kinds, shapes, types and devices of the memory.
+        num_slots: The most sequences.
+        length: Number of positions of each sequence.
+        cross: The layers of the library's cross-attention cache, if there is one.
+        source_length: The most positions of a source.
+        spare: Number of additional positions of layers with windows, for tokens that may be
+            rejected: these must not overwrite what the next token attends to.
 
     Attributes:
-        slots: The sequences and their memory: a bank for all tensors of one shape (tensors, slots,
+        slots: The sequences and their memory: one bank for all tensors of a shape (tensors, slots,
             ...), for keys and values (tensors, slots, heads, capacity + 1, head size).
         source_mask: True where a slot's source has a position (slots, source length).
         sink: The position of rows without a sequence, which is never read.
@@ -108,21 +108,21 @@ class SlotCache:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that hold what layers keep."""
+        """The tensors with the memory of all layers."""
         *blocks, _ = self.slots.tensors
         return blocks
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of recurrent layers, of which rows without a sequence change free slots."""
+        """The tensors of recurrent layers, in which rows without a sequence change free slots."""
         return self.slots.step_state.tensors
 
     def chunk_state(self, *, runs_twice: bool) -> StepState:
-        """Return what chunks of prompts change; rows without a token change nothing of it.
+        """Return what chunks of prompts change; rows without a token change none of it.
 
         Args:
-            runs_twice: Steps run twice from one state, as in check mode. Chunks read states and
-                windows before they write them.
+            runs_twice: Whether steps run twice from one state, as in check mode. Chunks read
+                states and windows before they write them.
         """
         again = [*self.states, *self._rings] if runs_twice else []
         others = [one for one in self.memory if all(one is not other for other in again)]
@@ -134,7 +134,7 @@ class SlotCache:
         return self.slots.num_bytes
 
     def view(self, length: int) -> tuple[Cache, Place]:
-        """Return the cache as a step that reads so many positions takes it, and its place."""
+        """Return the cache as seen by a step that reads ``length`` positions, and its place."""
         place = Place(self._numbers, self.sink, self._capacities)
         layers = [
             _layer(given, memory, place, length)
@@ -147,17 +147,17 @@ class SlotCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What each layer has of the memory, as steps reach it."""
+        """Each layer's part of the memory, as steps access it."""
         return [one for memory in (*self._memory, *self._cross) for one in memory.values()]
 
     @property
     def has_sources(self) -> bool:
-        """Whether it keeps what a decoder needs of an encoder's states."""
+        """Whether it stores cross-attention keys and values of sources."""
         return bool(self._cross)
 
     @property
     def most_back(self) -> int | None:
-        """How many positions at its end a sequence may give up; None: all of them."""
+        """The most positions at its end that a sequence can discard; None: all of them."""
         if self.states:
             return 0
         # The position that the next token is written to may be lost, too.
@@ -165,10 +165,10 @@ class SlotCache:
 
     @contextmanager
     def joining(self, rows: int) -> Iterator[int]:
-        """Give sequences the slots behind those there are, cleared; yield the first one.
+        """Clear the next free slots for sequences, and yield the first of these slots.
 
         A masked position has weight 0, but 0 * NaN is NaN, so stale positions must be zeroed.
-        They leave again where what follows raises.
+        The sequences leave again if the body raises.
         """
         first, sequences = len(self.slots), list(itertools.islice(self._names, rows))
         try:
@@ -180,23 +180,23 @@ class SlotCache:
             raise
 
     def leave(self, rows: Iterable[int], lengths: Sequence[int]) -> list[SlotMove]:
-        """Take their slots from sequences; the last ones move there, on the device.
+        """Remove sequences from their slots; the last ones move there, on the device.
 
         Args:
-            rows: The slots of those that go.
-            lengths: Positions in use of all sequences, in their order.
+            rows: The slots of the sequences to remove.
+            lengths: Used positions of all sequences, in their order.
         """
         there = self.slots.sessions
         used = dict(zip(there, lengths, strict=True))
         return self.slots.leave(*(there[row] for row in rows), used=used)
 
     def fill(self, start: int, layers: Sequence[Any], paddings: Sequence[int], width: int) -> None:
-        """Put prompts into cleared slots from ``start`` on, without their left padding.
+        """Write prompts to cleared slots from ``start`` on, without their left padding.
 
         Args:
             start: The first slot.
-            layers: The layers of a cache of the library that has seen them.
-            paddings: Positions of padding in front of each row.
+            layers: The layers of a cache of the library that has seen the prompts.
+            paddings: Positions of padding before each row.
             width: Positions of each row, padding included.
         """
         rows = len(paddings)
@@ -209,11 +209,11 @@ class SlotCache:
                     put_prompts(slots, kept.states, paddings, width)
 
     def fill_sources(self, start: int, cross: Sequence[Any], mask: torch.Tensor) -> None:
-        """Put sources into cleared slots from ``start`` on.
+        """Write sources to cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
-            cross: The layers of a cross-attention cache of the library that has seen them.
+            cross: The layers of a cross-attention cache of the library that has seen the sources.
             mask: True where a source has a position (B, T).
         """
         rows, length = mask.shape
@@ -224,7 +224,7 @@ class SlotCache:
 
 
 def _bank_of(kept: Kept, number: int) -> RawBank:
-    """Return the bank of a number of tensors that are kept alike."""
+    """Return a bank for a number of tensors with the same properties."""
     return RawBank(
         (number, None, *kept.slot_shape),
         kept.states.dtype,
@@ -234,13 +234,13 @@ def _bank_of(kept: Kept, number: int) -> RawBank:
 
 
 def _layer(given: Any, memory: dict[str, torch.Tensor], place: Place, length: int) -> Any:
-    """Return what a step sees of a layer like one of the library."""
+    """Return a step's view of a layer like one of the library."""
     convolutions, recurrences = (
         {int(name.rpartition(" ")[2]): one for name, one in memory.items() if name.startswith(kind)}
         for kind in ("convolution", "recurrence")
     )
     if not memory:
-        return type(given)()  # what the library has for a layer without memory of its own
+        return type(given)()  # the library's own layer without memory
     if "keys" not in memory:
         return RecurrentLayer(convolutions, recurrences, place)
     capacity = memory["keys"].shape[2] - 1

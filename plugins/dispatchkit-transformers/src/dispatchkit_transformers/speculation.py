@@ -1,14 +1,14 @@
-"""Speculative decoding: drafts of the next tokens, which one step of the model verifies.
+"""Speculative decoding: one step of the model verifies drafts of the next tokens.
 
     decoder = GraphDecoder(model, max_batch_size=32, max_length=1024, num_draft_tokens=3)
     speculative = SpeculativeDecoder(decoder, PromptLookup(decoder))
     tokens = speculative.generate(**inputs, max_new_tokens=100, do_sample=False)
 
 ``SpeculativeDecoder`` has ``generate``, and for a server's loop ``admit``, ``step`` and ``drop`` as
-the decoder, but a step gives each row one token and as many more as its drafts were right. Where
-drafts come from is a ``Drafter``: ``PromptLookup``, ``DraftModel`` or one of your own.
+the decoder, but a step returns one token per row plus one for each accepted draft. A ``Drafter``
+supplies the drafts: ``PromptLookup``, ``DraftModel`` or a user-defined one.
 
-Tokens are those of greedy decoding, whatever the drafts are. Sampling has no such steps.
+Tokens are those of greedy decoding, whatever the drafts are. Sampling is not supported.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dispatchkit_transformers.generation import call_generate, generate, is_gree
 
 
 class Drafter(Protocol):
-    """What proposes the tokens that may follow, for rows that come and go with a decoder's.
+    """Propose tokens that may follow, for rows that are admitted and dropped with a decoder's.
 
-    A draft is a guess: one that is wrong costs its part of a step, and changes no token.
+    A draft is a guess: a wrong one costs its part of a step, and changes no token.
     """
 
     @property
     def num_tokens(self) -> int:
-        """Drafts for each row."""
+        """Number of drafts for each row."""
         ...
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
@@ -46,35 +46,35 @@ class Drafter(Protocol):
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return drafts (rows, ``num_tokens``), on the device; below 0 where there is none.
+        """Return drafts (rows, ``num_tokens``), on the device; below 0 for no draft.
 
-        What was proposed before was accepted as far as the positions have moved on, but for the
-        last token, which is given.
+        Earlier proposals were accepted as far as the positions have advanced, except for the last
+        token, which is passed.
 
         Args:
-            tokens: The token that each row is at (rows,), on the device.
+            tokens: The current token of each row (rows,), on the device.
             positions: Its position (rows,), on the device: the tokens before it are known.
             lengths: The same positions, on the host.
         """
         ...
 
     def drop(self, order: Sequence[int]) -> None:
-        """Forget rows: ``order`` says where each row that remains was."""
+        """Drop rows; ``order`` has the previous index of each remaining row."""
         ...
 
 
 class SpeculativeDecoder:
-    """Decode rows of which each step verifies drafts.
+    """Decode rows with steps that verify drafts.
 
     Args:
-        decoder: Verifies, made with ``num_draft_tokens``.
-        drafter: Proposes.
+        decoder: Verifies drafts; created with ``num_draft_tokens``.
+        drafter: Proposes drafts.
 
     Raises:
         ConfigError: The drafter proposes more than the decoder verifies.
 
-    Thread safety: one thread at a time. While there are rows, nobody else may admit, step or drop
-    rows of the decoder.
+    Thread safety: one thread at a time. While there are rows, do not admit, step or drop rows
+    of the decoder directly.
     """
 
     def __init__(self, decoder: GraphDecoder, drafter: Drafter) -> None:
@@ -94,7 +94,7 @@ class SpeculativeDecoder:
         """Generate as the model's own ``generate`` does, with the same arguments and result.
 
         Raises:
-            ConfigError: Tokens are sampled, or otherwise not just the likeliest ones.
+            ConfigError: Tokens are sampled, or otherwise not always the most likely ones.
             DescriptorError: The batch is above the limit, or the cache is too short.
         """
         return call_generate(self.decoder.model, self, *args, **kwargs)
@@ -108,7 +108,7 @@ class SpeculativeDecoder:
         generation_config: Any,
         **prepared: Any,
     ) -> Any:
-        """Be the library's ``custom_generate``: decode what ``generate`` has prepared."""
+        """Decode what ``generate`` has prepared, as the library's ``custom_generate``."""
         if not is_greedy(generation_config, logits_processor):
             asked = [type(one).__name__ for one in logits_processor]
             raise ConfigError(
@@ -127,7 +127,7 @@ class SpeculativeDecoder:
 
     @property
     def num_rows(self) -> int:
-        """Live sequences."""
+        """Number of live sequences."""
         return self.decoder.num_rows
 
     def admit(
@@ -145,11 +145,11 @@ class SpeculativeDecoder:
         return logits
 
     def step(self) -> list[list[int]]:
-        """Return the next tokens of each row: one, and as many more as its drafts were right.
+        """Return the next tokens of each row: one, plus one for each accepted draft.
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there is none.
-            InputError: The rows are not those that the last call here left.
+            InputError: The rows differ from those that the last call here left.
         """
         decoder = self.decoder
         if decoder.row_lengths != self._lengths:
@@ -167,33 +167,33 @@ class SpeculativeDecoder:
         return said
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Give rows up; return where each remaining row was, as the decoder's ``drop``."""
+        """Drop rows; return the previous index of each remaining row, as the decoder's ``drop``."""
         order = self.decoder.drop(rows)
         self.drafter.drop(order)
         self._lengths = self.decoder.row_lengths
         return order
 
     def reset(self) -> None:
-        """Give all rows up."""
+        """Drop all rows."""
         self.drop(range(self.num_rows))
 
 
 class PromptLookup:
-    """Drafts from the row's own tokens: what followed its last tokens where they stood before.
+    """Drafts from the row's own tokens: what followed an earlier occurrence of its last tokens.
 
-    It compares on the device, for all rows at once, in a small graph of its own. There the tokens
-    are when a step ends. On the host it would have to wait for them before every step, and its time
-    would grow with the rows while the device is idle.
+    It compares on the device, for all rows at once, in a small separate graph: the tokens are there
+    when a step ends. The host would have to wait for them before every step, and its time would
+    grow with the number of rows while the device is idle.
 
     Args:
-        decoder: Whose rows there are drafts for.
-        num_tokens: Drafts for each row; the decoder's ``num_draft_tokens`` by default.
-        max_ngram: Most tokens that are compared. The place with the most that are equal is taken,
-            of several the latest; where it is so late that the row ends before there are enough,
-            what follows it is repeated.
+        decoder: The decoder whose rows get drafts.
+        num_tokens: Number of drafts for each row; the decoder's ``num_draft_tokens`` by default.
+        max_ngram: The most tokens to compare. The occurrence with the most equal tokens is used,
+            among several the latest; if the row ends before there are enough drafts, what follows
+            the occurrence is repeated.
 
     Attributes:
-        runner: What runs the graphs.
+        runner: The runner of the graphs.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PromptLookup:
         self._max_ngram = check_count(max_ngram, "max_ngram")
         rows, length, device = decoder.max_batch_size, decoder.max_length, decoder.device
         with torch.inference_mode(False):
-            # Rows of padding write to the last place, which no position of a row is compared at.
+            # Rows of padding write to the last place, which is never compared.
             self._tokens = torch.full((rows, length + 1), -1, dtype=torch.int64, device=device)
             self._ahead = torch.arange(length + 1, device=device)
         self._num_rows = 0
@@ -225,7 +225,7 @@ class PromptLookup:
         )
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Keep the tokens of prompts."""
+        """Store the tokens of prompts."""
         width = input_ids.shape[1]
         for row, length in enumerate(lengths, self._num_rows):
             self._tokens[row, :length] = input_ids[row - self._num_rows, width - length :]
@@ -234,7 +234,7 @@ class PromptLookup:
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return what followed the last tokens of each row; none where they were never there."""
+        """Return what followed the last tokens of each row; none if they did not occur before."""
         drafts: torch.Tensor = self.runner(tokens=tokens, positions=positions)
         return drafts
 
@@ -249,7 +249,7 @@ class PromptLookup:
         known, last = self._tokens[: tokens.shape[0]], positions.unsqueeze(1)
         most = known.shape[1] - 1
         known.scatter_(1, last, tokens.unsqueeze(1))
-        # How many tokens are equal to the row's last ones, up to each place before its own.
+        # The number of tokens equal to the row's last ones, up to each place before its own.
         is_equal = self._ahead < last
         number = torch.zeros_like(known)
         for back in range(self._max_ngram):
@@ -261,24 +261,24 @@ class PromptLookup:
         following = place + 1 + ahead % (last - place).clamp(min=1)
         drafts = known.gather(1, following.clamp(max=most))
         drafts = drafts.masked_fill(best <= most, -1)
-        # As if they were accepted: of those that are not, the next ones take the place.
+        # Written as if they were accepted: the next tokens overwrite those that are not.
         known.scatter_(1, (last + 1 + ahead).clamp(max=most), drafts)
         return drafts
 
 
 class DraftModel:
-    """Drafts by a smaller model, with the same tokens as the model that verifies them.
+    """Drafts from a smaller model with the same tokenizer as the model that verifies them.
 
-    It takes a step for each draft, and one more, so that its cache has whatever may be accepted.
+    It runs one step per draft, and one more so that its cache has every token that may be accepted.
 
     Args:
         decoder: Verifies the drafts.
-        small: The decoder of the smaller model, with as many rows and positions, made with
-            ``num_draft_tokens``: the drafts for each row.
+        small: The decoder of the smaller model, with at least as many rows and positions, created
+            with ``num_draft_tokens``: the number of drafts for each row.
 
     Raises:
         ConfigError: The smaller one has fewer rows, positions or tokens in its vocabulary, no
-            ``num_draft_tokens``, or an encoder.
+            ``num_draft_tokens``, an encoder, or rows already.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
@@ -306,7 +306,7 @@ class DraftModel:
 
     @property
     def num_tokens(self) -> int:
-        """Drafts for each row."""
+        """Number of drafts for each row."""
         return self._decoder.num_draft_tokens
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
@@ -319,7 +319,7 @@ class DraftModel:
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return the likeliest tokens of the smaller model, fewer at the end of its cache."""
+        """Return the smaller model's most likely tokens, fewer at the end of its cache."""
         decoder, most = self._decoder, self.num_tokens
         decoder.truncate(lengths)
         decoder.tokens = tokens
@@ -327,12 +327,12 @@ class DraftModel:
         steps = min(most + 1, decoder.max_length - max(lengths))
         for number in range(steps):
             found = decoder.step()
-            if number < steps - 1:  # the last one is for the cache
+            if number < steps - 1:  # the last step only fills the cache
                 drafts[:, number] = found
         return drafts
 
     def drop(self, order: Sequence[int]) -> None:
-        """Give up the rows that do not remain."""
+        """Drop the rows that do not remain."""
         remaining = set(order)
         gone = [row for row in range(self._decoder.num_rows) if row not in remaining]
         if self._decoder.drop(gone) != list(order):
@@ -340,13 +340,13 @@ class DraftModel:
 
 
 class VerifiedRows:
-    """Give ``generate`` one token for each row at a time, of those that were verified ahead.
+    """Return verified tokens to ``generate`` one at a time for each row.
 
-    Rows go on at their own pace. One whose drafts are right more often has tokens in store when
-    another needs a step, and leaves the decoder once its cache is full.
+    Rows advance at their own pace. A row whose drafts are correct more often has tokens in store
+    when another needs a step, and leaves the decoder once its cache is full.
 
     Args:
-        loop: Steps that give several tokens.
+        loop: Steps that return several tokens.
     """
 
     def __init__(self, loop: SpeculativeDecoder) -> None:
@@ -354,26 +354,26 @@ class VerifiedRows:
         self.model = self._decoder.model
         self.tokens: torch.Tensor = self._decoder.tokens
         self._stores: list[deque[int]] = []
-        # The row of each one that is still in the decoder.
+        # The row of each sequence that is still in the decoder.
         self._rows: list[int] = []
 
     @property
     def num_rows(self) -> int:
-        """Live sequences."""
+        """Number of live sequences."""
         return len(self._stores) or self._loop.num_rows
 
     def check_fits(self, rows: int, longest: int) -> None:
-        """As the decoder's."""
+        """Check as the decoder does."""
         self._decoder.check_fits(rows, longest)
 
     def bucket(self, num_rows: int) -> int:
-        """As the decoder's."""
+        """Return the decoder's bucket."""
         return self._decoder.bucket(num_rows)
 
     def admit(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **source: Any
     ) -> torch.Tensor:
-        """As the decoder's."""
+        """Admit rows as the decoder does."""
         logits = self._loop.admit(input_ids, attention_mask, **source)
         self._rows += range(len(self._stores), len(self._stores) + len(input_ids))
         self._stores += [deque() for _ in input_ids]
@@ -381,7 +381,7 @@ class VerifiedRows:
         return logits
 
     def step(self) -> torch.Tensor:
-        """Return each row's likeliest next token (rows,)."""
+        """Return each row's most likely next token (rows,)."""
         decoder = self._decoder
         while not all(self._stores):
             full = [row for row, one in enumerate(decoder.row_lengths) if one >= decoder.max_length]
@@ -394,12 +394,12 @@ class VerifiedRows:
     def logits(self) -> torch.Tensor:
         """Raise ConfigError: drafts are verified without logits."""
         raise ConfigError(
-            "drafter", "one", "left out where tokens are not just the likeliest ones",
-            "Drafts go with do_sample=False, and with no processors, scores or logits.",
+            "drafter", "one", "omitted unless tokens are the most likely ones",
+            "Drafts need do_sample=False, without processors, scores or logits.",
         )  # fmt: skip
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows; return where each remaining row was before."""
+        """Drop rows; return the previous index of each remaining row."""
         gone = set(rows)
         order = [row for row in range(len(self._stores)) if row not in gone]
         self._leave(at for at, row in enumerate(self._rows) if row in gone)

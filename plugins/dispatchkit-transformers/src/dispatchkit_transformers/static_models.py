@@ -1,4 +1,4 @@
-"""Which models of transformers can be decoded on a static cache, and how each is called."""
+"""Which transformers models can be decoded on a static cache, and how to call each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dispatchkit_transformers.layers.masks import FORMS, ByLayerType
 from dispatchkit_transformers.layers.positions import one_for_each_row, position_embeddings
 from dispatchkit_transformers.slot_cache import SlotCache
 
-# Kinds of attention that take a mask of a step's own, and what it is made of.
+# Attention implementations that take a step's own mask, and how to convert the mask for each.
 _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
-#: What models call the argument that takes the cache: since 5.20 or so, before, and Mamba's before.
+#: Models' names of the cache argument: since about 5.20, before that, and Mamba's before.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _ADVICE = "Decode it with the model's own generate()."
 
-# Two sequences of different length: what is wrong for rows at positions of their own shows.
+# Two sequences of different length show what is wrong for rows at different positions.
 TRIALS = (((3, 5, 4, 6), (7, 2, 3)), ((1, 4, 2, 5), (6, 3, 1)), ((2, 7, 5, 1), (4, 6, 2)))
 _TRIAL_SOURCE = 6
-#: What models raise where they are called in a way that they do not know.
+#: Exceptions of models that are called in a way they do not support.
 MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 
 
@@ -38,7 +38,7 @@ def _same(mask: torch.Tensor) -> torch.Tensor:
 
 @attrs.frozen
 class Source:
-    """What an encoder made of the inputs of an encoder-decoder model.
+    """An encoder's output for the inputs of an encoder-decoder model.
 
     Attributes:
         states: Its last hidden states (B, T, size).
@@ -51,12 +51,12 @@ class Source:
 
 @attrs.frozen
 class Prompted:
-    """What a model made of prompts.
+    """A model's results for prompts.
 
     Attributes:
         layers: The layers of the library's cache.
-        cross: Those of its cross-attention cache; none for decoder-only models.
-        logits: Of the next token (B, V), float32.
+        cross: The layers of its cross-attention cache; empty for decoder-only models.
+        logits: Logits of the next token (B, V), float32.
     """
 
     layers: Sequence[Any]
@@ -66,22 +66,22 @@ class Prompted:
 
 @attrs.frozen
 class Probe:
-    """What was found out about a model.
+    """The properties of a model that decide how it is called.
 
     Attributes:
         model: The model.
         layers: The library's layers of a cache that has seen a prompt of one token.
-        cross: The layers of its cross-attention cache; none for decoder-only models.
+        cross: The layers of its cross-attention cache; empty for decoder-only models.
         dtype: The type of its parameters.
-        device: Where they are.
-        mask_of: Makes the mask its attention takes of one that is True where it may look.
-        form: How it takes masks for layers that differ.
-        prefix: What the names of the decoder's arguments begin with.
+        device: The device of its parameters.
+        mask_of: Converts a boolean mask, True where it may attend, to the format of its attention.
+        form: The mask format for layers that differ.
+        prefix: The prefix of the decoder's argument names.
         cache_name: The argument that takes the cache, one of ``CACHE_NAMES``.
-        takes_last: It can be asked for the logits of the last position alone.
-        takes_positions: It can be told the positions of its tokens.
-        embeddings: Those of positions, where it can not.
-        has_one_source_length: It looks at all positions of a source, whatever its mask says.
+        takes_last: Whether it can return the logits of the last position only.
+        takes_positions: Whether it takes the positions of its tokens.
+        embeddings: Its position embeddings, if it does not take positions.
+        has_one_source_length: Whether it attends to all positions of a source, ignoring its mask.
     """
 
     model: Any
@@ -100,7 +100,7 @@ class Probe:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the decoder has embeddings of."""
+        """Number of tokens that the decoder has embeddings for."""
         owner = self.model.get_decoder() if self.prefix else self.model
         size: int = owner.get_input_embeddings().weight.shape[0]
         return size
@@ -108,7 +108,7 @@ class Probe:
     def cache(
         self, num_slots: int, length: int, source_length: int = 0, spare: int = 0
     ) -> SlotCache:
-        """Return memory for so many sequences, and positions of each."""
+        """Return a cache for ``num_slots`` sequences of ``length`` positions each."""
         return SlotCache(
             self.layers,
             num_slots,
@@ -119,11 +119,11 @@ class Probe:
         )
 
     def step_arguments(self, cache: Any, num_logits: int = 1) -> dict[str, Any]:
-        """Return the arguments that every step of one cache has.
+        """Return the arguments that all steps on one cache share.
 
         Args:
-            cache: What the step sees of it.
-            num_logits: The last tokens of each row whose logits are asked for.
+            cache: The step's view of the cache.
+            num_logits: Number of last tokens of each row to return logits for.
         """
         last = self._last(num_logits)
         return {self.cache_name: cache, "use_cache": True, "return_dict": True, **last}
@@ -134,12 +134,12 @@ class Probe:
         attention_mask: torch.Tensor | None,
         source: Source | None = None,
     ) -> Prompted:
-        """Run prompts by the model as it is.
+        """Run prompts with the unmodified model.
 
         Args:
             input_ids: Prompts (B, T), of the decoder.
-            attention_mask: 0 where padding is (B, T); None where there is none.
-            source: What the encoder made, for encoder-decoder models.
+            attention_mask: 0 at padding (B, T); None without padding.
+            source: The encoder output, for encoder-decoder models.
         """
         given: dict[str, Any] = {f"{self.prefix}input_ids": input_ids}
         if attention_mask is not None:
@@ -162,16 +162,16 @@ class Probe:
         num_tokens: int = 1,
         past: int = 0,
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return what runs tokens of each row and gives the logits behind each (B, T, V), float32.
+        """Return a function that runs tokens of each row and returns logits (B, T, V), float32.
 
-        It takes tokens and positions (B, T).
+        It takes tokens and positions (B, T). The logits are those of the token after each.
 
         Args:
             memory: The cache.
-            length: Positions of it to read.
-            forward: What computes it: the model, or its compiled form.
-            num_tokens: Tokens of each row, T.
-            past: Positions that a model which takes those of its tokens is told there are.
+            length: Number of positions of it to read.
+            forward: The model, or its compiled form.
+            num_tokens: Number of tokens of each row, T.
+            past: Number of past positions to report to a model that takes positions.
         """
         cache, place = memory.view(length)
         layers = getattr(cache, "self_attention_cache", cache).layers
@@ -181,14 +181,14 @@ class Probe:
         ahead = torch.arange(length, device=self.device)
         last = memory.length - 1
         arguments = self.step_arguments(cache, num_tokens)
-        # Its size is asked for, and nothing else: keys and values of the source are there.
+        # Only its size is used: the keys and values of the source exist already.
         states = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             place.enter(positions)
             given = dict(arguments)
             if self.takes_positions:
-                # Rows without a sequence are at a position that models have no embedding for.
+                # Rows without a sequence are at a position for which models have no embedding.
                 given[f"{self.prefix}position_ids"] = positions.clamp(max=last)
             if memory.has_sources:
                 mask = memory.source_mask[: place.num_rows]
@@ -203,7 +203,7 @@ class Probe:
                     output = forward(**given)
             else:
                 output = forward(**given)
-            # State that a step leaves behind would keep it from being captured.
+            # State that a step leaves behind would prevent its capture.
             place.leave()
             logits: torch.Tensor = output.logits.float()
             return logits
@@ -219,16 +219,16 @@ class Probe:
 
 
 def probe(model: Any, max_length: int) -> Probe:
-    """Find out how a model is decoded on a static cache.
+    """Determine how a model is decoded on a static cache.
 
-    A few tokens are run in both ways, as prompts and as steps, and compared.
+    A few tokens run both as prompts and as steps, and the results are compared.
 
     Args:
         model: The model.
-        max_length: Positions that it is to be used at.
+        max_length: The most positions it is to be used with.
 
     Raises:
-        ConfigError: It cannot be, or not as it is set; with the next step.
+        ConfigError: It cannot be decoded so, or not with its settings; with the next step.
     """
     name = type(model).__name__
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
@@ -243,7 +243,7 @@ def probe(model: Any, max_length: int) -> Probe:
         raise ConfigError(
             "attn_implementation",
             attention,
-            f"{', '.join(_ATTENTION)}: those that take a mask of its own for each row",
+            f"{', '.join(_ATTENTION)}: those that take a separate mask for each row",
             "model.set_attn_implementation('sdpa') changes it.",
         )
     limit = getattr(text, "max_position_embeddings", None)
@@ -260,7 +260,7 @@ def probe(model: Any, max_length: int) -> Probe:
         model=model,
         dtype=first.dtype,
         device=first.device,
-        # One operation less for each layer than with a mask of true and false.
+        # One operation fewer for each layer than with a boolean mask.
         mask_of=_same if attention == "sdpa" else functools.partial(additive, dtype=first.dtype),
         prefix=prefix,
         cache_name=cache_name,
@@ -273,7 +273,7 @@ def probe(model: Any, max_length: int) -> Probe:
         try:
             seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
         except torch.OutOfMemoryError:
-            raise  # it says nothing of the model
+            raise  # it says nothing about the model
         except MISFITS as error:
             allowed = f"one that returns its cache for a prompt of one token{_because(error)}"
             raise ConfigError("model", name, allowed, _ADVICE) from error
@@ -284,17 +284,17 @@ def probe(model: Any, max_length: int) -> Probe:
                 max_length,
                 f"smaller: from some length on, the logits of {name} depend on how many tokens its "
                 "cache has, as the temperature of attention in Llama 4. That is one number for "
-                "all rows, which are at positions of their own",
+                "all rows, which are at different positions",
                 _ADVICE,
             )
         return made
 
 
 def _proven(found: Probe, length: int) -> Probe:
-    """Return what was found, with the form of masks with which steps give what prompts give.
+    """Return the probe with the mask format with which steps give the results of prompts.
 
-    Steps read a cache of the length that is to be used: what a model derives from the length of
-    keys, such as a window of its own, is wrong on a static one.
+    Steps read a cache of the actual length: what a model derives from the length of keys, such as a
+    window, is wrong on a static cache.
     """
     wrong: Exception | None = None
     forms = [
@@ -308,7 +308,7 @@ def _proven(found: Probe, length: int) -> Probe:
             if any(_gives_what_prompts_give(made, length, trial) for trial in TRIALS):
                 return made
         except torch.OutOfMemoryError:
-            raise  # it says nothing of the model
+            raise  # it says nothing about the model
         except MISFITS as error:
             wrong = wrong or error
     raise ConfigError(
@@ -321,7 +321,7 @@ def _proven(found: Probe, length: int) -> Probe:
 
 
 def _because(error: Exception | None) -> str:
-    """Return what a model raised as the end of a sentence, in one line."""
+    """Return a model's exception as the end of a sentence, in one line."""
     return f": {type(error).__name__}: {str(error).partition(chr(10))[0]}" if error else ""
 
 
@@ -330,7 +330,7 @@ def _depends_on_past(found: Probe, length: int) -> bool:
     if not found.takes_positions:
         return False
     token = torch.ones(1, 1, dtype=torch.int64, device=found.device)
-    # With a single position to look at, whatever scales scores changes nothing.
+    # With a single position to attend to, scaling scores has no effect.
     position = token.clamp(max=length - 1)
     logits = []
     for past in (0, 0, length - 1):
@@ -338,24 +338,24 @@ def _depends_on_past(found: Probe, length: int) -> bool:
         memory.source_mask.fill_(True)
         logits.append(found.step(memory, length, found.model, past=past)(token, position))
     first, again, last = logits
-    # Kernels that give other sums every time say nothing.
+    # Kernels whose sums differ in every run prove nothing.
     return torch.equal(first, again) and not torch.equal(first, last)
 
 
 def takes_drafts(found: Probe, length: int) -> bool:
-    """Return whether one step of several tokens gives what prompts give, behind each of them.
+    """Return whether one step of several tokens gives the logits of prompts after each of them.
 
     Args:
-        found: What was found out about the model.
-        length: Positions of the cache.
+        found: The probe of the model.
+        length: Number of positions of the cache.
     """
     try:
         with torch.no_grad():
-            # Three rows: what mixes up rows and tokens shows where they are not as many.
+            # Three rows: if their number equals that of tokens, mixing both up does not show.
             trials = [(*trial, trial[0][1:]) for trial in TRIALS]
             return any(_gives_what_prompts_give(found, length, trial, 2) for trial in trials)
     except torch.OutOfMemoryError:
-        raise  # it says nothing of the model
+        raise  # it says nothing about the model
     except MISFITS:
         return False
 
@@ -363,7 +363,7 @@ def takes_drafts(found: Probe, length: int) -> bool:
 def _gives_what_prompts_give(
     found: Probe, length: int, trial: tuple[tuple[int, ...], ...], num_tokens: int = 1
 ) -> bool:
-    """Return whether two tokens behind two prompts give the logits of the sequences as prompts."""
+    """Return whether two tokens after two prompts give the logits of the sequences as prompts."""
     rows = trial_prompts(found, trial, length - 1)
     memory = found.cache(
         len(rows), length, _TRIAL_SOURCE if found.cross else 0, spare=num_tokens - 1
@@ -392,7 +392,7 @@ def _gives_what_prompts_give(
 def trial_prompts(
     found: Probe, trial: tuple[tuple[int, ...], ...], most: int
 ) -> list[torch.Tensor]:
-    """Return the tokens (1, T) of each sequence of a trial, T being ``most`` at most."""
+    """Return the tokens (1, T) of each sequence of a trial, with T at most ``most``."""
     return [torch.tensor([one], device=found.device)[:, :most] % found.vocabulary for one in trial]
 
 
@@ -403,7 +403,7 @@ def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _trial_source(found: Probe, length: int) -> Source | None:
-    """Return what an encoder might make of a source; None for decoder-only models."""
+    """Return a plausible encoder output; None for decoder-only models."""
     if not found.prefix:
         return None
     size = found.model.get_encoder().config.hidden_size
@@ -413,10 +413,10 @@ def _trial_source(found: Probe, length: int) -> Source | None:
 
 
 def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
-    """Return the layers of the cache that a model gives back, and of the cross-attention one.
+    """Return the layers of the cache that a model returns, and of its cross-attention cache.
 
     Raises:
-        ConfigError: It has none, or one of a kind that is not understood.
+        ConfigError: It has none, or one of an unsupported kind.
     """
     cache = output.get(cache_name)
     cross = getattr(getattr(cache, "cross_attention_cache", None), "layers", [])

@@ -1,4 +1,4 @@
-"""What a step sees of one layer's memory, by the kind of the layer."""
+"""A step's view of one layer's memory, by the kind of layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer that keeps keys and values: of all positions, or of the latest ones."""
+"""A layer that stores keys and values of all positions, or of the latest ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dispatchkit_transformers.layers.place import Place
 
 
 class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
-    """Keys and values as a step of one length sees them.
+    """Keys and values as seen by a step of one length.
 
     Args:
         keys: All slots' keys (slots, heads, capacity + 1, head size).
-        values: All slots' values, likewise.
+        values: All slots' values, same shape.
         place: Where the step writes.
-        length: Positions that the step reads, from the first on.
-        window: Positions that a token may look at, in a layer that keeps the latest ones alone;
-            None where it keeps all.
+        length: Number of positions that the step reads, from the first on.
+        window: Number of positions that a token may attend to, in a layer that stores only the
+            latest ones; None if it stores all.
 
     Attributes:
-        is_sliding: The library's word for layers with a window.
-        past: Positions that a model is told there are, which asks its cache for that; None: how
-            many each row has (B, 1).
+        is_sliding: The library's term for layers with a window.
+        past: Number of positions to report to a model that asks its cache for it; None: the
+            number of each row (B, 1).
     """
 
     keys: torch.Tensor
@@ -57,11 +57,11 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
 
     @property
     def capacity(self) -> int:
-        """Positions that are kept."""
+        """Number of positions that are stored."""
         return self.keys.shape[2] - 1
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the memory was made with the cache."""
+        """Do nothing: the memory was allocated with the cache."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -74,19 +74,19 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         written = self.place.written(self.capacity)
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if written.shape[1] > 1:
-                # The tokens behind the first may be wrong. Those before them give them weight 0,
-                # but 0 * NaN is NaN, and only a sequence that has such tokens may be that.
+                # Tokens after the first may be wrong. Tokens before them give them weight 0, but
+                # 0 * NaN is NaN, and only the sequence with such tokens may become NaN.
                 states = states.nan_to_num(0.0, 0.0, 0.0)
             # Compiled code does this in place; for a scatter it copies all rows, there and back.
             memory[slots, :, written] = states.transpose(1, 2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 
     def look(self, chunk: int | None) -> LayerLook:
-        """Return what a step may look at here: all, or what there is since a multiple of chunk."""
+        """Return what a step may attend to here: all, or the part since a multiple of ``chunk``."""
         return Look(self.length, self.capacity, self.window, chunk)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return length and offset of what is read; the step brings its own mask, though."""
+        """Return length and offset of what is read, although the step has its own mask."""
         return self.length, 0
 
     def get_seq_length(self, *args: Any) -> Any:
@@ -94,7 +94,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         return self.place.positions[:, :1] if self.past is None else self.past
 
     def get_max_length(self) -> int:
-        """Return the positions that are read."""
+        """Return the number of positions that are read."""
         return self.length
 
-    get_max_cache_shape = get_max_length  # what the releases before 5 call it
+    get_max_cache_shape = get_max_length  # its name in releases before 5

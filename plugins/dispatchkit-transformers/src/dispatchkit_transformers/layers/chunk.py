@@ -1,4 +1,4 @@
-"""What a chunk of prompts sees of one layer's memory: T tokens for each of B slots."""
+"""A prompt chunk's view of one layer's memory: T tokens for each of B slots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dispatchkit_transformers.layers.recurrent import HybridLayer, RecurrentLaye
 
 @attrs.frozen
 class RingLook:
-    """What a chunk may look at in a ring: the latest positions before it, then its own tokens.
+    """The positions of a ring that a chunk may attend to: the latest before it, then its own.
 
     Attributes:
-        capacity: Positions that the ring keeps.
-        window: The latest ones, which tokens see.
-        chunk: Tokens see those since the last multiple of this; None: all of the window.
+        capacity: Number of positions that the ring stores.
+        window: Number of latest positions that tokens attend to.
+        chunk: Tokens attend to positions since the last multiple of this; None: all of the window.
         sink: The position of padding.
     """
 
@@ -30,14 +30,14 @@ class RingLook:
     sink: int
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where tokens may look (B, 1, T, capacity + T).
+        """Return True where tokens may attend (B, 1, T, capacity + T).
 
         Args:
-            positions: Of each row's tokens (B, T).
-            ahead: Numbers from 0 on, ``capacity`` of them or more.
+            positions: Positions of each row's tokens (B, T).
+            ahead: Integers from 0 on, at least ``capacity`` of them.
         """
         places, tokens = ahead[: self.capacity], positions.shape[1]
-        # What the ring holds when the chunk begins; below 0 where it is not full.
+        # The positions in the ring when the chunk begins; below 0 if it is not full.
         last = positions.amin(1, keepdim=True) - 1
         held = last - (last - places) % self.capacity
         is_padding = positions >= self.sink
@@ -45,25 +45,25 @@ class RingLook:
         own = positions.unsqueeze(-1)
         since = own - (self.window - 1 if self.chunk is None else own % self.chunk)
         allowed = (read >= since.clamp(min=0)) & (read <= own)
-        # A token that may look nowhere would be NaN, and so would what others make of it.
+        # A token that may not attend anywhere would be NaN, and so would what depends on it.
         anywhere = torch.nn.functional.pad(torch.ones_like(places, dtype=torch.bool), (0, tokens))
         return (allowed | (is_padding.unsqueeze(-1) & anywhere)).unsqueeze(1)
 
 
 class ChunkAttention(AttentionLayer):
-    """Keys and values: of all positions, or of the latest ones in a ring.
+    """Keys and values of all positions, or of the latest ones in a ring.
 
-    All positions are written and then read. A ring is read before it is written, since a chunk
-    may be longer than what it keeps.
+    A layer with all positions writes and then reads. A ring reads before it writes, because a
+    chunk may be longer than the ring.
     """
 
     @property
     def is_ring(self) -> bool:
-        """Whether it keeps fewer positions than a sequence may have."""
+        """Whether it stores fewer positions than a sequence may have."""
         return self.capacity < self.place.sink
 
     def look(self, chunk: int | None) -> LayerLook:
-        """Return what a chunk may look at here."""
+        """Return what a chunk may attend to here."""
         if self.is_ring:
             window = self.capacity if self.window is None else self.window
             return RingLook(self.capacity, window, chunk, self.place.sink)
@@ -74,7 +74,7 @@ class ChunkAttention(AttentionLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a chunk into the slots of its prompts; return what these may read.
 
-        Shapes: states (B, heads, T, head size), results (B, heads, length, head size) or, of a
+        Shapes: states (B, heads, T, head size), results (B, heads, length, head size) or, for a
         ring, (B, heads, capacity + T, head size).
         """
         pairs = ((self.keys, key_states), (self.values, value_states))
@@ -97,16 +97,16 @@ class ChunkAttention(AttentionLayer):
         """Write the last tokens of the chunk (B, heads, T, head size)."""
         written = self.place.written(self.capacity)[:, -states.shape[2] :]
         if self.is_ring:
-            # Padding goes to one place that is never read, and which value comes last there is
-            # undefined. Check mode compares windows, so that it must always be the same.
+            # Padding is written to one position that is never read, and which value remains there
+            # is undefined. Check mode compares windows, so it must always be the same.
             states = states.masked_fill((written == self.capacity)[:, None, :, None], 0)
         memory[self.place.slots.unsqueeze(1), :, written] = states.transpose(1, 2)
 
 
 class ChunkStates(RecurrentLayer):
-    """States of fixed size, copied for the time of a chunk.
+    """States of fixed size, copied for the duration of a chunk.
 
-    Rows without a token in the chunk leave theirs as they are.
+    Rows without a token in the chunk keep their states.
     """
 
     _conv_rows: dict[int, torch.Tensor]
@@ -124,28 +124,28 @@ class ChunkStates(RecurrentLayer):
         )
 
     def leave(self) -> None:
-        """Write the states of rows that had tokens."""
+        """Write back the states of rows that had tokens."""
         for bank, rows in zip(self.banks, (self._conv_rows, self._recurrent_rows), strict=True):
             _write_rows(self.place, bank, rows)
         self._conv_rows, self._recurrent_rows = {}, {}
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        """The convolutions' states of the chunk's rows."""
+        """The convolution states of the chunk's rows."""
         return self._conv_rows
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """The recurrences' states of the chunk's rows."""
+        """The recurrence states of the chunk's rows."""
         return self._recurrent_rows
 
 
 class ChunkHybrid(ChunkStates, HybridLayer, ChunkAttention):
-    """A layer with states and with keys and values."""
+    """A layer with both states and keys and values."""
 
 
 def chunk_layer(layer: Any) -> Any:
-    """Return what chunks see of the memory that steps see as ``layer``."""
+    """Return the chunk's view of the memory that steps see as ``layer``."""
     if isinstance(layer, HybridLayer):
         return ChunkHybrid(*layer.banks, layer)
     if isinstance(layer, RecurrentLayer):
@@ -160,8 +160,8 @@ def chunk_layer(layer: Any) -> Any:
 def _write_rows(place: Place, memory: States, rows: dict[int, torch.Tensor]) -> None:
     """Write rows of states (B, ...) into the slots of a chunk.
 
-    Rows of padding name a slot that others use. They write what the first row writes, where it
-    does: of equal values, either may be written last.
+    Rows of padding refer to a slot that others use. They write the same as the first row, at the
+    same place: of equal values it does not matter which is written last.
     """
     has_tokens = place.has_tokens
     slots = torch.where(has_tokens, place.slots, place.slots[:1])

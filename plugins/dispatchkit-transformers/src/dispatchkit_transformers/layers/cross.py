@@ -1,4 +1,4 @@
-"""What a decoder keeps of the encoder's states: keys and values, made once for each sequence."""
+"""A decoder layer's cross-attention keys and values, computed once for each sequence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
 
     Args:
         keys: All slots' keys (slots, heads, source length, head size).
-        values: All slots' values, likewise.
-        place: Whose rows the step has.
+        values: All slots' values, same shape.
+        place: The rows of the step.
     """
 
     is_compileable = True
     is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: Place) -> None:
-        # Not the library's own, which sets keys and values.
+        # Do not call the library's __init__, which sets keys and values.
         self._keys, self._values, self.place = keys, values, place
         self.is_initialized = True
         self.device, self.dtype = keys.device, keys.dtype
@@ -39,10 +39,10 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
         return self._values[: self.place.num_rows]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the memory was made with the cache."""
+        """Do nothing: the memory was allocated with the cache."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as they are: the library asks where it has them already."""
+        """Return keys and values unchanged: the library calls it although it has them already."""
         return self.keys, self.values
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -50,11 +50,11 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
         return self._keys.shape[2], 0
 
     def get_seq_length(self, *args: Any) -> int:
-        """Return the source's length: more than 0 says that nothing is to be computed."""
+        """Return the source's length: above 0, the library does not recompute keys and values."""
         return self._keys.shape[2]
 
     def get_max_length(self) -> int:
         """Return the source's length."""
         return self._keys.shape[2]
 
-    get_max_cache_shape = get_max_length  # what the releases before 5 call it
+    get_max_cache_shape = get_max_length  # its name in releases before 5

@@ -1,4 +1,4 @@
-"""What a layer of the library's caches keeps of each sequence."""
+"""The tensors that a layer of the library's caches stores for each sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-#: The library's kinds of layers that are understood here, by name: not every release has all.
+#: The library's kinds of layers that are supported, by name: not every release has all of them.
 KNOWN = (
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
@@ -21,13 +21,13 @@ KNOWN = (
 
 @attrs.frozen(eq=False)
 class Kept:
-    """One tensor of a layer.
+    """One stored tensor of a layer.
 
     Attributes:
-        name: Which one: ``keys``, ``values``, ``convolution`` or ``recurrence`` and its number.
-        states: The library's: keys and values (B, heads, T, head size), states (B, ...).
-        capacity: Positions that are kept of keys and values; None for states and for a source.
-        source_length: Most positions of a source; None for anything else.
+        name: ``keys``, ``values``, or ``convolution`` or ``recurrence`` with its number.
+        states: The library's tensor: keys and values (B, heads, T, head size), states (B, ...).
+        capacity: Number of positions stored of keys and values; None for states and sources.
+        source_length: The most positions of a source; None for other tensors.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Kept:
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What the tensors of one bank have in common."""
+        """The properties that all tensors in one block of memory share."""
         is_source = self.source_length is not None
         return self.slot_shape, self.states.dtype, self.states.device, self.capacity, is_source
 
@@ -58,10 +58,10 @@ def put_prompts(
     """Write keys or values of prompts to cleared slots, without padding.
 
     Args:
-        slots: One for each row (B, heads, capacity + 1, head size).
-        states: The library's (B, heads, T, head size).
-        paddings: Positions of padding in front of each row.
-        width: Positions of each row, padding included; of them the last T are given.
+        slots: One slot per row (B, heads, capacity + 1, head size).
+        states: The library's tensor (B, heads, T, head size).
+        paddings: Positions of padding before each row.
+        width: Positions of each row including padding, of which ``states`` has the last T.
     """
     if not any(paddings):
         _put_rows(slots, states, width)
@@ -73,7 +73,7 @@ def put_prompts(
 
 
 def _put_rows(slots: torch.Tensor, states: torch.Tensor, length: int) -> None:
-    """Write rows of one length, of which the last positions are given (B, heads, T, head size)."""
+    """Write rows of one length, given their last positions (B, heads, T, head size)."""
     capacity = slots.shape[2] - 1
     number = min(states.shape[2], capacity)
     states = states[:, :, states.shape[2] - number :]
@@ -84,23 +84,23 @@ def _put_rows(slots: torch.Tensor, states: torch.Tensor, length: int) -> None:
 
 
 def kept_of_source(layer: Any, source_length: int) -> Iterator[Kept]:
-    """Yield what a layer of the library keeps of a source.
+    """Yield what a layer of the library stores of a source.
 
     Args:
         layer: A layer of its cross-attention cache.
-        source_length: Most positions of a source.
+        source_length: The most positions of a source.
     """
     for name in ("keys", "values"):
         yield Kept(name, getattr(layer, name), None, source_length)
 
 
 def kept_by(layer: Any, length: int, spare: int = 0) -> Iterator[Kept]:
-    """Yield what a layer of the library keeps, once it has seen a prompt.
+    """Yield what a layer of the library stores, after it has seen a prompt.
 
     Args:
-        layer: One of ``KNOWN``.
-        length: Most positions of a sequence.
-        spare: Positions that a window keeps beyond those a token may look at.
+        layer: A layer of a kind in ``KNOWN``.
+        length: The most positions of a sequence.
+        spare: Number of positions that a window stores beyond those a token may attend to.
     """
     keys = getattr(layer, "keys", None)
     if isinstance(keys, torch.Tensor):

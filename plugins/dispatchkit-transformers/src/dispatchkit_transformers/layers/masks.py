@@ -1,4 +1,4 @@
-"""Which positions each layer of a step may look at, in the form that the model takes it."""
+"""The positions that each layer of a step may attend to, in the model's mask format."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-#: Makes the mask that a model's attention takes of one that is True where a token may look.
+#: Converts a boolean mask, True where a token may attend, to the format of a model's attention.
 Converter = Callable[[torch.Tensor], torch.Tensor]
 
-# What the library has two masks for.
+# Layer types for which the library has separate masks.
 _OF_TWO = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
 class LayerLook(Protocol):
-    """What the layers of one kind may look at; equal ones have one mask."""
+    """The positions that layers of one kind may attend to; equal ones share one mask."""
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where tokens at positions (B, T) may look (B, 1, T, what is read)."""
+        """Return True where tokens at positions (B, T) may attend (B, 1, T, read positions)."""
         ...
 
 
 @attrs.frozen
 class Look:
-    """What a step may look at in layers of one kind.
+    """The positions that a step may attend to in layers of one kind.
 
     Attributes:
-        length: Positions that they read.
-        capacity: Positions that they keep.
-        window: The latest positions, which they see; None: all that they keep.
-        chunk: They see those since the last multiple of this; None: whatever the window has.
+        length: Number of positions that they read.
+        capacity: Number of positions that they store.
+        window: Number of positions that they attend to; None: all that are stored.
+        chunk: They attend to positions since the last multiple of this; None: no such limit.
     """
 
     length: int
@@ -40,22 +40,22 @@ class Look:
     chunk: int | None
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where tokens may look (B, 1, T, length).
+        """Return True where tokens may attend (B, 1, T, length).
 
-        A ring that is not full yet is read as far as it is written, a full one whole: both are
-        the places up to the row's position. One with spare places also has what is too old, or
-        what was rejected: it is read by how far back of the token a place was written last, at
-        the token's position or before.
+        A ring that is not full is read up to the written part, a full one completely: in both
+        cases these are the places up to the row's position. A ring with spare places also contains
+        positions that are too old or were rejected: a place is read depending on how far before
+        the token it was last written, at the token's position or earlier.
 
         Args:
-            positions: Of each row's tokens (B, T).
-            ahead: Numbers from 0 on, ``length`` of them or more.
+            positions: Positions of each row's tokens (B, T).
+            ahead: Integers from 0 on, at least ``length`` of them.
         """
         places, last = ahead[: self.length], positions
         if self.chunk is not None:
             last = positions % self.chunk
         if self.window is not None and self.window < self.capacity:
-            # Rows without a sequence look somewhere, too: nothing is NaN.
+            # Rows without a sequence attend somewhere as well, so that nothing is NaN.
             at = positions.clamp(max=self.length - 1) if self.length < self.capacity else positions
             places = (at.unsqueeze(-1) - places) % self.capacity
             last = last.clamp(max=self.window - 1)
@@ -63,11 +63,11 @@ class Look:
 
 
 class ByLayerType:
-    """A mask for each type of layer that the configuration names.
+    """A mask for each type of layer that the configuration lists.
 
     Args:
         text: The configuration of the decoder.
-        layers: What a step sees of each layer.
+        layers: A step's view of each layer.
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ class ByLayerType:
             self._looks.setdefault(_OF_TWO.get(name, name), _look_of(text, name, layer))
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
-        """Return what a model takes as ``attention_mask``, for tokens at positions (B, T)."""
+        """Return the model's ``attention_mask`` argument, for tokens at positions (B, T)."""
         made = {
             look: convert(look.mask(positions, ahead))
             for look in dict.fromkeys(self._looks.values())
@@ -88,11 +88,11 @@ class ByLayerType:
 
 
 class OneForAll:
-    """One mask for all layers, or none where no layer has keys.
+    """One mask for all layers, or none if no layer has keys.
 
     Args:
         text: The configuration of the decoder.
-        layers: What a step sees of each layer.
+        layers: A step's view of each layer.
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
@@ -101,31 +101,31 @@ class OneForAll:
         self._look = next((one for one in looks if one is not None), None)
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
-        """Return what a model takes as ``attention_mask``, for tokens at positions (B, T)."""
+        """Return the model's ``attention_mask`` argument, for tokens at positions (B, T)."""
         return None if self._look is None else convert(self._look.mask(positions, ahead))
 
 
 class OfPositions:
-    """Which positions are in use (B, length), of which a model makes its mask and its biases.
+    """The used positions (B, length), from which a model makes its mask and its biases.
 
     Args:
         text: The configuration of the decoder.
-        layers: What a step sees of each layer, all of one length.
+        layers: A step's view of each layer, all of one length.
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
         attention = [one for one in layers if hasattr(one, "look")]
         self._length = attention[0].length
         for one in attention:
-            # The token may look at all positions, but for those that the mask has none of.
+            # The token may attend to all positions except those that the mask excludes.
             one.past = self._length - 1
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
-        """Return what a model takes as ``attention_mask``, for rows at positions (B, 1)."""
+        """Return the model's ``attention_mask`` argument, for rows at positions (B, 1)."""
         return ahead[: self._length] <= positions
 
 
-#: The ways that models take masks, the likeliest first.
+#: The mask formats of models, the most common first.
 FORMS: tuple[type[ByLayerType | OneForAll | OfPositions], ...] = (
     ByLayerType,
     OneForAll,

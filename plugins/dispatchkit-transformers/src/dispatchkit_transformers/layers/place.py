@@ -1,4 +1,4 @@
-"""Where a step reads and writes: the same for all layers of a view."""
+"""Where a step reads and writes, common to all layers of a view."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 class Place:
-    """The rows of a step and the position that each of them writes, set by the step itself.
+    """The rows of a step and the positions that they write, set by the step itself.
 
-    A layer with fewer positions than a sequence may have is a ring: it keeps the latest ones, each
-    at its position modulo the capacity. Rows without a sequence are at ``sink``, and write to one
-    position more, which is never read.
+    A layer with fewer positions than a sequence may have is a ring: it stores the latest ones, each
+    at its position modulo the capacity. Rows without a sequence are at ``sink``, and write to an
+    additional position, which is never read.
 
     Args:
-        slots: The numbers of all slots (slots,).
+        slots: The indices of all slots (slots,).
         sink: The position of rows without a sequence.
-        capacities: The numbers of positions that layers keep.
+        capacities: The numbers of positions that layers store.
 
     Attributes:
         sink: The position of rows without a sequence.
-        positions: Positions of each row's tokens (B, T); of none between steps.
+        positions: Positions of each row's tokens (B, T); empty between steps.
     """
 
     sink: int
@@ -35,19 +35,19 @@ class Place:
         self.leave()
 
     def enter(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> None:
-        """Begin a step of rows at these positions, in the first slots or in these (B,)."""
+        """Begin a step of rows at these positions, in the first slots or in ``slots`` (B,)."""
         self.positions = positions
         self._slots = self._all[: positions.shape[0]] if slots is None else slots
         self._written = {one: self._written_at(positions, one) for one in self._capacities}
 
     def leave(self) -> None:
-        """End the step; state that it left behind would keep it from being captured."""
+        """End the step; state that it left behind would prevent its capture."""
         self.positions = self._slots = self._all[:0]
         self._written = {}
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step."""
+        """Number of rows of the step."""
         return self.positions.shape[0]
 
     @property
@@ -57,11 +57,11 @@ class Place:
 
     @property
     def has_tokens(self) -> torch.Tensor:
-        """True for rows that have a token among the T of each (B,): the last one is."""
+        """True for rows that have at least one of their T tokens (B,), namely the last one."""
         return self.positions[:, -1] < self.sink
 
     def written(self, capacity: int) -> torch.Tensor:
-        """Return where a layer of a capacity keeps the tokens of the step, as ``positions``."""
+        """Return where a layer with ``capacity`` stores the step's tokens, as ``positions``."""
         return self._written[capacity]
 
     def _written_at(self, positions: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Embeddings of positions that models make of one number, for rows at positions of their own.
+"""Position embeddings that models compute from one number, for rows at different positions.
 
-Such a model asks its cache how many tokens there were, and embeds that for all rows. Told one
-number for each row it embeds them all, in the wrong dimension as some classes write it; what an
-embedding gives is put right by a hook, for as long as a step runs.
+Such a model asks its cache for the number of past tokens, and embeds the positions for all rows. If
+it gets one number per row, it embeds all of them, but some classes use the wrong dimension; a hook
+corrects the embeddings' outputs while a step runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def position_embeddings(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 @contextmanager
 def one_for_each_row(embeddings: Sequence[torch.nn.Module], shape: torch.Size) -> Iterator[None]:
-    """Have embeddings give the positions (B, T) of each row's tokens (B, T, size)."""
+    """Make embeddings return the positions (B, T) of each row's tokens (B, T, size)."""
 
     def put_right(module: torch.nn.Module, args: Any, given: torch.Tensor) -> torch.Tensor:
         return given.reshape(*shape, -1)

@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size: linear attention, state-space models, convolutions."""
+"""Layers that store a state of fixed size: linear attention, state-space models, convolutions."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dispatchkit_transformers.layers.place import Place
 
 try:
     from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
-except ImportError:  # releases before 5 keep such states in caches of each model's own
+except ImportError:  # before release 5 each model has its own cache class for such states
     LinearAttentionCacheLayerMixin = LinearAttentionLayer = object
 
-#: States of a layer by number, those of all slots (slots, ...).
+#: States of a layer by number, for all slots (slots, ...).
 States = Mapping[int, torch.Tensor]
 
 
 class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library is not type-checked
-    """States as a step sees them: those of its rows, as views, which it changes in place.
+    """States as seen by a step: views of its rows' states, which it changes in place.
 
     Args:
-        conv_states: States of convolutions.
-        recurrent_states: States of recurrences.
-        place: Whose rows the step has.
+        conv_states: Convolution states.
+        recurrent_states: Recurrence states.
+        place: The rows of the step.
     """
 
     is_compileable = True
     is_sliding = False
 
     def __init__(self, conv_states: States, recurrent_states: States, place: Place) -> None:
-        # Not the library's own: that makes states on their first use.
+        # Do not call the library's __init__: it creates states on first use.
         self._conv_states, self._recurrent_states = conv_states, recurrent_states
         self.place = place
         self.number_of_states = max((*conv_states, *recurrent_states), default=-1) + 1
@@ -45,31 +45,31 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
 
     @property
     def banks(self) -> tuple[States, States]:
-        """The states of all slots, of convolutions and of recurrences."""
+        """The convolution and recurrence states of all slots."""
         return self._conv_states, self._recurrent_states
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        """The convolutions' states of the step's rows."""
+        """The convolution states of the step's rows."""
         rows = self.place.num_rows
         return {one: states[:rows] for one, states in self._conv_states.items()}
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """The recurrences' states of the step's rows."""
+        """The recurrence states of the step's rows."""
         rows = self.place.num_rows
         return {one: states[:rows] for one, states in self._recurrent_states.items()}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the memory was made with the cache."""
+        """Do nothing: the memory was allocated with the cache."""
 
 
 class HybridLayer(RecurrentLayer, AttentionLayer):
-    """A layer with states and with keys and values.
+    """A layer with both states and keys and values.
 
     Args:
         conv_states: As for ``RecurrentLayer``.
-        recurrent_states: Likewise.
+        recurrent_states: As for ``RecurrentLayer``.
         attention: The layer's keys and values.
     """
 
