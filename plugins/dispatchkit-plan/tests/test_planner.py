@@ -198,7 +198,7 @@ def test_the_token_budget_is_captured_only_where_it_pays():
     assert pays.token_budget.saved_pct > 0
     for model, why in [
         (slow, "less time"),
-        (short, "measured up to 1 tokens"),
+        (short, "only measured up to 1 tokens"),
         (None, "cost model"),
     ]:
         plan = plan_sizes(steps, cost_model=model, **kinds)

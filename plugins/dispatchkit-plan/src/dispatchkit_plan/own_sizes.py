@@ -1,10 +1,10 @@
-"""Sizes that deserve a graph of their own, beside graphs that are captured anyway.
+"""Sizes that deserve a graph of their own, in addition to graphs that are captured anyway.
 
 A batch without a graph of its size is padded to a larger one, or runs eager. How much a graph of
-exactly its size saves depends on the traffic (how often it comes), the device (what padding or
-eager costs) and the other graphs chosen, since a graph also serves smaller batches. So sizes are
-chosen together: by the dynamic program of ``optimal``, in which the graphs that are captured
-anyway are required and free, and in which eager serves whatever no graph may.
+exactly its size saves depends on the traffic (its frequency), the device (the cost of padding or
+eager) and the other graphs chosen, since a graph also serves smaller batches. So all sizes are
+chosen together, by the dynamic program of ``optimal``: graphs that are captured anyway are
+required and free, and batches that no graph may serve run eager.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["OwnSize", "OwnSizesPlan", "plan_own_sizes"]
 
 _MAX_CANDIDATES = 512
 _ROUNDING = 1e-9
-"""Graphs that save no larger share than this of the time are chosen by rounding, and left out."""
+"""Graphs that save at most this share of the time are rounding errors, and left out."""
 
 
 @attrs.frozen
@@ -47,8 +47,8 @@ class OwnSize:
     Attributes:
         size: Tokens.
         num_steps: Judged steps of exactly this size.
-        saved_us: What the judged steps would take longer without this graph, the others kept.
-        num_bytes: Memory of the graph; None where the budget is a number of graphs.
+        saved_us: Extra time of the judged steps without this graph, with the others kept.
+        num_bytes: Memory of the graph; None if the budget is a number of graphs.
     """
 
     size: int
@@ -65,11 +65,11 @@ class OwnSizesPlan:
         own: The sizes chosen, ascending.
         beside: Sizes that are captured anyway, ascending.
         max_waste: Largest share of a graph that may be padding.
-        before_us: What the judged steps take with the graphs of ``beside`` alone.
-        after_us: What they take with the chosen ones, too.
+        before_us: Time of the judged steps with only the graphs of ``beside``.
+        after_us: Their time with the chosen graphs as well.
         num_steps: Steps judged, of any size.
-        num_steps_over: Those of them that were not considered: too large.
-        judged_on: What was judged on, in words.
+        num_steps_over: Judged steps not considered because they are too large.
+        judged_on: The steps judged on, in words.
         objective: What was minimised, in words.
         warnings: What to know before relying on the plan.
 
@@ -94,11 +94,11 @@ class OwnSizesPlan:
 
     @property
     def saved_pct(self) -> float:
-        """Share of the time before that the chosen graphs save, in per cent."""
+        """Time that the chosen graphs save, in percent of the time before."""
         return 100 * (1 - self.after_us / self.before_us) if self.before_us else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON holds it."""
+        """Return the plan as plain values, for JSON."""
         return {
             **attrs.asdict(self),
             "own": [attrs.asdict(one) for one in self.own],
@@ -121,16 +121,16 @@ def plan_own_sizes(
 ) -> OwnSizesPlan:
     """Return the sizes of a trace that deserve a graph of their own, under one budget.
 
-    The result is exact where the budget is a number of graphs or all graphs take the same memory.
-    Else memory is rounded up to 1/128 of the budget while sizes are chosen, and what is left is
-    filled with the graphs that save most for their memory.
+    The result is exact if the budget is a number of graphs or all graphs take the same memory.
+    Otherwise memory is rounded up to 1/128 of the budget while sizes are chosen, and the rest of
+    the budget is filled with the graphs that save most for their memory.
 
     Args:
         data: A step trace or a histogram.
-        cost_model: What a step takes, eager and replayed.
-        beside: Sizes that are captured anyway; they do not count for the budget.
-        max_waste: Largest share of a graph that may be padding, as of the policy ``threshold``:
-            0 replays exact sizes alone, and all other batches run eager.
+        cost_model: The time of a step, eager and replayed.
+        beside: Sizes that are captured anyway; they do not count towards the budget.
+        max_waste: Largest share of a graph that may be padding, as for the policy ``threshold``:
+            at 0 only exact sizes replay, and all other batches run eager.
         graphs: Number of graphs to add; this or ``memory_bytes``.
         memory_bytes: Memory that the added graphs may take. Needs ``bytes_per_graph``, or a cost
             model that has ``graph_bytes``.
@@ -163,8 +163,8 @@ def plan_own_sizes(
     warnings = []
     if fit.axes:
         warnings.append(
-            f"The steps have values of {', '.join(fit.axes)}: each size is a graph for each "
-            "combination of buckets, and the budget counts sizes."
+            f"The steps have values of {', '.join(fit.axes)}: each size takes a graph for each "
+            "combination of buckets, but the budget counts sizes."
         )
     steps = _Steps.of(fit, max_size, kept, cost_model, max_waste)
     candidates = _candidates(steps, kept, warnings)
@@ -212,7 +212,7 @@ def plan_own_sizes(
 
 @attrs.frozen(eq=False)
 class _Steps:
-    """Steps by size, and what they take under captured sizes.
+    """Steps by size, and their times under captured sizes.
 
     Attributes:
         batches: Sizes that occur or are captured anyway, ascending.
@@ -255,12 +255,12 @@ class _Steps:
         return int(self.counts[self.batches == size].sum())
 
     def served_us(self, size: int) -> FloatArray:
-        """Return the time of a step of each size if this is the smallest graph that covers it."""
+        """Return the time of a step of each size if ``size`` is the smallest graph covering it."""
         wastes = size - self.batches > self.max_waste * size
         return np.where(wastes, self.eager_us, self.graph_us(size))
 
     def time_us(self, graphs: set[int]) -> float:
-        """Return the time of all steps: the smallest graph that covers one, or eager."""
+        """Return the time of all steps, each by the smallest graph that covers it, or eager."""
         ladder = sorted(graphs)
         place = np.searchsorted(np.array(ladder, dtype=np.int64), self.batches)
         size = np.array([*ladder, 0], dtype=np.int64)[place]
@@ -271,7 +271,7 @@ class _Steps:
 
 
 def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntArray:
-    """Return the sizes that occur and have no graph yet, ascending."""
+    """Return the sizes that occur and do not have a graph yet, ascending."""
     is_open = (steps.counts > 0) & ~np.isin(steps.batches, np.asarray(kept, dtype=np.int64))
     candidates = steps.batches[is_open]
     if len(candidates) <= _MAX_CANDIDATES:
@@ -286,11 +286,11 @@ def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntA
 def _choose(
     steps: _Steps, kept: Sequence[int], price: Mapping[int, float], limit: float
 ) -> set[int]:
-    """Return the best of the priced sizes whose prices add up to at most the limit."""
+    """Return the best of the priced sizes whose prices sum to at most the limit."""
     if not price:
         return set()
     sizes = sorted({*price, *kept})
-    # By rank: 0 is no size, and the last one, which covers everything, is eager.
+    # By rank: 0 stands for no size; the last one stands for eager, which covers everything.
     last = len(steps.batches) + 1
     ranks = np.append(1 + np.searchsorted(steps.batches, sizes), last)
     demand = np.concatenate([[0.0], steps.counts, [0.0]])
@@ -299,7 +299,7 @@ def _choose(
     required = [*np.flatnonzero(np.isin(sizes, kept)).tolist(), len(sizes)]
     cost = require_sizes(served_costs(ranks, demand, served), ranks, ranks[required].tolist())
     if len(set(price.values())) == 1:
-        # A hair below the next whole number is that number: 3 x 0.1 is 0.30000000000000004.
+        # Round up values just below an integer: 3 x 0.1 is 0.30000000000000004.
         affordable = int(min(limit / next(iter(price.values())) + 1e-9, len(price)))
         curve = size_curve(ranks, cost, len(required) + affordable, monotone=False)
         found = curve.sizes(int(curve.costs.argmin()) + 1)
@@ -322,7 +322,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add what still fits, the one that saves most for its price first."""
+    """Add the sizes that still fit, the largest saving for its price first."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

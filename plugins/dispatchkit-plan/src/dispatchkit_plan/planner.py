@@ -1,4 +1,4 @@
-"""From a trace to capture sizes: what to capture, how good that is, and what it rests on."""
+"""The planner: capture sizes for a trace, how good they are, and their assumptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Plan", "PlannedFamily", "RivalResult", "plan_sizes"]
 
 MAX_SIZE_LIMIT = 1 << 20
 MIN_STEPS = 1000
-"""Fewer steps than this are called too few to plan from."""
+"""With fewer steps than this the planner warns that they are too few."""
 
 _SAME_STEPS = (
     "Planned and judged on the same steps, so `sizes` fit just these. For later traffic, use "
@@ -66,40 +66,40 @@ def plan_sizes(
 ) -> Plan:
     """Return the best capture sizes for a trace under one budget.
 
-    Planned on all steps, ``sizes`` are the exact optimum of those steps, and ``future`` holds
+    Planned on all steps, ``sizes`` are the exact optimum of those steps, and ``future`` has
     hedged ones. Planned on the first half, they are hedged, and judged on the second half,
-    which nothing before that looked at.
+    which planning does not use.
 
     Args:
         data: A step trace or a histogram.
         graphs: Number of graphs; exactly one of this and the next two.
-        memory_bytes: Memory that the graphs may take. Needs ``bytes_per_graph``, or a cost
-            model that has ``graph_bytes``.
-        capture_time_s: Time that capturing may take. Needs ``capture_s_per_graph``, or a
-            cost model that has ``capture_us``.
+        memory_bytes: Maximum memory of the graphs. Needs ``bytes_per_graph``, or a cost model
+            with ``graph_bytes``.
+        capture_time_s: Maximum time of all captures. Needs ``capture_s_per_graph``, or a cost
+            model with ``capture_us``.
         max_size: Largest size, always captured and counted among the graphs; larger steps
             run eager.
         fit_on: ``all``, or ``first-half``.
-        keyed: Plan uniform decode and mixed steps apart (``True`` or ``"uniform"``), or also
-            by LoRA count (``"uniform+loras"``), out of one number of graphs.
+        keyed: Plan uniform decode and mixed steps separately (``True`` or ``"uniform"``), or
+            also by LoRA count (``"uniform+loras"``), within one number of graphs.
         hedge: ``auto`` (validated on the steps planned on), ``none``, or a mixture.
         cost_model: Minimise time instead of padding.
-        dispatch: With a cost model: ``always`` replay, or run eager where that is ``best``.
-        align: Only multiples of this many tokens, ``max_size`` among them.
-        token_budget: A size above max_size to weigh one graph for; ``auto`` takes the most
-            frequent one. It is captured only if the cost model says that it pays, and weighed
-            only where the budget is a number of graphs: it takes the place of one.
+        dispatch: With a cost model: ``always`` replay, or ``best``: run eager if that is faster.
+        align: Use only multiples of this many tokens; ``max_size`` must be one.
+        token_budget: A size above max_size to consider one graph for; ``auto`` is the most
+            frequent one. It is captured only if it saves time by the cost model, and considered
+            only if the budget is a number of graphs, one of which it replaces.
         bytes_per_graph: Memory per graph, for ``memory_bytes``.
         capture_s_per_graph: Time per graph, for ``capture_time_s``.
         lora_overhead: Extra cost of a graph per adapter it is captured for, as a share.
-        separate_base: Steps without adapters never run in graphs captured for some.
-        max_uniform_size: Largest uniform batch (vLLM: max_num_seqs x query_len); limits
-            how many graphs the keyed rivals are counted with.
-        curve_to: Last number of graphs of the curve, at least.
+        separate_base: Never run steps without adapters in graphs captured with adapters.
+        max_uniform_size: Largest uniform batch (vLLM: max_num_seqs x query_len); limits the
+            number of graphs counted for the keyed rivals.
+        curve_to: Extend the curve at least to this number of graphs.
 
     Raises:
-        ConfigError: A setting is out of range, budgets contradict each other, or one does
-            not hold even the largest graph.
+        ConfigError: A setting is out of range, several budgets are given, or the largest graph
+            alone exceeds the budget.
         TraceError: No step has at most max_size tokens.
 
     Units: tokens, bytes, seconds.
@@ -178,9 +178,9 @@ def _hedge_choice(
     objective: Objective,
 ) -> HedgeChoice:
     if isinstance(hedge, Hedge):
-        return HedgeChoice(hedge, validated=False, reason="The mixture that was asked for.")
+        return HedgeChoice(hedge, validated=False, reason="The given mixture.")
     if hedge == "none":
-        return HedgeChoice(NO_HEDGE, validated=False, reason="None was asked for.")
+        return HedgeChoice(NO_HEDGE, validated=False, reason="Hedging is turned off.")
     if hedge != "auto":
         raise ConfigError("hedge", hedge, "'auto', 'none' or a Hedge")
     if not fit.ordered:
@@ -198,8 +198,8 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     usable, total = int(demand[1:].sum()), fit.num_steps
     if fit.axes:
         warnings.append(
-            f"The steps have values of {', '.join(fit.axes)}: each size is a graph for each "
-            "combination of buckets, and the budget counts sizes."
+            f"The steps have values of {', '.join(fit.axes)}: each size takes a graph for each "
+            "combination of buckets, but the budget counts sizes."
         )
     if usable < MIN_STEPS:
         warnings.append(
@@ -245,7 +245,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Planner:
-    """Everything that plans of one request share, but for the hedge."""
+    """Data that all plans of one request share, whatever their hedge."""
 
     fit: Workload
     judged: Workload
@@ -265,7 +265,7 @@ class _Planner:
     curve_to: int
 
     def plan(self, choice: HedgeChoice, warnings: Sequence[str], *, future: Plan | None) -> Plan:
-        """Return the plan under one hedge, judged."""
+        """Return the judged plan for one hedge."""
         warnings = list(warnings)
         tokens: TokenBudget | None = None
         if self.keyed:
@@ -357,7 +357,7 @@ class _Planner:
             families = [PlannedFamily(*group) for group in joint.plan(k)]
             curve.append((k, self._judge(families, padding)))
             if graphs is None and self._price(families) <= self.budget.limit:
-                within = families  # the largest that fits: more graphs are never worse
+                within = families  # keep the largest that fits: more graphs are never worse
         if graphs is not None:
             return [PlannedFamily(*group) for group in joint.plan(graphs)], curve
         if within is None:
@@ -387,7 +387,7 @@ class _Planner:
 
 
 def _matched_by(curve: Sequence[tuple[int, float]], waste: float) -> int | None:
-    """Return the fewest graphs from which on the whole curve is at least as good."""
+    """Return the fewest graphs from which the rest of the curve is at least as good."""
     matched = None
     for graphs, planned in reversed(curve):
         if planned > waste + 1e-9:

@@ -1,4 +1,4 @@
-"""What this distribution registers: a policy, and commands that are loaded when asked for."""
+"""Hook implementations that register a policy, and commands that are imported on use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
 
 @hookimpl
 def dispatchkit_register_commands() -> Sequence[CommandSpec]:
-    """Register the commands of planning and reporting."""
+    """Register the planning and reporting commands."""
     return [
         CommandSpec(
             "calibrate",

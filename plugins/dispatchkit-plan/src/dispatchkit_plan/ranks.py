@@ -1,15 +1,16 @@
-"""Ranks that run each step together: what is lost to the slowest, to padding and to agreeing.
+"""Simulate ranks that run each step together: time lost to the slowest, padding and agreement.
 
 A model of dispatchkit-ranks with a policy that does not learn: each rank decides for its own batch,
-and all run the most tokens, requests and adapters in the most careful mode of any. The real
-dispatcher decides; what is assumed is when batches meet, and what an exchange takes:
+and all run the maximum of tokens, requests and adapters in the most restrictive mode of any rank.
+The real dispatcher decides; these are the assumptions on which batches meet and on the exchange:
 
-* The steps of one trace are dealt in turn: as many as there are ranks, one after the other in it,
-  are one step of all. So a trace of one rank meets itself a little later.
-* An exchange is a chain of messages, each of which waits for the last: ``2 * ceil(log2(ranks))`` by
-  a tree, ``2 * (ranks - 1)`` round a ring, and each takes ``hop_us``. Its 256 bytes take no time of
-  their own.
-* All ranks come to it together, but for what their last step took: that wait is the slowest rank's.
+* The steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form
+  one common step. So a trace of one rank meets itself a little later.
+* An exchange is a chain of messages, each of which waits for the one before:
+  ``2 * ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its
+  256 bytes take no additional time.
+* Ranks reach it together, except for the time of their last step: that wait is counted as the
+  slowest rank's.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ __all__ = ["Exchange", "RankSimulation", "simulate_ranks"]
 
 @attrs.frozen(kw_only=True)
 class Exchange:
-    """What one agreement takes.
+    """The cost of one agreement.
 
     Attributes:
         shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).
-        hop_us: Microseconds of one message to another rank, its process woken included.
-        own_us: Microseconds of this rank's own work around it.
+        hop_us: Microseconds of one message to another rank, including the wake-up of its process.
+        own_us: Microseconds of this rank's own work for it.
     """
 
     shape: Literal["tree", "ring"] = "tree"
@@ -58,36 +59,36 @@ class Exchange:
                 raise ConfigError(name, value, "microseconds, 0 or more")
 
     def num_hops(self, ranks: int) -> int:
-        """Return the messages that wait for each other."""
+        """Return the number of messages in the chain."""
         if self.shape == "ring":
             return 2 * (ranks - 1)
         return 2 * math.ceil(math.log2(ranks))
 
     def time_us(self, ranks: int) -> float:
-        """Return the microseconds of one agreement; one rank agrees with nobody."""
+        """Return the microseconds of one agreement; 0 for a single rank."""
         return 0.0 if ranks == 1 else self.own_us + self.num_hops(ranks) * self.hop_us
 
 
 @attrs.frozen(kw_only=True)
 class RankSimulation:
-    """What came of a trace on several ranks.
+    """Result of simulating a trace on several ranks.
 
-    Times are those of one rank; what all lose together is so many times as much.
+    Times are those of one rank; multiply by ``ranks`` for all ranks together.
 
     Attributes:
         label: The scenario's name.
         policy: Name of the policy.
-        ranks: How many ranks.
+        ranks: Number of ranks.
         num_steps: Steps of all ranks together.
         modes: Those steps by the runtime mode they ran in.
-        changed_modes: Rank's steps that another rank made run in another mode.
+        changed_modes: Steps of a rank that ran in another mode because of another rank.
         real_tokens: Tokens of all ranks, before padding.
         rank_padding: Tokens added to make every batch as large as the largest.
-        graph_padding: Tokens added to those to fit graphs.
-        own_s: What a rank's steps would take by themselves, on the average of the ranks.
-        slowest_s: Waiting for the rank whose own step takes longest.
-        padding_s: Running the agreed size and mode, where that takes longer than any rank's own.
-        exchange_s: Agreeing.
+        graph_padding: Tokens added after that to fit graphs.
+        own_s: Time of a rank's steps by themselves, averaged over ranks.
+        slowest_s: Time waiting for the rank whose own step takes longest.
+        padding_s: Extra time of the agreed size and mode over the slowest rank's own step.
+        exchange_s: Time of the agreements.
         cost_model: Name of the cost model.
         notes: What to know about the numbers.
     """
@@ -126,20 +127,20 @@ def simulate_ranks(
     exchange: Exchange | None = None,
     plugins: PluginSet | None = None,
 ) -> RankSimulation:
-    """Return what would come of a trace whose steps meet on several ranks.
+    """Simulate a trace whose steps run together on several ranks.
 
     Args:
-        trace: Steps, which are dealt to the ranks in turn; those without tokens are left out,
-            and so are the last ones that do not make a step of all ranks.
-        ranks: How many.
+        trace: Steps, which are assigned to the ranks in turn; those without tokens are left
+            out, and so are the last ones that do not fill a common step.
+        ranks: Number of ranks.
         scenario: Policy, sizes and costs; without budgets, lanes, axes and split batches.
-        exchange: What agreeing takes.
-        plugins: Where policies are found by name; loaded when needed.
+        exchange: The cost of an agreement.
+        plugins: Plugins that provide policies by name; loaded if not given.
 
     Raises:
         TraceError: There are fewer steps with tokens than ranks.
         ConfigError: A setting cannot be used with ranks.
-        UnknownNameError: The policy is not installed, or there is no such cost model.
+        UnknownNameError: The policy is not installed, or the cost model is unknown.
         PolicyError: The policy refuses the configuration.
     """
     scenario, exchange = scenario or Scenario(), exchange or Exchange()
@@ -156,7 +157,7 @@ def simulate_ranks(
             "policy",
             dispatcher.policy_name,
             "one that does not learn, with ranks",
-            "Give the policy that its leader starts from.",
+            "Pass the policy that its leader starts from.",
         )
     steps = Steps.of(trace, config)
     num_rounds = len(steps) // ranks
@@ -232,7 +233,7 @@ def _first(steps: Steps, count: int) -> Steps:
 
 
 def _agreed(steps: Steps, care: IntArray, ranks: int, config: DispatchConfig) -> IntArray:
-    """Return the arguments of the agreed ``dispatch`` of each step of all: (5, steps)."""
+    """Return the agreed arguments of ``dispatch`` for each common step: (5, steps)."""
 
     def most(values: IntArray) -> IntArray:
         found: IntArray = values.reshape(-1, ranks).max(axis=1)

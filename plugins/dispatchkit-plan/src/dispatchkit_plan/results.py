@@ -1,4 +1,4 @@
-"""What a planner returns: sizes, how good they are, and what that rests on."""
+"""Results of the planner: sizes, how good they are, and their assumptions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PlannedFamily:
     """The sizes of one kind of step.
 
     Attributes:
-        uniform: Uniform decode (True), mixed (False), not told apart (None).
-        num_active_loras: Adapters that the graphs are captured for; None: not told apart.
+        uniform: Uniform decode (True), mixed (False), not distinguished (None).
+        num_active_loras: Adapters that the graphs are captured for; None: not distinguished.
         sizes: Sizes to capture, ascending.
     """
 
@@ -39,13 +39,13 @@ class PlannedFamily:
 
 @attrs.frozen
 class RivalResult:
-    """How a known list of sizes does on the judged steps.
+    """Result of a known list of sizes on the judged steps.
 
     Attributes:
-        num_graphs: Graphs that the list takes.
-        waste_pct: Its padded tokens per cent of the real ones.
-        matched_by: Fewest planned graphs from which on every larger plan of the curve is at
-            least as good; None when none is.
+        num_graphs: Number of graphs of the list.
+        waste_pct: Its padding in percent of the real tokens.
+        matched_by: Fewest planned graphs from which every larger plan of the curve is at
+            least as good; None if there is no such number.
     """
 
     num_graphs: int
@@ -63,7 +63,7 @@ class RivalResult:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Capture sizes, how good they are, and what that rests on.
+    """Capture sizes, how good they are, and their assumptions.
 
     Attributes:
         sizes: Sizes to capture, ascending; those of all families together when keyed. The
@@ -72,18 +72,18 @@ class Plan:
         num_graphs: Graphs to capture, over all families.
         max_size: Largest size asked for; larger steps run eager.
         waste_pct: Padding in percent of real tokens, over the judged steps up to max_size.
-        excess_pct: What is minimised, above its value with a graph at every exact size, in
+        excess_pct: The objective above its value with a graph at every exact size, in
             percent, over the same steps; the same as waste_pct unless there is a cost model.
         curve: (graphs, waste_pct) for every number of graphs, planned and judged alike.
         rivals: Known lists on the same steps.
-        fit_on: What was planned on: ``all`` or ``first-half``.
-        judged_on: What was judged on, in words.
+        fit_on: The steps planned on: ``all`` or ``first-half``.
+        judged_on: The steps judged on, in words.
         hedge: The mixture planned for, and why.
-        future: With ``fit_on="all"``, the hedged sizes: for traffic like the trace rather
-            than for exactly it. None where ``sizes`` are hedged themselves.
+        future: With ``fit_on="all"``, the hedged sizes: for traffic similar to the trace
+            instead of exactly the trace. None if ``sizes`` are hedged.
         num_steps: Steps judged, of any size.
-        num_steps_over: Those of them above max_size.
-        token_budget: Whether one more graph at the token budget pays; None where no step is
+        num_steps_over: Judged steps above max_size.
+        token_budget: Whether one more graph at the token budget saves time; None if no step is
             above max_size or the plan is keyed.
         objective: What was minimised, in words.
         warnings: What to know before relying on the plan.

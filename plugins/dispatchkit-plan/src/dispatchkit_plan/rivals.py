@@ -1,4 +1,4 @@
-"""Lists of capture sizes that a plan is compared with."""
+"""Known lists of capture sizes to compare a plan with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _coarse(max_size: int) -> set[int]:
 def vllm_default_sizes(max_size: int = 512) -> tuple[int, ...]:
     """Return vLLM's default list up to a maximum: 51 sizes at 512.
 
-    The maximum is added where the grid misses it, so that every list covers the same steps.
+    The maximum is added if the grid misses it, so that every list covers the same steps.
 
     Source: vLLM 0.13 to 0.33, ``_set_cudagraph_sizes`` in ``vllm/config/vllm.py``.
     """

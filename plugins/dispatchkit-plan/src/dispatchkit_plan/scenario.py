@@ -1,4 +1,4 @@
-"""What is simulated: a policy, sizes, budgets and costs."""
+"""Scenarios of a simulation: a policy, sizes, budgets and costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Noise:
     Attributes:
         relative: Standard deviation, as a share of the time.
         outliers: Share of measurements that are outliers.
-        factor: How many times as long those take.
+        factor: Factor by which outliers take longer.
     """
 
     relative: float = 0.10
@@ -34,36 +34,36 @@ class Noise:
     factor: float = 10.0
 
     def measured(self, time_us: float, chance: random.Random) -> float:
-        """Return what would be measured of a step that takes so long."""
+        """Return a measurement of a step that takes ``time_us``."""
         seen = time_us * max(0.2, chance.gauss(1.0, self.relative))
         return seen * self.factor if chance.random() < self.outliers else seen
 
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """What a trace is run under.
+    """Settings under which a trace is simulated.
 
     Attributes:
         policy: Name of an installed policy, or a policy.
-        policy_options: Its options, where it is given by name.
-        sizes: Capture sizes; the policy's default list when not given.
-        mode: Which runtime modes decode and mixed batches use.
+        policy_options: Its options, if it is given by name.
+        sizes: Capture sizes; the policy's own list by default.
+        mode: Runtime modes of decode and mixed batches.
         max_graphs: Maximum number of live graphs per lane. With it or ``max_bytes``, graphs are
             captured when they are first needed, and evicted to make room; otherwise all are
             captured before the first step.
-        max_bytes: Most memory of live graphs on a lane, by the cost model's ``graph_bytes``.
-        eviction: Who goes first: ``lru``, the one not used for longest, or ``benefit``, the
-            one with the fewest replays for its size.
-        capture_after: How often a graph must be asked for before it is captured; until then
-            its steps run eager. Above 1, nothing is captured before the first step.
-        lanes: Steps are dealt to so many lanes in turn, each with graphs of its own.
+        max_bytes: Maximum memory of live graphs per lane, by the cost model's ``graph_bytes``.
+        eviction: The graph to evict first: ``lru``, the least recently used one, or
+            ``benefit``, the one with the fewest replays for its size.
+        capture_after: Number of requests for a graph before it is captured; until then its
+            steps run eager. Above 1, nothing is captured before the first step.
+        lanes: Number of lanes; they get the steps in turn, and each has its own graphs.
         cost_model: A cost model, or the name of a built-in one or a file.
         sample_every: Measure one in ``sample_every`` steps of a timed decision;
             one-shot steps are always measured.
-        rows_independent: The policy may split mixed batches over several graphs; such a step
-            takes as long as its parts together.
+        rows_independent: Whether the policy may split mixed batches over several graphs; such
+            a step takes the sum of its parts.
         noise: How measured times differ from true ones.
-        seed: Of the noise.
+        seed: Seed of the noise.
         config: A whole configuration, in place of ``sizes`` and ``mode``.
         label: Name in comparisons; the policy's when empty.
     """
@@ -90,14 +90,14 @@ class Scenario:
     def __attrs_post_init__(self) -> None:
         for setting in ("lanes", "capture_after", "sample_every", "max_graphs", "max_bytes"):
             if getattr(self, setting) is not None:
-                # Of text too, which becomes a number; the class is frozen.
+                # Converts text as well; the class is frozen.
                 object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
         check_flag(self.rows_independent, "rows_independent")
         if self.eviction not in ("lru", "benefit"):
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:
             raise ConfigError(
-                "sizes", self.sizes, "left out beside config", "The config has its own sizes."
+                "sizes", self.sizes, "left out with config", "The config has its own sizes."
             )
 
     @property
@@ -113,6 +113,6 @@ class Scenario:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether graphs are captured when they are asked for, not before the first step."""
+        """Whether graphs are captured on request instead of before the first step."""
         bounded = self.max_graphs is not None or self.max_bytes is not None
         return bounded or self.capture_after > 1

@@ -1,13 +1,12 @@
-"""A trace under a policy, without a device: what would run, what would it take?
+"""Simulate a trace under a policy, without a device.
 
-The real dispatcher decides; only the device is missing. Times come from a cost model, and a
-learning policy sees them with noise, as it would see measured ones. What is reported is counted
-in true times.
+The real dispatcher decides; only the device is simulated. Times come from a cost model, and a
+learning policy sees them with noise, like measured ones. Results are reported in true times.
 
-A policy that does not learn is a function of the batch. So each different batch is decided
-once and counted, and a million steps take no longer than their table. With a budget of graphs
-the order matters: who is live is followed step by step. With a learning policy the decision
-itself is taken at every step.
+A policy that does not learn is a function of the batch. So each distinct batch is decided once
+and counted, and a million steps take no longer than their table. With a budget of graphs the
+order matters, so live graphs are tracked step by step. With a learning policy every step is
+decided.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["Simulation", "simulate", "simulate_all"]
 
 @attrs.frozen(kw_only=True)
 class Simulation:
-    """What came of a trace under a scenario.
+    """Result of simulating a trace under a scenario.
 
     Attributes:
         label: The scenario's name.
@@ -44,20 +43,20 @@ class Simulation:
         modes: Steps by the runtime mode they ran in.
         misses: Eager steps by reason.
         real_tokens: Tokens of the steps that replayed a graph, before padding.
-        padding_tokens: What was added to them.
+        padding_tokens: Padding added to those steps.
         num_graphs: Keys that the policy declared, on all lanes.
         captures: Captures, including those repeated after an eviction.
         evictions: Graphs evicted to make room.
         probes: Steps that ran under a one-shot decision of a learning policy.
-        measured: Steps whose time a learning policy was told.
-        policy_errors: Faults of the policy; the steps concerned ran eager.
+        measured: Steps whose time was reported to a learning policy.
+        policy_errors: Faults of the policy; the affected steps ran eager.
         time_s: Device time of all steps, by the cost model.
-        eager_time_s: The same if every step ran eager.
-        busiest_lane_s: Device time of the lane with most: the least that all take together
-            if lanes do not slow each other down.
-        capture_time_s: Time of all captures; None where the cost model has no ``capture_us``.
-        memory_bytes: Most memory that live graphs took, all lanes together; None where the
-            cost model has no ``graph_bytes``.
+        eager_time_s: Device time if every step ran eager.
+        busiest_lane_s: Largest device time of a lane: the total time if lanes do not slow each
+            other down.
+        capture_time_s: Time of all captures; None if the cost model has no ``capture_us``.
+        memory_bytes: Peak memory of live graphs, all lanes together; None if the cost model
+            has no ``graph_bytes``.
         cost_model: Name of the cost model.
         notes: What to know about the numbers.
     """
@@ -109,7 +108,7 @@ class Simulation:
 def simulate_all(
     trace: StepTrace, scenarios: Iterable[Scenario], *, plugins: PluginSet | None = None
 ) -> list[Simulation]:
-    """Return a trace under several scenarios, to be looked at side by side."""
+    """Simulate a trace under several scenarios, for comparison."""
     plugins = plugins or load_plugins()
     return [simulate(trace, scenario, plugins=plugins) for scenario in scenarios]
 
@@ -117,12 +116,12 @@ def simulate_all(
 def simulate(
     trace: StepTrace, scenario: Scenario | None = None, *, plugins: PluginSet | None = None
 ) -> Simulation:
-    """Return what would come of a trace under a scenario.
+    """Simulate a trace under a scenario.
 
     Args:
         trace: Steps; those without tokens are left out.
-        scenario: Policy, sizes, budget, costs; the default policy's defaults when not given.
-        plugins: Where policies are found by name; loaded when needed.
+        scenario: Policy, sizes, budget, costs; the default policy and its defaults if not given.
+        plugins: Plugins that provide policies by name; loaded if not given.
 
     Raises:
         TraceError: No step has tokens.
@@ -142,7 +141,7 @@ def simulate(
             "max_bytes",
             scenario.max_bytes,
             f"left out with cost model {model.name!r}, which has no graph_bytes",
-            "Calibrate one, or limit max_graphs.",
+            "Calibrate a model that has it, or set max_graphs.",
         )
     lanes = min(scenario.lanes, len(steps))
     runs = []
@@ -158,7 +157,7 @@ def simulate(
 
 
 def _policies(scenario: Scenario, lanes: int, plugins: PluginSet | None) -> list[Policy]:
-    """Return one policy for each lane: what one has learnt is its lane's own."""
+    """Return a policy for each lane; each learns only from its own lane."""
     if isinstance(scenario.policy, str):
         found = plugins or load_plugins()
         return [
@@ -169,7 +168,7 @@ def _policies(scenario: Scenario, lanes: int, plugins: PluginSet | None) -> list
             "lanes",
             lanes,
             "1 with a policy object",
-            "Give the policy by name: each lane needs its own.",
+            "Pass the policy by name: each lane needs its own instance.",
         )
     return [scenario.policy]
 
@@ -256,10 +255,10 @@ def _notes(
     if over:
         yield (
             f"{over} of {len(steps)} steps are above {last} tokens, the last measured size of "
-            f"{model.name}; their times go on in a straight line."
+            f"{model.name}; their times are extrapolated linearly."
         )
     if model.clock != "device":
-        yield f"{model.name} has times of a host, which do not predict those of a device."
+        yield f"{model.name} has host times, which do not predict those of a device."
     if model.graph_bytes is None:
         yield f"{model.name} has no graph_bytes: memory is not predicted."
     if scenario.lanes > 1:

@@ -1,7 +1,7 @@
-"""What a swap of a serving runner would bring, from the steps that it has recorded.
+"""Forecast the effect of a swap on a serving runner, from steps that it has recorded.
 
-The steps are decided twice by the simulator, as the runner does now and as it would after the
-swap; a cost model has the time of each. Nothing of the runner changes.
+The simulator decides each step twice, as the runner does now and as it would after the swap; a
+cost model gives the times. The runner is not changed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _SHOWN_DIFFERENCES = 10
 
 @attrs.frozen(kw_only=True)
 class Difference:
-    """Steps that would run in another way after the swap.
+    """Steps that would run differently after the swap.
 
     Attributes:
         active: What runs now, in words.
-        candidate: What would run.
-        num_steps: How many.
-        min_tokens: Tokens of the smallest of them.
-        max_tokens: Tokens of the largest.
-        gain_us: Time that all of them save; negative where they take longer.
+        candidate: What would run after the swap.
+        num_steps: Number of these steps.
+        min_tokens: Tokens of the smallest one.
+        max_tokens: Tokens of the largest one.
+        gain_us: Time that they save together; negative if they take longer.
     """
 
     active: str
@@ -55,18 +55,18 @@ class Difference:
 
 @attrs.frozen(kw_only=True)
 class SwapForecast:
-    """What recorded steps take now, and what they would take after a swap.
+    """Time of recorded steps now and after a swap.
 
     Attributes:
         active: Name of the policy in force.
         candidate: Name of the policy after the swap.
         num_steps: Steps compared.
         same_steps: Steps that would run as they do now.
-        refused_steps: Steps above the candidate's limit, which would raise; the rest of the
-            forecast leaves them out.
+        refused_steps: Steps above the candidate's limit, which would raise; all other fields
+            leave them out.
         active_us: Time of the steps now, by the cost model.
         candidate_us: Their time after the swap.
-        differences: Where they differ, most steps first.
+        differences: Steps that would run differently, in groups, most steps first.
         cost_model: Name of the cost model.
         notes: What to know about the numbers.
     """
@@ -84,7 +84,7 @@ class SwapForecast:
 
     @property
     def gain_us(self) -> float:
-        """Time that the swap would have saved; negative where it costs."""
+        """Time that the swap would have saved; negative if it takes longer."""
         return self.active_us - self.candidate_us
 
     @property
@@ -93,7 +93,7 @@ class SwapForecast:
         return self.candidate_us / self.active_us if self.active_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the forecast as plain values, for JSON."""
         return {**attrs.asdict(self), "gain_us": self.gain_us, "ratio": self.ratio}
 
     def __str__(self) -> str:
@@ -120,19 +120,19 @@ class SwapForecast:
 def forecast_swap(
     runner: GraphRunner, trace: StepTrace, *, cost_model: CostModel | str, **change: Any
 ) -> SwapForecast:
-    """Return what a swap would bring on steps like those of a trace.
+    """Forecast the effect of a swap on steps like those of a trace.
 
     Args:
-        runner: A runner in service; it is only read.
-        trace: The steps, as ``runner.start_recording()`` keeps them (``recorder.trace()``).
-        cost_model: What a step costs, as ``calibrate(runner)`` measures it; or the name of a
+        runner: A serving runner; it is only read.
+        trace: The steps, as recorded by ``runner.start_recording()`` (``recorder.trace()``).
+        cost_model: A cost model, as measured by ``calibrate(runner)``; or the name of a
             built-in model or of a file.
         change: The arguments of the swap: policy, policy_options, sizes, mode, limits of
             tokens and requests, or config.
 
     Raises:
-        ConfigError: The swap changes nothing, or a setting cannot be used.
-        UnknownNameError: There is no such policy or cost model.
+        ConfigError: The swap changes nothing, or a setting is invalid.
+        UnknownNameError: The policy or cost model is unknown.
         PolicyError: The policy refuses the configuration.
         TraceError: No step has tokens, or none is within the candidate's limit.
     """
@@ -145,7 +145,7 @@ def forecast_swap(
         problem = f"has no step of 1 to {limit} tokens to compare."
         raise TraceError(trace.source, None, problem)
     compared = StepTrace.from_steps(kept, source=trace.source)
-    with runner.registry.lock:  # nothing is learnt meanwhile
+    with runner.registry.lock:  # nothing is learned meanwhile
         in_force = copy.deepcopy(runner.dispatcher.policy)
     now = _Side(in_force, runner.config, runner.registry, scenario)
     then = _Side(proposal.policy, proposal.config, runner.registry, scenario)
@@ -153,7 +153,7 @@ def forecast_swap(
 
 
 class _Side:
-    """One of the two: a dispatcher of its own, whose graphs count as captured."""
+    """One side of the comparison: a separate dispatcher whose graphs count as captured."""
 
     def __init__(
         self, policy: Policy, config: DispatchConfig, live: GraphRegistry, scenario: Scenario
@@ -230,6 +230,6 @@ def _notes(
         yield f"On {faults} steps the candidate raised or broke a hard constraint: they run eager."
     largest = max(trace.column("num_tokens"))
     if not model.covers(largest):
-        yield f"{model.name} was not measured up to {largest} tokens; its lines are extended."
+        yield f"{model.name} was not measured up to {largest} tokens; its times are extrapolated."
     if then.dispatcher.policy_parts.learns:
-        yield "The candidate learns; what it would learn from its own steps is not in this."
+        yield "The candidate learns; the forecast does not include what it would learn."

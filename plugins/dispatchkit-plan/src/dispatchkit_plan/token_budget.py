@@ -1,10 +1,10 @@
-"""One graph at the token budget: does it pay?
+"""Decide whether one graph at the token budget saves time.
 
-A busy server fills its steps up to the scheduler's token budget, so among the steps too large
-for any graph many have exactly that size. A graph there pads them by nothing. It may still
-lose: it takes the place of another graph, a large step gains little from one, and an engine
-that pads every step to the next graph would then pad all those in between. Padding alone
-cannot weigh that against running eager; a cost model measured up to that size can.
+A busy server fills its steps up to the scheduler's token budget, so many of the steps too large
+for any graph have exactly that size. A graph of that size serves them without padding. It may
+still cost time: it replaces another graph, a large step gains little, and an engine that pads
+every step to the next graph would pad all those in between. Comparing that with eager takes a
+cost model measured up to that size; padding alone is not enough.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["TokenBudget", "weigh_token_budget"]
 
 @attrs.frozen
 class TokenBudget:
-    """What is known about a graph at the token budget.
+    """Result for a graph at the token budget.
 
     Attributes:
-        size: The size weighed.
-        share_pct: Steps of exactly that size, per cent of those above the largest graph.
-        pays: The cost model says that a plan with it takes less time.
-        saved_pct: Time that it saves, per cent of the whole trace's; None where not known.
-        reason: One sentence for people.
+        size: The size of the graph.
+        share_pct: Steps of exactly that size, in percent of those above the largest graph.
+        pays: Whether a plan with it takes less time by the cost model.
+        saved_pct: Time that it saves, in percent of the whole trace's; None if not known.
+        reason: The reason, as a sentence.
     """
 
     size: int
@@ -40,7 +40,7 @@ class TokenBudget:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
+        """Return the result as plain values, for JSON."""
         saved = None if self.saved_pct is None else round(self.saved_pct, 4)
         return {
             "size": self.size,
@@ -59,17 +59,17 @@ def weigh_token_budget(
     curve: SizeCurve,
     num_graphs: int | None,
 ) -> TokenBudget | None:
-    """Return whether one of the graphs is better spent on the token budget.
+    """Return whether one of the graphs is better used at the token budget.
 
     Args:
         work: The steps planned on.
         max_size: Largest other size.
-        wanted: The size to weigh, ``auto`` for the most frequent above max_size, None for
-            none.
-        objective: What the plan minimises.
+        wanted: The size to consider, ``auto`` for the most frequent above max_size, None for
+            no size.
+        objective: The objective of the plan.
         curve: The plans without it.
-        num_graphs: Graphs in all; with the budget's, one fewer is left for the others. None
-            where they are limited by something else.
+        num_graphs: Graphs in total, of which this graph would take one. None if the budget is
+            not a number of graphs.
     """
     over = work.chosen(work.num_tokens > max_size)
     if wanted is None or not len(over.num_tokens):
@@ -92,15 +92,13 @@ def weigh_token_budget(
     model = objective.model
     if not model.covers(size):
         last = min(model.eager_us.last, model.graph_us.last)
-        return verdict(
-            False, None, f"The cost model was measured up to {last} tokens; beyond is a guess."
-        )
+        return verdict(False, None, f"The cost model was only measured up to {last} tokens.")
     if num_graphs is None:
         return verdict(
-            False, None, "It is weighed against another graph; give a number of graphs for that."
+            False, None, "It would replace another graph; give a number of graphs to compare."
         )
     if num_graphs < 2:
-        return verdict(False, None, "There is no second graph to spend on it.")
+        return verdict(False, None, "It would be the only graph; plan at least two.")
     eager = np.array([model.eager_us(int(n)) for n in sizes])
     graph = np.full(len(sizes), model.graph_us(size))
     if objective.dispatch == "best":

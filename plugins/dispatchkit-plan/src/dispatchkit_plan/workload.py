@@ -1,4 +1,4 @@
-"""What the planner reads of a trace: steps by size, in order where the order is known."""
+"""The planner's form of a trace: arrays of steps, in order if the order is known."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Workload:
     Attributes:
         num_tokens: Tokens before padding.
         counts: Steps that each entry stands for.
-        uniform: 1 for uniform decode, 0 for mixed; None where not recorded.
+        uniform: 1 for uniform decode, 0 for mixed; None if not recorded.
         num_active_loras: Active adapters.
-        ordered: Entries are single steps in the order they ran.
-        source: Where they came from, for messages.
-        axes: Names of the axes that the steps have values of; sizes are planned without them.
+        ordered: Whether entries are single steps in the order they ran.
+        source: Their origin, for messages.
+        axes: Axes that the steps have values of; planned sizes do not depend on them.
 
     Shapes: all arrays (entries,).
     """
@@ -70,7 +70,7 @@ class Workload:
         """Return (steps to plan on, steps to judge on, the latter in words).
 
         Raises:
-            ConfigError: Halves are asked of something without an order.
+            ConfigError: Halves are requested of steps without an order.
         """
         if fit_on == "all":
             return self, self, "all steps, the ones planned on"

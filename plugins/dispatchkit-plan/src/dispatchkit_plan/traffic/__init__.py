@@ -1,4 +1,4 @@
-"""Traffic as others wrote it down: counts of sizes, and the logs of servers."""
+"""Traffic in formats of other programs: counts of sizes and server logs."""
 
 from dispatchkit_plan.traffic.counts import (
     CudagraphStats,

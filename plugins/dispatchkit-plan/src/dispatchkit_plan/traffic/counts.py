@@ -1,6 +1,6 @@
 """Counts instead of steps: vLLM's printed CUDA graph statistics, and plain histograms.
 
-Both say how often each batch size came, not in which order. A plan can be made from them;
+Both have the frequency of each batch size, but not the order. Plans can be made from them;
 validating one needs the order, which only a step trace has.
 """
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @attrs.frozen(order=True)
 class StepKind:
-    """What tells steps apart for a planner.
+    """The kind of a step, as far as planning distinguishes.
 
     Attributes:
         num_tokens: Tokens before padding.
@@ -53,11 +53,11 @@ class StepKind:
 
 @attrs.frozen
 class SizeHistogram:
-    """How many steps of each kind there were.
+    """Number of steps of each kind.
 
     Attributes:
         counts: Steps per kind.
-        source: Where it came from, for messages.
+        source: Its origin, for messages.
     """
 
     counts: Mapping[StepKind, int]
@@ -65,7 +65,7 @@ class SizeHistogram:
 
     @classmethod
     def from_trace(cls, trace: StepTrace) -> SizeHistogram:
-        """Count the steps of a trace; what it did not record stays unknown."""
+        """Count the steps of a trace; columns it does not have stay unknown."""
         size = len(trace)
         tokens = trace.column("num_tokens")
         columns = trace.columns
@@ -95,20 +95,20 @@ class SizeHistogram:
         return all(kind.uniform is not None for kind in self.counts)
 
     def steps(self) -> StepTrace:
-        """Return as many steps as were counted, each kind spread evenly over the whole.
+        """Return the counted steps as a trace, each kind spread evenly over its length.
 
-        Which order they ran in is not known; ``has_order`` of the trace says so. A kind not
-        known to be uniform decode is mixed, as it is for a runner that is not told.
+        Their real order is not known, so ``has_order`` of the trace is False. A kind not known
+        to be uniform decode is mixed, the default of a runner.
 
         Raises:
-            TraceError: There are none, or more than 5 million.
+            TraceError: There are no steps, or more than 5 million.
         """
         if self.num_steps > MAX_STEPS:
             raise TraceError(
                 self.source,
                 None,
-                f"counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be gone through one "
-                "by one. Divide all counts by the same number.",
+                f"counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be processed "
+                "one by one. Divide all counts by the same number.",
             )
         kinds = [kind for kind, count in self.counts.items() if count]
         places = (
@@ -149,13 +149,13 @@ class CudagraphStatRow:
 
 @attrs.frozen
 class CudagraphStats:
-    """What vLLM printed about its CUDA graphs, all tables of a log together.
+    """CUDA graph statistics printed by vLLM, all tables of a log together.
 
     Attributes:
-        rows: Lines of the tables, in order; equal ones of several tables stay apart.
-        config_mode: The configured mode (``FULL_AND_PIECEWISE``, ...); "" where not printed.
-        sizes: The configured capture sizes; empty where not printed.
-        source: Where it came from, for messages.
+        rows: Lines of the tables, in order; equal lines of several tables are not merged.
+        config_mode: The configured mode (``FULL_AND_PIECEWISE``, ...); "" if not printed.
+        sizes: The configured capture sizes; empty if not printed.
+        source: Its origin, for messages.
     """
 
     rows: tuple[CudagraphStatRow, ...]
@@ -164,7 +164,7 @@ class CudagraphStats:
     source: str = "<memory>"
 
     def histogram(self) -> SizeHistogram:
-        """Return how often each size came.
+        """Return the number of steps of each size.
 
         The table has no column for uniform decode. Under ``FULL_AND_PIECEWISE`` and
         ``FULL_DECODE_ONLY`` a FULL graph serves uniform decode only, and a PIECEWISE one is
@@ -196,16 +196,16 @@ def read_cudagraph_stats(
 ) -> CudagraphStats:
     """Read the statistics table that vLLM prints with ``--cudagraph-metrics``.
 
-    The file may be a whole server log: lines that belong to no table are passed over, and a
-    logger's prefix before a table's line is allowed. vLLM starts each table anew, so the
-    tables of a log add up.
+    The file may be a whole server log: lines outside tables are skipped, and a logger's prefix
+    before a table's line is allowed. vLLM starts each table from zero, so the tables of a log
+    are added.
 
     Args:
         path: The log or table, plain or gzip.
-        max_bytes: Most bytes of text to read.
+        max_bytes: Maximum bytes of text to read.
 
     Raises:
-        TraceError: No table is in it, or a line of one is damaged.
+        TraceError: It has no table, or a line of a table is damaged.
 
     Source: vLLM 0.14 to 0.33, ``vllm/compilation/cuda_graph.py`` (settings as a list, then a
         table with the five columns Unpadded Tokens, Padded Tokens, Num Paddings, Runtime
@@ -224,7 +224,7 @@ def read_cudagraph_stats(
 
 
 def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
-    """Return the statistics that a text holds, None without a table.
+    """Return the statistics in a text; None if it has no table.
 
     Raises:
         TraceError: A table is empty or damaged.
@@ -237,7 +237,7 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
             if match := re.search(r"- Mode: (?:\w+\.)?(\w+)\s*$", text):
                 config_mode = match[1]
             elif match := re.search(r"- Capture sizes: \[([\d, ]*)\]", text):
-                # Of whatever a log has there: what is too long to be a size is none.
+                # The field may hold anything; ignore digit strings too long to be a size.
                 sizes = tuple(map(int, re.findall(r"\b[0-9]{1,10}\b", match[1])))
             cells = _table_cells(text)
             if cells is None:
@@ -322,20 +322,21 @@ def read_histogram(
 ) -> SizeHistogram:
     """Read a histogram: CSV with a size (``size`` or ``num_tokens``) and a ``count``.
 
-    ``uniform_decode`` (0 or 1) and ``num_active_loras`` may be there too. Equal lines add up.
+    Columns ``uniform_decode`` (0 or 1) and ``num_active_loras`` are optional. Equal lines are
+    added.
 
     Args:
         path: The file, plain or gzip.
-        max_bytes: Most bytes of text to read.
+        max_bytes: Maximum bytes of text to read.
 
     Raises:
-        TraceError: A column is missing or unknown, a value is not possible, or there is none.
+        TraceError: A column is missing or unknown, a value is invalid, or there are no sizes.
     """
     return parse_histogram(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
 
 
 def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
-    """Return the histogram that a text holds; see ``read_histogram``."""
+    """Return the histogram in a text; see ``read_histogram``."""
     counts: Counter[StepKind] = Counter()
     header: tuple[str, ...] | None = None
     for line, text in _numbered(blocks):
@@ -386,7 +387,7 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
                 f"{', '.join(_HISTOGRAM_COLUMNS)}.",
             )
         if cells.count(column) > 1:
-            raise TraceError(name, line, f"column {column!r} is there twice.")
+            raise TraceError(name, line, f"duplicate column {column!r}.")
     if "count" not in cells or sum(column in cells for column in _SIZE_NAMES) != 1:
         raise TraceError(
             name, line, f"a histogram needs `count` and one of {', '.join(_SIZE_NAMES)}."

@@ -1,7 +1,7 @@
-"""Reading whatever a user has of their traffic: the one way in for every command.
+"""Readers of traffic files, shared by all commands.
 
-The content says what a file is: a step trace, a histogram, or the log of a server. Further forms of
-logs are added to ``parse_log``.
+The content determines the format: a step trace, a histogram, or a server's log. Further log
+formats are added to ``parse_log``.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def read_workload(
     name: str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> StepTrace | SizeHistogram:
-    """Read a step trace, a histogram or a server's log, told apart by the content.
+    """Read a step trace, a histogram or a server's log, detected by its content.
 
-    The file is read once, so that it may be a pipe.
+    The file is read once, so it may be a pipe.
 
     Args:
         path: The file, or an open binary one; plain or gzip.
-        name: What messages call it; by default its path.
-        max_bytes: Most bytes of text to read, after unpacking.
+        name: Its name in messages; its path by default.
+        max_bytes: Maximum bytes of text to read, after decompression.
 
     Raises:
-        TraceError: It is none of them, or a damaged one.
+        TraceError: It has none of these formats, or is damaged.
     """
     name = trace_name(path) if name is None else name
     blocks = iter(iter_line_blocks(path, max_bytes=max_bytes, name=name))
@@ -75,9 +75,9 @@ def read_steps(
     name: str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> StepTrace:
-    """Read any file that ``read_workload`` takes, as single steps.
+    """Read any file that ``read_workload`` accepts, as single steps.
 
-    Where the file has counts only, the steps are spread evenly, and ``has_order`` is False.
+    If the file has only counts, the steps are spread evenly, and ``has_order`` is False.
 
     Raises:
         TraceError: As for ``read_workload``, or the file counts more than 5 million steps.
@@ -89,13 +89,13 @@ def read_steps(
 def parse_log(
     name: str, blocks: Blocks, head: list[tuple[int, list[str]]]
 ) -> StepTrace | SizeHistogram:
-    """Return what the log of a server says of its steps."""
+    """Return the steps or counts in a server's log."""
     iterations = IterationLog()
     stats = parse_cudagraph_stats(name, iterations.reading(blocks))
     trace = iterations.trace(name)
     if trace is not None:
-        return trace  # single steps, in their order, and not counts alone
+        return trace  # single steps in order, preferred to counts
     if stats is not None:
         return stats.histogram()
-    # Most likely a trace with a wrong first line, so say that; it has no num_tokens.
+    # Most likely a trace with a wrong first line (without num_tokens), so report that.
     return parse_trace(name, head)

@@ -1,7 +1,7 @@
 """Steps in a server's log: the lines that vLLM prints with ``--enable-logging-iteration-details``.
 
-They say more than its cudagraph statistics: the order of the steps, and how many requests each
-had. So a log that has both is read by them.
+They have more than its CUDA graph statistics: the order of the steps, and the requests of each.
+So they are preferred in a log that has both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dispatchkit.observe import Blocks, StepTrace
 
 __all__ = ["IterationLog"]
 
-# Source: vLLM 0.14 to 0.33; an engine's name may come before it, facts about memory behind it.
+# Source: vLLM 0.14 to 0.33; an engine's name may precede it, and memory figures may follow.
 _LINE = re.compile(
     r"Iteration\(\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
     r"(\d{1,9}) generation requests, (\d{1,9}) generation tokens, "
@@ -22,10 +22,10 @@ _LINE = re.compile(
 
 
 class IterationLog:
-    """Collects the steps of a log while somebody else reads it.
+    """Collects the steps of a log while its blocks are read.
 
-    A step is uniform decode where it has no prompts and one token for each request. Dummy
-    iterations and those without tokens are left out; time is that spent in steps.
+    A step is uniform decode if it has no prompts and one token for each request. Dummy
+    iterations and those without tokens are left out; times count only the time in steps.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class IterationLog:
         }
 
     def reading(self, blocks: Blocks) -> Iterator[tuple[int, list[str]]]:
-        """Hand the blocks of a log through, and collect the steps in them."""
+        """Yield the blocks of a log unchanged, and collect the steps in them."""
         seconds = 0.0
         for first, lines in blocks:
             for text in lines:
@@ -52,5 +52,5 @@ class IterationLog:
             yield first, lines
 
     def trace(self, name: str) -> StepTrace | None:
-        """Return the steps, None where the log has none."""
+        """Return the steps; None if the log has none."""
         return StepTrace(self._columns, source=name) if self._columns["step"] else None
