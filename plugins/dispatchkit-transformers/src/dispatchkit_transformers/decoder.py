@@ -347,7 +347,7 @@ class GraphDecoder:
         The result is valid until the next step, which uses it as input.
 
         Raises:
-            DescriptorError: A row is at the end of the cache, or there is none.
+            DescriptorError: A row is at the end of the cache, or there are no rows.
             InputError: An earlier step did not end.
         """
         self._tokens, self._positions = self._run("tokens")
@@ -360,7 +360,7 @@ class GraphDecoder:
         Set ``tokens`` before the next step. The result is valid until then.
 
         Raises:
-            DescriptorError: A row is at the end of the cache, or there is none.
+            DescriptorError: A row is at the end of the cache, or there are no rows.
             InputError: An earlier step did not end.
         """
         logits: torch.Tensor
@@ -385,7 +385,7 @@ class GraphDecoder:
         Raises:
             ConfigError: The decoder was made without ``num_draft_tokens``.
             InputError: Drafts are of another shape or kind, or an earlier step did not end.
-            DescriptorError: A row is at the end of the cache, or there is none.
+            DescriptorError: A row is at the end of the cache, or there are no rows.
         """
         self._check_drafts(drafts)
         most = self.num_draft_tokens

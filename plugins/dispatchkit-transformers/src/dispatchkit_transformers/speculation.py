@@ -148,7 +148,7 @@ class SpeculativeDecoder:
         """Return the next tokens of each row: one, plus one for each accepted draft.
 
         Raises:
-            DescriptorError: A row is at the end of the cache, or there is none.
+            DescriptorError: A row is at the end of the cache, or there are no rows.
             InputError: The rows differ from those that the last call here left.
         """
         decoder = self.decoder
