@@ -1,6 +1,6 @@
-"""Reports to look at: one self-contained HTML file of a trace, simulations or a live runner.
+"""Reports: one self-contained HTML file about a trace, simulations or a live runner.
 
-Names are loaded on first use.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A trace through a policy, decision by decision: what ran, why, and what it cost.
+"""Account of a trace under a policy: every decision, its reason and its cost.
 
-Where a simulation adds up, an account keeps every different decision, so that each can be
-explained. No device is needed: the real dispatcher decides, every declared graph is taken as
+A simulation has totals; an account keeps every distinct decision, so that each can be
+explained. No device is needed: the real dispatcher decides, every declared graph counts as
 captured, and times come from a cost model.
 """
 
@@ -36,7 +36,7 @@ Tell = Callable[[str, int, int], None]
 
 @attrs.frozen(kw_only=True)
 class AccountedDecision:
-    """One decision, how often it was taken, and what a step under it costs.
+    """One decision, how often it was taken, and the cost of a step under it.
 
     Attributes:
         num_tokens: Tokens of the batch.
@@ -58,7 +58,7 @@ class AccountedDecision:
 
     @property
     def bucket(self) -> int | None:
-        """Tokens of the graph, of a split step those of all its graphs; None when eager."""
+        """Tokens of the graph, or of all graphs of a split step; None if eager."""
         return None if self.decision.key is None else self.decision.padded_num_tokens
 
     @property
@@ -84,7 +84,7 @@ class AccountedDecision:
 
 @attrs.define
 class AccountBin:
-    """Steps in a row: how many ran in each mode, and their padding."""
+    """Consecutive steps: the number that ran in each mode, and their padding."""
 
     modes: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(RuntimeMode.__members__, 0))
     real_tokens: int = 0
@@ -93,11 +93,11 @@ class AccountBin:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Account:
-    """What became of a trace under a policy.
+    """The decisions for a trace under a policy, with their costs.
 
     Attributes:
         source: Name of the trace.
-        policy: Name of the policy, with where it comes from.
+        policy: Name and origin of the policy.
         config: The configuration in force.
         num_graphs: Keys that the policy declared.
         decisions: Every different decision, the costliest first.
@@ -131,7 +131,7 @@ class Account:
 
     @property
     def eager_time_s(self) -> float:
-        """The same if every step ran eager."""
+        """Device time if every step ran eager."""
         return sum(one.steps * one.eager_us for one in self.decisions) / 1e6
 
     @property
@@ -141,7 +141,7 @@ class Account:
 
     @property
     def padding(self) -> int:
-        """What was added to them."""
+        """Padding added to those steps."""
         return sum(one.steps * one.decision.padding for one in self.decisions)
 
     @property
@@ -173,9 +173,9 @@ class Account:
         }
 
     def explain(self, one: AccountedDecision) -> Explanation:
-        """Say why a decision was taken: the decision itself, with what was near."""
+        """Return why a decision was taken, with the nearest graph."""
         answer = explain(self.dispatcher, one.num_tokens, one.num_reqs, one.uniform, one.loras)
-        # A learning policy may answer otherwise by now; what was decided is what counts.
+        # A learning policy may decide otherwise by now; explain the decision that was taken.
         candidates = tuple(
             attrs.evolve(each, chosen=each.key == one.decision.key) for each in answer.candidates
         )
@@ -189,14 +189,14 @@ def account_for(
     *,
     tell: Tell | None = None,
 ) -> Account:
-    """Run a trace through a dispatcher and keep every different decision.
+    """Run a trace through a dispatcher and keep every distinct decision.
 
     Args:
         trace: Steps; those without tokens are left out.
         dispatcher: Decides; make it with ``lazy=True``, so that declared graphs count as
             captured.
-        model: What a step costs.
-        tell: Called with what is being done, how much is done, and of how much.
+        model: The cost model.
+        tell: Called with (activity, done, total) to report progress.
 
     Raises:
         TraceError: No step has tokens.
@@ -266,7 +266,7 @@ def account_for(
 
 
 def _merged(decisions: Iterable[AccountedDecision]) -> Iterable[AccountedDecision]:
-    """Put decisions together that differ in number of binding alone."""
+    """Merge decisions that differ only in the number of their binding."""
     merged: dict[Any, AccountedDecision] = {}
     for one in decisions:
         made = one.decision

@@ -1,8 +1,8 @@
-"""Plots as SVG text: drawn here, so that a page needs no script, no font and no network.
+"""Plots as SVG text, so that a page needs no script, font or network.
 
-Each plot is drawn for a width and a height in CSS pixels, and so twice for a page: once for a
-desk and once for a phone, each with text of a readable size. Colours are classes of the page,
-which knows light from dark. All text that comes from data is escaped here.
+Each plot is drawn for a width and a height in CSS pixels, twice for a page: once for desktop
+and once for phone, each with text of a readable size. Colours are classes of the page, which
+defines them for light and dark. All text that comes from data is escaped here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Line:
 
 
 class Chart:
-    """Something that draws itself; ``legend`` says what its colours mean."""
+    """A plot, with a legend of its colours."""
 
     label: str
 
@@ -216,7 +216,7 @@ class StackedBars(Chart):
     """Bars side by side, one for each category, of stacked values.
 
     Attributes:
-        label: What is shown, for readers that do not see it.
+        label: Description of the plot, for screen readers.
         categories: Names below the bars.
         series: Parts of a bar, from the bottom up.
         x_label: What the categories are.

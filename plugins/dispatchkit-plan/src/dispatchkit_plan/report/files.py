@@ -1,4 +1,4 @@
-"""Reading what a report is made of."""
+"""Reader of a report's source files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_JSON_BYTES = 64 * 1024 * 1024
 
 
 def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | list[Any]:
-    """Return the steps of a file, or the JSON document that it holds.
+    """Return the steps or the JSON document in a file.
 
-    The file is read once, so that it may be a pipe. JSON lines are steps, one of them too.
+    The file is read once, so it may be a pipe. JSON lines are steps, even a single one.
 
     Raises:
         TraceError: It is neither, or cannot be read.
@@ -49,7 +49,7 @@ def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | li
 
 
 class _Joined(io.RawIOBase):
-    """The bytes that were read ahead, and the stream behind them."""
+    """The bytes read ahead, followed by the rest of the stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
         self._head, self._rest = io.BytesIO(head), rest

@@ -29,14 +29,14 @@ MODE_NAMES: Mapping[str, tuple[str, str]] = {
 }
 _MAX_ROWS = 200
 LEAST_WASTE = 0.01
-"""Less padding, in per cent, is as good as none; a logarithmic axis has no zero."""
+"""Padding in percent below which the plot shows this value: a logarithmic axis has no zero."""
 
 WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
 """(graphs, waste) of the planner's curve; (graphs, waste) of known lists, by name."""
 
 
 def waste_plan(source: object, max_size: int) -> WastePlan | str:
-    """Return the planner's curve for a trace with known lists on it, or why there is none."""
+    """Return the planner's curve for a trace, with known lists, or why there is no curve."""
     try:
         from dispatchkit_plan import plan_sizes
 
@@ -100,8 +100,8 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     """Return the report of a trace under one policy.
 
     Args:
-        account: What became of the trace.
-        plan: What ``waste_plan`` says of the same trace.
+        account: The account of the trace.
+        plan: The result of ``waste_plan`` for the same trace.
     """
     steps, modes = account.num_steps, account.modes()
     replayed = 1.0 - modes["NONE"] / steps
@@ -344,7 +344,7 @@ def _notes(account: Account) -> list[str]:
     notes = [
         (
             "All declared graphs are assumed to be captured: this shows what the policy would do, "
-            "not what was done."
+            "not what a runner did."
         ),
         f"Times come from cost model {account.cost_model}, measured on the hardware that it names.",
     ]

@@ -32,11 +32,11 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     """Return the report of one or several simulations of a trace.
 
     Args:
-        rows: What ``Simulation.to_json`` gives of each.
+        rows: The result of ``Simulation.to_json`` for each.
         source: Name of the trace, or of the file they come from.
 
     Raises:
-        ConfigError: A row is no simulation.
+        ConfigError: A row is not a simulation.
     """
     checked = [_checked(row, source) for row in rows]
     if not checked:
@@ -158,7 +158,7 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
     def point(row: Mapping[str, Any]) -> tuple[float, float]:
-        # Graphs are given up only to make room: those that are left are the most there were.
+        # Graphs are evicted only to make room, so those left at the end are the maximum.
         held = max(0.0, row["captures"] - row["evictions"])
         return held, max(row["waste_pct"], LEAST_WASTE)
 

@@ -1,4 +1,4 @@
-"""Statistics of a runner that serves, sampled now and then, and the report of them."""
+"""Statistics of a serving runner, sampled over time, and their report."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ __all__ = ["STATISTICS_FORMAT", "LiveStatistics", "report_of_statistics"]
 STATISTICS_FORMAT = "dispatchkit-statistics"
 STATISTICS_VERSION = 1
 MAX_SAMPLES = 1024
-"""Samples that are kept: with one more, every second one goes."""
+"""Maximum number of samples; beyond it, every second one is dropped."""
 _TOKENS = re.compile(r"\btokens=(\d{1,9})\b")
 _NOT_STATISTICS = "statistics, as LiveStatistics.save writes them"
 
 
 class LiveStatistics:
-    """Samples of a runner's counters, in order; each sample costs one reading, no step.
+    """Samples of a runner's counters, in order; sampling adds nothing to steps.
 
-    A server may sample for weeks: of more than ``MAX_SAMPLES`` the first and every second one
-    after it are kept. Counters only grow, so that the others take nothing with them but how
-    things went between.
+    A server may sample for weeks: beyond ``MAX_SAMPLES``, the first and every second one after
+    it are kept. Counters only grow, so dropping samples loses only the resolution in time.
 
     Example::
 
@@ -49,9 +48,9 @@ class LiveStatistics:
     Attributes:
         policy: Name of the policy, as of the last sample.
         samples: Counters of each sample, as plain values.
-        arms: What a learning policy had measured by the last sample.
-        memory: Where the memory of each device had gone by the last sample, where the runner
-            shares a ``GraphMemory``: bytes by what they are for.
+        arms: Measurements of a learning policy as of the last sample.
+        memory: Memory of each device as of the last sample, in bytes by purpose, if the runner
+            shares a ``GraphMemory``.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class LiveStatistics:
         self.memory: dict[str, dict[str, int]] = {}
 
     def sample(self, runner: Any) -> None:
-        """Read a GraphRunner's counters, and what its policy has learnt."""
+        """Read a GraphRunner's counters, and what its policy has learned."""
         self.policy = runner.dispatcher.policy_name
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:
@@ -84,7 +83,7 @@ class LiveStatistics:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the samples to a file, which has its name only once it is whole.
+        """Write the samples to a file, atomically.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -104,11 +103,11 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     """Return the report of live statistics.
 
     Args:
-        data: What ``LiveStatistics.to_json`` gives.
+        data: The result of ``LiveStatistics.to_json``.
         source: Name of the file, for messages.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: ``data`` has another form.
     """
     if data.get("version") != STATISTICS_VERSION:
         raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION))
@@ -163,7 +162,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
 
 
 def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
-    """Return where the memory of each device has gone, in words."""
+    """Return the memory of each device by purpose, as text."""
     if devices is None:
         return []
     if not isinstance(devices, Mapping) or not all(

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no script, no font, no network; light and dark, desk and phone."""
+"""A report as one HTML file without scripts or network; light and dark, desktop and phone."""
 
 from __future__ import annotations
 

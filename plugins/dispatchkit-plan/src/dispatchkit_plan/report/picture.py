@@ -1,4 +1,4 @@
-"""One figure of a report as an SVG file, for a page or a document that is not ours."""
+"""One figure of a report as an SVG file, for use in other pages and documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def figure_of(report: Report, name: str) -> Figure:
     """Return a figure of a report by its name.
 
     Raises:
-        ConfigError: There is none of that name, or it has nothing to draw; the error says why.
+        ConfigError: There is no figure of that name, or it has no data; the error says why.
     """
     drawn = [one for one in report.figures if isinstance(one, Figure)]
     for figure in drawn:

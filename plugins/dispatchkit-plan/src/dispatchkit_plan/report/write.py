@@ -1,4 +1,4 @@
-"""One call from what there is to a page."""
+"""Write a report page from any supported source with one call."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["as_report", "write_report"]
 
 
 def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) -> Report:
-    """Return what a page shows of an account, of live statistics or of simulations.
+    """Return the report of an account, live statistics or simulations.
 
     Raises:
-        ConfigError: It is nothing of the kind.
+        ConfigError: The source is none of these.
     """
     if isinstance(source, Report):
         return source
     if isinstance(source, Account):
         return report_of_account(
-            source, plan="Give `plan=waste_plan(trace, max_size)` to report_of_account for it."
+            source, plan="Pass `plan=waste_plan(trace, max_size)` to report_of_account for it."
         )
     if isinstance(source, LiveStatistics):
         return report_of_statistics(source.to_json(), source="a live runner")
@@ -53,13 +53,13 @@ def write_report(
     """Write a report as one HTML file, whole or not at all; or one figure of it, as SVG.
 
     Args:
-        source: What to report of.
+        source: The account, statistics, simulations or report to write.
         path: The file to write.
         figure: Name of the figure to write alone, such as ``"waste"``.
 
     Raises:
-        ConfigError: The file cannot be written, the source is nothing to report of, or there is
-            no such figure in the report.
+        ConfigError: The file cannot be written, the source is not supported, or the report has
+            no such figure.
     """
     report = as_report(source)
     if figure is None:
