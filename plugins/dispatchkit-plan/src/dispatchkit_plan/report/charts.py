@@ -35,7 +35,7 @@ _NAME_HEIGHT = 14.0
 _NEAR = 12.0  # a name this near to its point needs no stroke to it
 _MAX_ORDERED = 5  # names whose best order is looked for: 120 orders
 _ONE_PLACE = 4.0  # points nearer than this share one block of names
-# What HTML and XML do not allow in text, lone surrogates among them.
+# Characters that HTML and XML do not allow in text, including lone surrogates.
 _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -417,12 +417,12 @@ class _Names:
     """A layout of names beside points.
 
     Args:
-        frame: What they are written on.
+        frame: The frame they are written on.
         drawn: Places of lines; a name covers one only where it must.
         solid: Places of points; names, too, once they have their places.
 
     Attributes:
-        parts: What draws them.
+        parts: Their SVG elements.
     """
 
     def __init__(self, frame: _Frame, drawn: list[_Place], solid: list[_Place]) -> None:
@@ -583,7 +583,7 @@ class Band:
     Attributes:
         name: What it is.
         parts: (class, value, what to show of it) of its parts, from the left.
-        note: What stands at its end.
+        note: Text at its end.
     """
 
     name: str
@@ -599,7 +599,7 @@ class Bars(Chart):
         label: What is shown.
         bands: The rows.
         colours: (class, name) pairs for the legend.
-        whole: What a bar of full width stands for; by default the longest one is.
+        whole: The value of a bar of full width; that of the longest bar by default.
     """
 
     label: str

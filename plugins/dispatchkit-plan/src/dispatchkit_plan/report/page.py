@@ -160,7 +160,7 @@ def _body(report: Report) -> Iterable[str]:
             )
         yield "</section>"
     yield '<section class="figures">'
-    # What cannot be drawn comes last, and takes a line each.
+    # Missing figures come last, one per row.
     for figure in sorted(report.figures, key=lambda one: isinstance(one, MissingFigure)):
         yield from _missing(figure) if isinstance(figure, MissingFigure) else _figure(figure)
     yield "</section>"
