@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
@@ -35,6 +35,9 @@ from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.keys.checks import check_count, check_flag, whole_number
 
 _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
+
+#: In-place operations of torch that write chosen rows.
+_INDEXED: Final = ("aten::index_", "aten::_index_put_impl_", "aten::scatter", "aten::_unsafe_index")
 
 
 @attrs.frozen
@@ -135,8 +138,17 @@ class Bank:
             tensor, rows = tensor.view(torch.uint8), rows.view(torch.uint8)
         tensor.index_copy_(self.dim, index, rows)
 
-    def is_row_write(self, written: torch.Tensor) -> bool:
-        """Return whether a write into this memory is to rows that were read from it."""
+    def is_row_write(self, written: torch.Tensor, operation: str) -> bool:
+        """Return whether a write into this memory is not to indexed rows of the whole bank.
+
+        Other operations of torch than the indexed ones write every row, also those of other
+        sessions. Operations of other libraries are taken to address rows themselves.
+        """
+        is_indexed = operation.startswith(_INDEXED)
+        if operation.startswith("aten::") and not is_indexed:
+            return True
+        if is_indexed and written.numel() == self.tensor.numel():
+            return False
         whole = self.tensor.shape[self.dim], self.tensor.stride(self.dim)
         return whole not in zip(written.shape, written.stride(), strict=True)
 
@@ -632,7 +644,7 @@ class RowWatch:
         """
         storage = storage_of(written)
         name, bank = self._banks.get(storage, ("", None))
-        if bank is not None and bank.is_row_write(written):
+        if bank is not None and bank.is_row_write(written, operation):
             raise CaptureError(
                 f"The step writes rows of {name!r} in place, by {operation}. In a padded step "
                 f"they may belong to other sessions. Assign them: slots[{name!r}] = value; or "

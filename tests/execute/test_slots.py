@@ -333,6 +333,40 @@ def test_rows_that_are_written_in_place_are_refused():
     assert totals(state) == {"a": 0, "b": 0}
 
 
+def add_to_all(x, slots):
+    slots.bank("total").add_(1)
+    return x * 1
+
+
+def clear_a_column(x, slots):
+    slots.bank("total")[:, 0].zero_()
+    return x * 1
+
+
+def write_flat(x, slots):
+    flat = slots.bank("total").view(-1)
+    flat[slots.index] = flat[slots.index.clamp(max=slots.bank("total").shape[0] - 2)] + x[:, 0]
+    return x * 1
+
+
+@pytest.mark.parametrize("step", [add_to_all, clear_a_column])
+def test_a_write_to_all_rows_of_a_bank_is_refused(step):
+    """It would change the state of sessions that are not in the step."""
+    state = state_of()
+    state.join("a")
+    problems = runner_of(state, step, captured=False).capture().failed.values()
+    assert problems
+    for problem in problems:
+        assert problem.startswith("slot_written: The step writes rows of 'total' in place, by ")
+    assert totals(state) == {"a": 0}
+
+
+def test_a_write_to_indexed_rows_of_a_flat_bank_is_captured():
+    state = state_of()
+    state.join("a")
+    assert not runner_of(state, write_flat, captured=False).capture().failed
+
+
 def add_and_forget(x, slots):
     slots["total"].add_(x)
     return x * 1
