@@ -190,15 +190,15 @@ EAGER: dict[str, dict[str, Any]] = {
 
 #: Settings of classes that are refused, and the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "M2M100ForConditionalGeneration": ({}, "each row at a position of its own"),
+    "M2M100ForConditionalGeneration": ({}, "with rows at different positions"),
     "MiniMaxForCausalLM": ({}, "MiniMax uses cache of its own"),
     "MoonshineForConditionalGeneration": (
         {"encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2},
         "has no attribute 'attention_mask'",
     ),
-    "MvpForCausalLM": ({}, "each row at a position of its own"),
-    "MvpForConditionalGeneration": ({}, "each row at a position of its own"),
-    "PegasusXForConditionalGeneration": ({}, "each row at a position of its own"),
+    "MvpForCausalLM": ({}, "with rows at different positions"),
+    "MvpForConditionalGeneration": ({}, "with rows at different positions"),
+    "PegasusXForConditionalGeneration": ({}, "with rows at different positions"),
     "RecurrentGemmaForCausalLM": (
         {"layer_types": None, "num_hidden_layers": 3},
         "one whose cache has layers",
