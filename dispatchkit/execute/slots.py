@@ -613,7 +613,7 @@ class SlotState:
 class RowWatch:
     """Refuses in-place writes of a step to rows that it has read.
 
-    Writes to views are refused before they happen, changes of copies if the copies are not
+    Writes to views are refused before they happen, writes to copies only if the copies are not
     assigned. It is entered in the step's thread.
 
     Args:
@@ -687,7 +687,7 @@ class SavedRows:
 
     Attributes:
         index: The same.
-        saved: The rows, by a name for messages.
+        saved: The rows, keyed by the name that messages use.
     """
 
     def __init__(self, state: SlotState, index: torch.Tensor) -> None:
@@ -696,7 +696,7 @@ class SavedRows:
         self.saved: dict[str, torch.Tensor] = self.now()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies of the current rows, by a name for messages."""
+        """Return copies of the current rows, keyed by the name that messages use."""
         return {
             f"rows of {name!r}": bank.take(self.index) for name, bank in self._state._banks.items()
         }

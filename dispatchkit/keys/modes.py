@@ -72,7 +72,7 @@ class RuntimeMode(enum.IntEnum):
 class CUDAGraphMode(enum.Enum):
     """The configured mode: how decode batches and all other batches run.
 
-    A single value covers both. A pair (decode value, mixed value) asks for a *separate
+    A single value applies to all batches. A pair (decode value, mixed value) asks for a *separate
     routine*: uniform decode batches run in the first mode, the rest in the second.
     """
 

@@ -299,7 +299,7 @@ def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel
 
 
 def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> int | str:
-    """Return the only first node of a graph, if it is the kernel."""
+    """Return the root node of a graph if it is the copy kernel, else the problem."""
     node, count, kind = ctypes.c_void_p(), ctypes.c_size_t(0), ctypes.c_int(-1)
     raw, params = ctypes.c_void_p(graph), NodeParams()
     code = driver.cuGraphGetRootNodes(raw, None, ctypes.byref(count))

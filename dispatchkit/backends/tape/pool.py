@@ -113,10 +113,10 @@ class TapePool:
             self.is_asleep = False
 
     def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
-        """Return a function for what the last recording's replay overwrites; None without
-        intermediates.
+        """Return a function that overwrites what a replay overwrites; None without intermediates.
 
-        It fills live outputs of later captures with NaN.
+        It stands for a replay of the last recording: it fills live outputs of later captures
+        with NaN.
         """
         if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
             return None

@@ -299,7 +299,7 @@ def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
     """Raise if a step wrote to a container of its call.
 
     Raises:
-        CaptureError: It did, with reason ``container_written``.
+        CaptureError: The step wrote to one, with reason ``container_written``.
     """
     now, now_spec = tree_flatten(call)
     if now_spec == spec and all(one is other for one, other in zip(leaves, now, strict=True)):

@@ -1,4 +1,4 @@
-"""StepTaps: record and watch steps, at no cost while nothing does."""
+"""StepTaps: record and watch steps, at no cost while neither is used."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Piece:
         is_graph: It may be captured; otherwise it always runs eager.
         names: Static inputs that it gets as keywords.
         support: The batches for which it may be captured inside a FULL graph.
-        limited_by: The operator or module that limits them.
+        limited_by: The operator or module that limits these batches.
     """
 
     fn: Callable[..., Any]

@@ -162,8 +162,9 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
     """Return (expected, maximum) memory that the driver takes for ``num_sizes`` sizes.
 
-    The driver takes whole blocks, the first once its current block is full. So only the growth
-    after that first one shows how fast blocks fill.
+    The driver takes whole blocks, and a new one only when the current one is full. How full that
+    was at the start is unknown, so only growth after the first new block shows how fast
+    blocks fill.
     """
     seen = [sample.driver_bytes for sample in taken]
     rest = max(0, num_sizes - len(taken))

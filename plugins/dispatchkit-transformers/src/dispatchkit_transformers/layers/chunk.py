@@ -141,7 +141,7 @@ class ChunkStates(RecurrentLayer):
 
 
 class ChunkHybrid(ChunkStates, HybridLayer, ChunkAttention):
-    """A layer with both states and keys and values."""
+    """A layer that stores recurrent states, keys and values."""
 
 
 def chunk_layer(layer: Any) -> Any:

@@ -65,7 +65,7 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
 
 
 class HybridLayer(RecurrentLayer, AttentionLayer):
-    """A layer with both states and keys and values.
+    """A layer that stores recurrent states, keys and values.
 
     Args:
         conv_states: As for ``RecurrentLayer``.

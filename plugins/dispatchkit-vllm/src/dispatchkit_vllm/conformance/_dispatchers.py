@@ -217,7 +217,7 @@ def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
 
 
 def plain(descriptor: Any) -> list[Any] | None:
-    """Return a descriptor as records write it: an array with truth values as numbers."""
+    """Return a descriptor as recorded: a list with booleans as numbers."""
     if descriptor is None:
         return None
     fields = getattr(descriptor, "_fields", None) or descriptor.__dataclass_fields__
