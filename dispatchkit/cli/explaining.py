@@ -104,7 +104,7 @@ def explain_batch(
         raise ConfigError(
             "N",
             num_tokens,
-            "given, or --trace FILE, but not both",
+            "a number of tokens, or omitted with --trace FILE",
             "Next: dispatchkit explain --help.",
         )
     batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)

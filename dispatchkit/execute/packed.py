@@ -194,9 +194,9 @@ class PackedRunner:
             raise ConfigError(
                 "results",
                 self._results,
-                "what the rows of each output are: here "
-                f"{num_rows['token']} tokens, {num_rows['item']} items, and outputs of shapes "
-                f"{[tuple(shape) for shape in shapes]}",
+                "'token' or 'item' for each output, as its dimension 0 has it "
+                f"({num_rows['token']} tokens, {num_rows['item']} items, outputs of shapes "
+                f"{[tuple(shape) for shape in shapes]})",
             )
         parts = [
             leaf.split(list(lengths)) if kind == "token" else leaf.unbind(0)

@@ -26,7 +26,7 @@ def _query_lens(value: Any) -> tuple[int, ...]:
     items = tuple(value) if isinstance(value, Iterable) else (value,)
     lens = tuple(check_count(item, "query_lens") for item in items)
     if not lens or len(set(lens)) != len(lens):
-        raise ConfigError("query_lens", value, "one or more different query lengths")
+        raise ConfigError("query_lens", value, "one or more distinct query lengths")
     return lens
 
 

@@ -247,7 +247,9 @@ class LanePolicyTests:
         unknown = policy_traits(self.make_lane_policy()) - LANE_TRAITS
         if unknown:
             known = ", ".join(sorted(LANE_TRAITS))
-            self._fail(f"claims {', '.join(sorted(unknown))}; traits are {known}")
+            self._fail(
+                f"claims unknown traits: {', '.join(sorted(unknown))}; the traits are {known}"
+            )
 
     def test_trait_spreads_uses_every_lane(self) -> None:
         """Steps of all keys use all lanes.

@@ -530,7 +530,7 @@ class PolicyTests(CaseRunner):
         unknown = policy_traits(self.make_policy()) - TRAITS
         if unknown:
             claimed, known = ", ".join(sorted(unknown)), ", ".join(sorted(TRAITS))
-            raise AssertionError(f"claims {claimed}; traits are {known}")
+            raise AssertionError(f"claims unknown traits: {claimed}; the traits are {known}")
 
     @for_all_cases(trait="smallest_bucket")
     def test_trait_smallest_bucket(self, case: Case) -> None:

@@ -287,7 +287,7 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
         (ConfigError, "max_graphs", {"max_graphs": -1}),
         (UnknownNameError, "eviction", {"eviction": "oldest"}),
         (ConfigError, "object in force", {"policy": runner.dispatcher.policy}),
-        (ConfigError, "given alone", {"config": runner.config, "sizes": (1, 2)}),
+        (ConfigError, "given without settings", {"config": runner.config, "sizes": (1, 2)}),
         (ConfigError, "sizes", {"sizes": (0,)}),
     ):
         refused(runner, error, match, **change)

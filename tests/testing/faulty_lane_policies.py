@@ -177,7 +177,9 @@ class OnePriority(InTurn):
         return [1]
 
 
-@planted("traits are known", r"claims balance; traits are balances, spreads, sticky")
+@planted(
+    "traits are known", r"claims unknown traits: balance; the traits are balances, spreads, sticky"
+)
 class MisspeltTrait(InTurn):
     """A trait that nobody tests."""
 

@@ -411,7 +411,7 @@ class ClaimsOrderPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("traits are known", r"claims stateles; traits are ")
+@planted("traits are known", r"claims unknown traits: stateles; the traits are ")
 class MisspeltTraitPolicy(SmallestPolicy):
     """A trait that nobody tests."""
 

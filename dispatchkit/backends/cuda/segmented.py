@@ -73,7 +73,8 @@ class CudaSegments:
                     self._watch.raise_swallowed_error()
                 if self._attempt is not None:
                     raise CaptureError(
-                        "A segment was begun and not ended, so nothing would replay it."
+                        "The callable returned with an open segment, which nothing would replay. "
+                        "Call end() before it returns."
                     )
             except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
                 failure = error
@@ -101,7 +102,7 @@ class CudaSegments:
     def end(self) -> CudaGraph:
         """End the segment; later calls run immediately."""
         if self._attempt is None:
-            raise CaptureError("No segment has begun.")
+            raise CaptureError("No segment is open. Call begin() first.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:
             raise CaptureError(
                 "A segment was ended on a stream other than the captured one. Let the captured "
@@ -123,7 +124,7 @@ class CudaSegments:
     def begin(self) -> None:
         """Begin the next segment."""
         if self._attempt is not None:
-            raise CaptureError("A segment has already begun.")
+            raise CaptureError("A segment is already open. Call end() first.")
         make_current(self._stream)  # code in between may have changed it
         resume_capture()
         attempt = self._new_attempt()

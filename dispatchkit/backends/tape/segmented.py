@@ -56,7 +56,10 @@ class TapeSegments:
                 result = run(self)
             recorder.raise_swallowed_error()
             if self._is_open:
-                raise CaptureError("A segment was begun and not ended, so nothing would replay it.")
+                raise CaptureError(
+                    "The callable returned with an open segment, which nothing would replay. "
+                    "Call end() before it returns."
+                )
         except BaseException as error:
             for graph in self._graphs:
                 graph.release()
@@ -71,7 +74,7 @@ class TapeSegments:
     def end(self) -> TapeGraph:
         """End the segment; later calls run immediately."""
         if not self._is_open:
-            raise CaptureError("No segment has begun.")
+            raise CaptureError("No segment is open. Call begin() first.")
         recorder = self._recorder
         recorder.raise_swallowed_error()
         self._set_open(False)
@@ -85,7 +88,7 @@ class TapeSegments:
     def begin(self) -> None:
         """Begin the next segment."""
         if self._is_open:
-            raise CaptureError("A segment has already begun.")
+            raise CaptureError("A segment is already open. Call end() first.")
         resume_capture()
         self._recorder.add_generators(self._generators)
         self._set_open(True)

@@ -173,7 +173,10 @@ class TapeStream:
                 waits for it, would become part of the capture.
         """
         if self.capturing_thread not in (None, threading.get_ident()):
-            raise ReplayError(f"{self!r} was waited for while another thread captured on it.")
+            raise ReplayError(
+                f"{self!r} was waited for while another thread captured on it. "
+                "Wait for it before or after the capture."
+            )
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
             self.scheduler.submit(self, mark)

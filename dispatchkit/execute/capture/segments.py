@@ -213,7 +213,7 @@ class SegmentRecorder:
         if self._capture is not None and not self._is_inside:
             raise CaptureError(
                 f"`with eager_region():` at {line}: a replay cannot run a block again. Put it into "
-                "a function under @eager_region, or split the step by split_module.",
+                "a function under @eager_region, or split the step with split_module.",
             )
 
     def _end(self, capture: SegmentedCapture) -> None:

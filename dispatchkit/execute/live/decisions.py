@@ -100,13 +100,14 @@ class DecisionRunner:
             if buckets != own:
                 raise InputError(
                     "",
-                    f"The values of axes are in buckets {buckets}, but the decision is for {own}.",
+                    f"The values of axes are in buckets {buckets}, but the decision is for {own}. "
+                    "Decide again for these inputs.",
                 )
         if num_tokens != decision.num_tokens:
             raise InputError(
                 "",
                 f"The inputs have {num_tokens} rows, but the decision is for "
-                f"{decision.num_tokens}.",
+                f"{decision.num_tokens}. Decide again for these inputs.",
             )
         stream = backend.current_stream_handle()
         if stream and backend.is_capturing():

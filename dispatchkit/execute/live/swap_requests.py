@@ -151,8 +151,10 @@ class SwapRequests:
         if config is None:
             config = attrs.evolve(self.asked_config, **changes) if changes else self.asked_config
         elif changes:
-            hint = "These settings are part of the config."
-            raise ConfigError("config", sorted(changes), "given alone", hint)
+            hint = "Set them in the config, or pass them without it."
+            raise ConfigError(
+                "config", sorted(changes), "given without settings that are part of it", hint
+            )
         elif not isinstance(config, DispatchConfig):
             raise ConfigError("config", config, "a DispatchConfig")
         has_others = config.axes and config.max_loras != self.asked_config.max_loras

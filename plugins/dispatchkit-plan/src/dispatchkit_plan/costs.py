@@ -326,7 +326,7 @@ class CostModel:
             raise UnknownNameError(f"{where}: field", odd[0], known)
         missing = [field for field in ("name", "eager_us", "graph_us") if field not in data]
         if missing:
-            raise ConfigError(f"{where}: {missing[0]}", None, "there")
+            raise ConfigError(f"{where}: {missing[0]}", None, "present", "Calibrate again.")
         try:
             return cls(
                 name=data["name"],

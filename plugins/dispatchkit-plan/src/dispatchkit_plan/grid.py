@@ -249,7 +249,12 @@ class _Batches:
             raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
         middle = len(self) // 2
         if not middle or not self.has_order:
-            raise TraceError(self.source, None, "has too few steps for halves to plan and judge.")
+            raise TraceError(
+                self.source,
+                None,
+                "cannot be split into halves: that needs at least 2 batches, in the order of "
+                "the steps. Plan on all steps.",
+            )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "second half"
 
 

@@ -81,7 +81,7 @@ def hint(
     requests = free // query_len
     if max_num_seqs is not None:
         if num_reqs is None or num_reqs < 0:
-            raise DescriptorError("num_reqs", num_reqs, "given with max_num_seqs, at least 0")
+            raise DescriptorError("num_reqs", num_reqs, "at least 0 if max_num_seqs is given")
         requests = min(requests, max(0, max_num_seqs - num_reqs))
     inside = num_tokens < len(table)
     bucket = table[num_tokens] if inside else None

@@ -283,7 +283,8 @@ class LaneRun:
             raise ConfigError(
                 "max_bytes",
                 limit,
-                f"at least {need:.0f}, the memory of the graph of {key} by {self.model.name}",
+                f"at least {need:.0f}, the memory of the graph of {key} in cost model "
+                f"{self.model.name!r}",
             )
         while live and (
             (scenario.max_graphs is not None and len(live) >= scenario.max_graphs)

@@ -220,7 +220,7 @@ def _check(scenario: Scenario, config: DispatchConfig) -> None:
     }
     for name, value in refused.items():
         if value is not None:
-            raise ConfigError(name, value, "left out where ranks are simulated")
+            raise ConfigError(name, value, "omitted if ranks are simulated")
 
 
 def _first(steps: Steps, count: int) -> Steps:

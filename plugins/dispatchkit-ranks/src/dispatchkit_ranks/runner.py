@@ -123,7 +123,7 @@ class RankedRunner:
         # Check before any rank waits for this one.
         for name, given in tensors.items():
             if not isinstance(given, torch.Tensor):
-                raise InputError(name, f"Input {name!r} must be a tensor to be padded.")
+                raise InputError(name, f"Input {name!r} must be a tensor, got {given!r:.60}.")
         self.runner.decisions.check_inputs(tensors)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
@@ -323,9 +323,9 @@ class RankedRunner:
             shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
             if dim >= len(shape) or shape[dim] != wanted[name] + more:
                 raise RankError(
-                    f"Output {number} was expected to have {wanted[name] + more} as dimension "
-                    f"{dim} at {name}={wanted[name]}, as in captures, and is {shape}: it cannot be "
-                    f"cut to {name}={values[name]}. "
+                    f"Dimension {dim} of output {number} must be {wanted[name] + more} at "
+                    f"{name}={wanted[name]}, as in captures, but the output's shape is {shape}, "
+                    f"so it cannot be cut to {name}={values[name]}. "
                     "Make the axis exact, or give all ranks the same values.",
                     step=self.ranked.step,
                     reason="not_measured",

@@ -238,7 +238,10 @@ def _of_states(mask: torch.Tensor | None) -> torch.Tensor | None:
 def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any]) -> None:
     if model is not decoder.model:
         raise ConfigError(
-            "custom_generate", type(model).__name__, "used with the model it was made for"
+            "custom_generate",
+            type(model).__name__,
+            "used with the model it was made for",
+            "Create a decoder for this model.",
         )
     if decoder.num_rows:
         raise ConfigError(
@@ -417,7 +420,7 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
     if attention_mask.shape != input_ids.shape:
         raise InputError(
             "attention_mask",
-            f"attention_mask must be of shape {tuple(input_ids.shape)}, as input_ids, "
+            f"attention_mask must be of shape {tuple(input_ids.shape)}, like input_ids, "
             f"got {tuple(attention_mask.shape)}.",
         )
     counts = attention_mask.sum(-1)

@@ -86,7 +86,8 @@ class SpeculativeDecoder:
                 f"GraphDecoder(..., num_draft_tokens={drafter.num_tokens}).",
             )
         if decoder.num_rows:
-            raise ConfigError("decoder", f"{decoder.num_rows} rows", "without rows", "reset() it.")
+            hint = "Call decoder.reset() first."
+            raise ConfigError("decoder", f"{decoder.num_rows} rows", "without rows", hint)
         self.decoder, self.drafter = decoder, drafter
         self._lengths: tuple[int, ...] = ()
 

@@ -163,7 +163,7 @@ def plan(
         ("--capture-s-per-graph", capture_s_per_graph, "--capture-time-s", capture_time_s),
     ):
         if given is not None and needed is None:
-            raise ConfigError(flag, given, f"left out without {needs}")
+            raise ConfigError(flag, given, f"omitted without {needs}")
     from dispatchkit.observe import StepTrace
 
     from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_own_sizes, plan_sizes

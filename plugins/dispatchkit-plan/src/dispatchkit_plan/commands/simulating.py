@@ -119,7 +119,7 @@ def simulate(
     options = settings["policy_options"]
     sampling = settings.chosen("runner").get("sample_every")
     if options and len(names) > 1:
-        raise ConfigError("policy_options", options, "left out where policies are compared")
+        raise ConfigError("policy_options", options, "omitted if several policies are compared")
     scenarios = [
         Scenario(
             policy=name,

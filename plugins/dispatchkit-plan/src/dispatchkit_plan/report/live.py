@@ -27,7 +27,7 @@ STATISTICS_VERSION = 1
 MAX_SAMPLES = 1024
 """Maximum number of samples; beyond it, every second one is dropped."""
 _TOKENS = re.compile(r"\btokens=(\d{1,9})\b")
-_NOT_STATISTICS = "statistics, as LiveStatistics.save writes them"
+_NOT_STATISTICS = "statistics saved by LiveStatistics.save"
 
 
 class LiveStatistics:

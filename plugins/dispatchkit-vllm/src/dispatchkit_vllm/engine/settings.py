@@ -73,7 +73,7 @@ class EngineSettings:
             raise ConfigError(
                 "policy_options",
                 self.policy_options,
-                "left out without a policy",
+                "omitted without a policy",
                 "Name the policy with DISPATCHKIT_POLICY.",
             )
 

@@ -265,6 +265,6 @@ def _export(counts: StepCounts, where: str, ranks: Ranks) -> None:
         raise ConfigError(
             "metrics",
             where,
-            "left out without dispatchkit-prometheus",
+            "omitted without dispatchkit-prometheus",
             "Install it: pip install dispatchkit-prometheus.",
         ) from error

@@ -40,8 +40,8 @@ def dispatcher_for(original: type[Any]) -> type[Any]:
     facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))
     if facade is None:
         raise BackendUnavailableError(
-            f"No facade stands for a dispatcher whose dispatch takes {', '.join(sorted(takes))}. "
-            "There is one for each of vLLM 0.11 to 0.33."
+            f"No facade matches a dispatcher whose dispatch takes {', '.join(sorted(takes))}. "
+            "Use a vLLM from 0.11 to 0.33."
         )
     defined = sys.modules[original.__module__]
     return type(

@@ -126,8 +126,8 @@ class CudagraphDispatcher(LookupDispatcher):
             return sizes, [BatchDescriptor(size) for size in sizes], mode
         if uniform_query_len not in self.uniform_cudagraph_capture_sizes:
             raise AssertionError(
-                f"No uniform graphs of query length {uniform_query_len}; there are those of "
-                f"{sorted(self.uniform_cudagraph_capture_sizes)}."
+                f"No uniform graphs of query length {uniform_query_len}; captured "
+                f"query lengths are {sorted(self.uniform_cudagraph_capture_sizes)}."
             )
         sizes = sorted(self.uniform_cudagraph_capture_sizes[uniform_query_len], reverse=True)
         descriptors = [BatchDescriptor(size, True, uniform_query_len) for size in sizes]

@@ -389,7 +389,7 @@ class CompositeDispatcher:
         """
         if name in self.faults:
             taken = ", ".join(sorted(self.faults))
-            raise RegistrationError(f"{name!r} is taken; there are {taken}. Choose another name.")
+            raise RegistrationError(f"{name!r} is taken. Choose a name other than {taken}.")
         self.faults[name] = 0
         self._members.append((-priority, len(self._members), name, dispatcher))
         self._members.sort(key=lambda member: member[:2])

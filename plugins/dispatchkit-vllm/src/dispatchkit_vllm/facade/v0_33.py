@@ -100,7 +100,9 @@ class CudagraphDispatcher(TableDispatcher):
         if invalid_modes:
             modes -= invalid_modes  # in place where the caller's set is mutable, as in vLLM
         if not modes:
-            raise AssertionError("valid_modes less invalid_modes leaves no mode to choose from.")
+            raise AssertionError(
+                "invalid_modes excludes every valid mode. Leave at least one mode to choose."
+            )
         frozen = frozenset(modes)  # the same object if it is frozen already
         code = self._codes.get(frozen)
         if code is None:

@@ -262,8 +262,8 @@ class GraphWrapper:
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
-                f"since {descriptor} was captured: it is captured again, as is every key at each "
-                f"such change. Warned once.",
+                f"since {descriptor} was captured, so it is captured again, and so is every key "
+                "after each such change. Make such changes before the captures. Warned once.",
                 ChurnWarning,
                 stacklevel=3,
             )
