@@ -14,7 +14,7 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> None:
-    """Fail with the problem unless a call raises the error."""
+    """Fail, naming the problem, unless a call raises the error."""
     try:
         call()
     except error:

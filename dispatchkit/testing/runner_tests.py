@@ -285,7 +285,7 @@ class _Pair:
         return result
 
     def compare(self, result: Any, expected: Any, problem: str) -> None:
-        """Fail with the problem unless two results agree."""
+        """Fail, naming the problem, unless two results agree."""
         self.backend.synchronize()
         self.torch.testing.assert_close(
             result,

@@ -49,12 +49,12 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 class CheapestPacking:
     """The cheapest first-fit decreasing packing, over bins of each captured size.
 
-    Never dearer than ``first_fit_decreasing``, which is one of those that it compares.
+    Never costs more than ``first_fit_decreasing``, one of the packings that it compares.
 
     Args:
-        cost: What a step of so many tokens costs, in any unit; called for captured sizes, and for
-            the length of an item that no graph serves. A cost model's ``graph_us``, for instance.
-            By default the tokens, and 64 more for the step.
+        cost: Returns the cost of a step from its number of tokens, in any unit, for example a cost
+            model's ``graph_us``. Called for captured sizes, and for the length of an item that no
+            graph serves. Default: the number of tokens plus 64.
 
     Raises:
         ConfigError: The cost cannot be called.

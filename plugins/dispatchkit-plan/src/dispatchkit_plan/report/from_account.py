@@ -83,7 +83,7 @@ def waste_figure(
         "waste",
         title,
         f"Padding as per cent of the real tokens, over steps of at most {max_size} tokens and one "
-        "list of sizes for all kinds of steps. The line is the best that any list of so many sizes "
+        "list of sizes for all kinds of steps. The line is the best that any list of as many sizes "
         "reaches on this trace: a point above it computes padding that other sizes would save.",
         Lines(
             label=title,
