@@ -7,6 +7,7 @@ import io
 import re
 import sys
 import types
+import unittest
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def test_kits_of_the_page_on_tests_are_kits_and_its_property_holds() -> None:
     assert out.getvalue() == "".join(printed)
     assert issubclass(names["TestHalfFullRuns"], testing.RunnerTests)
     assert issubclass(names["TestMyBackend"], testing.BackendTests)
-    names["test_a_batch_fits_its_configuration"]()
+    names["test_a_replay_covers_its_batch"]()
+    assert issubclass(names["TestMyMachine"], unittest.TestCase)
     table = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
     assert set(table) == {name for name in testing.__all__ if name.endswith("Tests")}
 

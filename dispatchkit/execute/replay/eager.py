@@ -181,7 +181,7 @@ class EagerRunner:
             )
         warn_at_call(
             f"Steps run eager, reason {reason}; the first had {what}. {have} "
-            "Warned once; runner.stats() counts them, runner.explain() says why.",
+            "Warned once; runner.stats() counts them, print(runner) shows them for each graph.",
             EagerStepWarning,
         )
 
