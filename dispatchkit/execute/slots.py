@@ -367,7 +367,7 @@ class SlotState:
             (source,) = self.slots_of([session])
             if self.compact:
                 hint = "Compact sessions move when others leave."
-                raise DescriptorError("slot", slot, f"{source}, where it is", hint)
+                raise DescriptorError("slot", slot, f"{source}, its current slot", hint)
             while slot in list(self._lent):  # a slot that is no number may not be hashable
                 self._changed.wait()
             if slot not in self._free:

@@ -245,7 +245,10 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         )
     if decoder.num_rows:
         raise ConfigError(
-            "rows", decoder.num_rows, "0 when generate() is called", "drop() them or reset()."
+            "rows",
+            decoder.num_rows,
+            "0 when generate() is called",
+            "Call decoder.drop() or decoder.reset() first.",
         )
     check_options({**vars(config), **prepared})
     for name in CACHE_NAMES:

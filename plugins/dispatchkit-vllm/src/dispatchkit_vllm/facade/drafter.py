@@ -82,7 +82,7 @@ class CudagraphDispatcher(LookupDispatcher):
                 odd = [size for size in self._aligned if query_len > 1 and size % query_len]
                 if odd:
                     raise AssertionError(
-                        f"Uniform capture sizes {odd} are no multiples of the query length "
+                        f"Uniform capture sizes {odd} are not multiples of the query length "
                         f"{query_len}. Align them, or disable the alignment."
                     )
         mode = CUDAGraphMode.parse(cudagraph_mode)
