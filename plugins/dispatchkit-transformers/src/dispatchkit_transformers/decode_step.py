@@ -57,11 +57,7 @@ def decode_step(
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Without a graph the exact length is passed; while measuring which outputs follow the
-        # length, it may exceed all of `lengths` by one.
-        return steps[next((one for one in lengths if one >= length), lengths[-1])](
-            tokens, positions
-        )
+        return steps[length_to_read(lengths, length)](tokens, positions)
 
     return step
 
@@ -124,11 +120,22 @@ def verify_step(
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, drafts: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return steps[next((one for one in lengths if one >= length), lengths[-1])](
-            tokens, positions, drafts
-        )
+        return steps[length_to_read(lengths, length)](tokens, positions, drafts)
 
     return step
+
+
+def length_to_read(lengths: Sequence[int], length: int) -> int:
+    """Return how much of the cache a step reads: the smallest of the lengths that covers one.
+
+    Without a graph the exact length is passed; while measuring which outputs follow the length, it
+    may exceed all of ``lengths`` by one, and the largest is read.
+
+    Args:
+        lengths: Lengths of the cache that steps may read, ascending.
+        length: The length that a step must read.
+    """
+    return next((one for one in lengths if one >= length), lengths[-1])
 
 
 def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput
 from dispatchkit.keys import Axis, check_count
 
+from dispatchkit_transformers.decode_step import length_to_read
 from dispatchkit_transformers.layers import ChunkStates, chunk_layer
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near, trial_prompts
@@ -106,8 +107,7 @@ def prompt_step(
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, length: int
     ) -> torch.Tensor:
-        # Without a graph the exact length is passed.
-        length = next((one for one in lengths if one >= length), lengths[-1])
+        length = length_to_read(lengths, length)
         place, cache = places[length], views[length]
         states = [one for one in cache.layers if isinstance(one, ChunkStates)]
         place.enter(positions, slots)
