@@ -38,7 +38,7 @@ from dispatchkit.options import (
     with_settings,
 )
 
-__all__ = ["SETTINGS", "VARIABLES", "Setting", "Settings", "Sourced", "load_settings"]
+__all__ = ["SETTINGS", "VARIABLES", "Setting", "SettingValue", "Settings", "load_settings"]
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
@@ -208,7 +208,7 @@ _ARGUMENTS = names_of(RunnerArguments)
 
 
 @attrs.frozen
-class Sourced:
+class SettingValue:
     """A value and its source.
 
     Attributes:
@@ -231,17 +231,17 @@ class Settings:
         file: The ``pyproject.toml`` that was read, if any.
     """
 
-    given: Mapping[str, tuple[Sourced, ...]] = attrs.field(factory=dict)
+    given: Mapping[str, tuple[SettingValue, ...]] = attrs.field(factory=dict)
     file: Path | None = None
 
     def __getitem__(self, name: str) -> Any:
-        return self.sourced(name).value
+        return self.lookup(name).value
 
     def is_given(self, name: str) -> bool:
         """Return whether a setting was given."""
         return bool(self.given.get(_known(name).name))
 
-    def sourced(self, name: str) -> Sourced:
+    def lookup(self, name: str) -> SettingValue:
         """Return a setting's value, which may be the default, with its source.
 
         Raises:
@@ -249,7 +249,7 @@ class Settings:
         """
         known = _known(name)
         found = self.given.get(name)
-        return found[0] if found else Sourced(known.default, "default", "default")
+        return found[0] if found else SettingValue(known.default, "default", "default")
 
     def chosen(self, group: str) -> dict[str, Any]:
         """Return the settings of a group that were given."""
@@ -277,7 +277,7 @@ class Settings:
         except ConfigError as error:
             for name in values:
                 if name in str(error) and self.is_given(name):
-                    error.add_note(f"{name} is from {self.sourced(name).source}.")
+                    error.add_note(f"{name} is from {self.lookup(name).source}.")
             raise
 
     def options(self, config: DispatchConfig | None = None) -> RunnerOptions:
@@ -337,7 +337,7 @@ class Settings:
         """Return every setting with its value, source and overridden values, as plain values."""
         rows = []
         for name, one in SETTINGS.items():
-            now = self.sourced(name)
+            now = self.lookup(name)
             rows.append(
                 {
                     "setting": name,
@@ -412,16 +412,16 @@ def load_settings(
         ConfigError: A value is invalid, or the file cannot be read.
     """
     environ = os.environ if environ is None else environ
-    call: dict[str, Sourced] = {}
+    call: dict[str, SettingValue] = {}
     for name, value in {**(given or {}), **more}.items():
         if value is None:
             continue
         source = (sources or {}).get(name, f"the argument {name}")
-        call[name] = _sourced(name, value, source, "call")
+        call[name] = _checked_value(name, value, source, "call")
     from_environment = _from_environment(environ)
     path, table = _read_file(file, environ, start)
     from_file = {
-        name: _sourced(name, value, f"{path} [tool.dispatchkit]", "file")
+        name: _checked_value(name, value, f"{path} [tool.dispatchkit]", "file")
         for name, value in table.items()
     }
     layers = (call, from_environment, from_file)
@@ -445,19 +445,19 @@ def _known(name: str, source: str = "") -> Setting:
     return setting
 
 
-def _sourced(name: str, value: Any, source: str, place: str) -> Sourced:
+def _checked_value(name: str, value: Any, source: str, place: str) -> SettingValue:
     setting = _known(name, source)
     try:
         with warnings.catch_warnings():
             # The complete configuration warns once, when it is created.
             warnings.simplefilter("ignore", CaptureSizeWarning)
-            return Sourced(setting.check(value), source, place)
+            return SettingValue(setting.check(value), source, place)
     except ConfigError as error:
         error.add_note(f"It is from {source}.")
         raise
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
+def _from_environment(environ: Mapping[str, str]) -> dict[str, SettingValue]:
     found = {}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable in _NO_SETTINGS:
@@ -466,7 +466,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
         source = f"the environment variable {variable}"
         # An empty variable counts as unset, except where an empty list is meaningful.
         if text.strip() or _known(name, source).group == "plugins":
-            found[name] = _sourced(name, text, source, "environment")
+            found[name] = _checked_value(name, text, source, "environment")
     return found
 
 

@@ -53,7 +53,7 @@ def driver(path: Path = _DRIVER_FILE) -> str:
 
 def given_settings(settings: Settings) -> str:
     """Return the settings that were given, each with its source; may be empty."""
-    given = [(name, settings.sourced(name)) for name in SETTINGS if settings.is_given(name)]
+    given = [(name, settings.lookup(name)) for name in SETTINGS if settings.is_given(name)]
     return "; ".join(f"{name} = {shown(one.value)} ({one.source})" for name, one in given)
 
 

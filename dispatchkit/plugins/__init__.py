@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         PolicySpec,
     )
     from dispatchkit.plugins.plugin_set import PluginSet, PolicyWithPlugins, load_plugins
-    from dispatchkit.plugins.records import PluginInfo, PluginState, Registered
+    from dispatchkit.plugins.records import PluginInfo, PluginState, Registration
 
 _HOME = {
     "BackendSpec": ".hookspecs",
@@ -41,7 +41,7 @@ _HOME = {
     "PluginState": "records",
     "PolicySpec": ".hookspecs",
     "PolicyWithPlugins": "plugin_set",
-    "Registered": "records",
+    "Registration": "records",
     "load_plugins": "plugin_set",
 }
 
@@ -58,7 +58,7 @@ __all__ = [
     "PluginState",
     "PolicySpec",
     "PolicyWithPlugins",
-    "Registered",
+    "Registration",
     "load_plugins",
 ]
 

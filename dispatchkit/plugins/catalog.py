@@ -22,7 +22,7 @@ from dispatchkit.errors import (
     nearest_names,
 )
 from dispatchkit.hookspecs import RECORDS, Spec
-from dispatchkit.plugins.records import PluginInfo, Registered
+from dispatchkit.plugins.records import PluginInfo, Registration
 
 # Methods that the object returned by a factory must have.
 _NEEDS = {
@@ -42,14 +42,14 @@ class Catalog:
     """
 
     def __init__(self) -> None:
-        self.tables: dict[str, dict[str, Registered[Any]]] = {one.kind: {} for one in RECORDS}
+        self.tables: dict[str, dict[str, Registration[Any]]] = {one.kind: {} for one in RECORDS}
         self.absent: tuple[PluginInfo, ...] = ()
 
     def add(self, spec: Spec, origin: Origin) -> None:
         """Add a record of a plugin."""
-        self.tables[spec.kind][spec.name] = Registered(spec, origin)
+        self.tables[spec.kind][spec.name] = Registration(spec, origin)
 
-    def get(self, kind: str, name: str) -> Registered[Any]:
+    def get(self, kind: str, name: str) -> Registration[Any]:
         """Return the record of a name.
 
         Raises:
@@ -105,7 +105,7 @@ class Catalog:
                     f"{what} is not available here: {error}. Built-in backends need torch: "
                     "pip install 'dispatchkit[torch]'."
                 ) from error
-            raise _made_wrong(kind, registered, problem, None) from error
+            raise _factory_error(kind, registered, problem, None) from error
         needs = _NEEDS.get(kind, ())
         has_all = all(callable(getattr(made, method, None)) for method in needs)
         if made is None or inspect.isclass(made) or not has_all:
@@ -114,7 +114,7 @@ class Catalog:
                 f"its factory returned {made!r:.60} ({type(made).__name__}); "
                 f"it must return an instance{methods}."
             )
-            raise _made_wrong(kind, registered, problem, made)
+            raise _factory_error(kind, registered, problem, made)
         return made
 
 
@@ -136,8 +136,8 @@ def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any
         ) from error
 
 
-def _made_wrong(
-    kind: str, registered: Registered[Any], problem: str, value: Any
+def _factory_error(
+    kind: str, registered: Registration[Any], problem: str, value: Any
 ) -> PolicyError | PluginError:
     name, origin = registered.name, registered.origin
     if kind == "policy":

@@ -78,7 +78,7 @@ def discover() -> Iterator[Candidate]:
         try:
             text = distribution.read_text("entry_points.txt") or ""
             # Most distributions are skipped here, unparsed.
-            if not any(map(_is_near, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
+            if not any(map(_resembles_group, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
             metadata = distribution.metadata  # parsed again on each access
             name = normal(metadata["Name"])
@@ -91,27 +91,27 @@ def discover() -> Iterator[Candidate]:
         except Exception as error:  # noqa: BLE001 - broken metadata of others is reported
             where = str(getattr(distribution, "_path", "a distribution"))
             reason = f"its metadata cannot be read: {type(error).__name__}: {error}"
-            yield Candidate(Origin("?", where), FOUND, _refusing(reason))
+            yield Candidate(Origin("?", where), FOUND, _failing_loader(reason))
 
 
-def _is_near(group: str) -> bool:
+def _resembles_group(group: str) -> bool:
     """Return whether a group is ours or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())
     return letters.startswith(GROUP) or bool(get_close_matches(letters, [GROUP], cutoff=0.85))
 
 
 def _entries(points: EntryPoints, distribution: str, version: str) -> Iterator[Candidate]:
-    for point in filter(lambda point: _is_near(point.group), points):
+    for point in filter(lambda point: _resembles_group(point.group), points):
         origin = Origin(point.name, distribution, version, point.value)
         load = point.load
         if point.group != GROUP:
-            load = _refusing(
+            load = _failing_loader(
                 f"it is in the entry-point group {point.group!r}; the group is {GROUP!r}."
             )
         yield Candidate(origin, FOUND, load)
 
 
-def _refusing(reason: str) -> Callable[[], object]:
+def _failing_loader(reason: str) -> Callable[[], object]:
     def load() -> object:
         raise PluginFault(reason)
 

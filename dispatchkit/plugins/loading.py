@@ -19,7 +19,7 @@ _HOW = f" Block one of them by its distribution's name (`block` or {BLOCK_VARIAB
 
 
 @attrs.frozen(eq=False)
-class Loaded:
+class LoadedPlugin:
     """A loaded plugin, with what it registers.
 
     Attributes:
@@ -42,7 +42,9 @@ class DuplicateFault(PluginFault):
     """This plugin, or one of the same name, is already loaded."""
 
 
-def load(candidate: Candidate, present: Mapping[str, Loaded], manager: HookManager) -> Loaded:
+def load(
+    candidate: Candidate, present: Mapping[str, LoadedPlugin], manager: HookManager
+) -> LoadedPlugin:
     """Import a plugin and add it to the manager.
 
     Args:
@@ -66,7 +68,7 @@ def load(candidate: Candidate, present: Mapping[str, Loaded], manager: HookManag
                 raise DuplicateFault(
                     f"it is the same object as {other.origin}, which is used. Name it once."
                 )
-        return Loaded(candidate, plugin, manager.add(origin.plugin, plugin, doing))
+        return LoadedPlugin(candidate, plugin, manager.add(origin.plugin, plugin, doing))
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except PluginFault as fault:
@@ -77,7 +79,7 @@ def load(candidate: Candidate, present: Mapping[str, Loaded], manager: HookManag
         raise PluginError(origin, text) from error
 
 
-class Loading:
+class PluginLoader:
     """The loaded plugins, and reports on the others.
 
     Args:
@@ -102,7 +104,7 @@ class Loading:
         replace: Collection[str],
         manager: HookManager,
     ) -> None:
-        self.loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, LoadedPlugin] = {}
         self.infos: list[PluginInfo] = []
         self.problems: list[PluginError] = []
         found = list(candidates)
@@ -114,7 +116,7 @@ class Loading:
             except PluginError as error:
                 is_duplicate = isinstance(error.__cause__, DuplicateFault)
                 self._fail(PluginState.DUPLICATE if is_duplicate else PluginState.FAILED, error)
-        self._share_out(replace)
+        self._assign_names(replace)
 
     def _permitted(self, found: Sequence[Candidate], names: Filter) -> Iterator[Candidate]:
         for one in {candidate.origin: candidate for candidate in reversed(found)}.values():
@@ -130,18 +132,18 @@ class Loading:
         self.infos.append(PluginInfo.of(problem.origin, state, problem.reason))
         self.problems.append(problem)
 
-    def _share_out(self, replace: Collection[str]) -> None:
+    def _assign_names(self, replace: Collection[str]) -> None:
         """Assign each name to one plugin, and report the others that claim it."""
         plugins = self.loaded.values()
         built_in = {spec.name for one in plugins if _is_built_in(one) for spec in one.records}
         for name in replace:
             if name not in built_in:
                 raise UnknownNameError("name to replace", name, built_in)
-        claims: dict[tuple[str, str], list[Loaded]] = {}
+        claims: dict[tuple[str, str], list[LoadedPlugin]] = {}
         for one in plugins:
             for spec in one.records:
                 claims.setdefault((spec.kind, spec.name), []).append(one)
-        owners: dict[tuple[str, str], Loaded] = {}
+        owners: dict[tuple[str, str], LoadedPlugin] = {}
         for (kind, name), claimants in claims.items():
             ranked = sorted(
                 claimants,
@@ -158,11 +160,11 @@ class Loading:
             self.loaded[name] = attrs.evolve(one, records=own)
 
 
-def _is_built_in(loaded: Loaded) -> bool:
+def _is_built_in(loaded: LoadedPlugin) -> bool:
     return loaded.candidate.rank == BUILT_IN
 
 
-def _taken(kind: str, name: str, winner: Loaded) -> str:
+def _taken(kind: str, name: str, winner: LoadedPlugin) -> str:
     if _is_built_in(winner):
         return (
             f"{kind} {name!r} is built in, and the built-in one is used; "

@@ -24,9 +24,9 @@ from dispatchkit.hookspecs import (
 from dispatchkit.observe.events import MAX_FAULTS, Notifier, Subscription
 from dispatchkit.plugins.catalog import Catalog
 from dispatchkit.plugins.discovery import BUILT_IN, PASSED_IN, Candidate, Filter, discover
-from dispatchkit.plugins.loading import Loaded, Loading, load
+from dispatchkit.plugins.loading import LoadedPlugin, PluginLoader, load
 from dispatchkit.plugins.manager import HookManager
-from dispatchkit.plugins.records import PluginInfo, PluginState, Registered
+from dispatchkit.plugins.records import PluginInfo, PluginState, Registration
 
 if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
@@ -83,15 +83,15 @@ class PluginSet:
         self._manager = HookManager()
         self._subscriptions: list[tuple[Origin, Subscription]] = []
         self._lock = threading.RLock()
-        loading = Loading(candidates, names or Filter(), replace, self._manager)
-        self._loaded = loading.loaded
-        self.problems: tuple[PluginError, ...] = tuple(loading.problems)
+        loader = PluginLoader(candidates, names or Filter(), replace, self._manager)
+        self._loaded = loader.loaded
+        self.problems: tuple[PluginError, ...] = tuple(loader.problems)
         self._infos: list[PluginInfo] = []
         for one in self._loaded.values():
-            reasons = [it.reason for it in loading.problems if it.origin == one.origin]
+            reasons = [it.reason for it in loader.problems if it.origin == one.origin]
             self._commit(one, reason=" ".join(reasons))
-        self._catalog.absent = tuple(loading.infos)
-        self._infos += loading.infos
+        self._catalog.absent = tuple(loader.infos)
+        self._infos += loader.infos
 
     def __repr__(self) -> str:
         tables = self._catalog.tables
@@ -101,27 +101,27 @@ class PluginSet:
     # -- what there is --------------------------------------------------------------------
 
     @property
-    def policies(self) -> Mapping[str, Registered[PolicySpec]]:
+    def policies(self) -> Mapping[str, Registration[PolicySpec]]:
         """Policies by name."""
         return types.MappingProxyType(self._catalog.tables["policy"])
 
     @property
-    def lane_policies(self) -> Mapping[str, Registered[LanePolicySpec]]:
+    def lane_policies(self) -> Mapping[str, Registration[LanePolicySpec]]:
         """Lane policies by name."""
         return types.MappingProxyType(self._catalog.tables["lane policy"])
 
     @property
-    def backends(self) -> Mapping[str, Registered[BackendSpec]]:
+    def backends(self) -> Mapping[str, Registration[BackendSpec]]:
         """Backends by name, including the built-in ones."""
         return types.MappingProxyType(self._catalog.tables["backend"])
 
     @property
-    def observers(self) -> Mapping[str, Registered[ObserverSpec]]:
+    def observers(self) -> Mapping[str, Registration[ObserverSpec]]:
         """Observers by name."""
         return types.MappingProxyType(self._catalog.tables["observer"])
 
     @property
-    def commands(self) -> Mapping[str, Registered[CommandSpec]]:
+    def commands(self) -> Mapping[str, Registration[CommandSpec]]:
         """Commands of the command line by name."""
         return types.MappingProxyType(self._catalog.tables["command"])
 
@@ -147,7 +147,7 @@ class PluginSet:
 
     # -- choosing -------------------------------------------------------------------------
 
-    def get_policy(self, name: str) -> Registered[PolicySpec]:
+    def get_policy(self, name: str) -> Registration[PolicySpec]:
         """Return a policy's record and origin.
 
         Raises:
@@ -285,7 +285,7 @@ class PluginSet:
 
     def register_policy(
         self, name: str, factory: Callable[..., Policy], summary: str = ""
-    ) -> Registered[PolicySpec]:
+    ) -> Registration[PolicySpec]:
         """Add one policy without writing a plugin.
 
         Args:
@@ -307,7 +307,7 @@ class PluginSet:
         self.register(name, types.SimpleNamespace(**hooks))
         return self.policies[name]
 
-    def _commit(self, loaded: Loaded, reason: str = "") -> None:
+    def _commit(self, loaded: LoadedPlugin, reason: str = "") -> None:
         """Make everything that a plugin registers available."""
         for spec in loaded.records:
             self._catalog.add(spec, loaded.origin)

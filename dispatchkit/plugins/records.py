@@ -14,7 +14,7 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 
 @attrs.frozen
-class Registered(Generic[SpecT]):
+class Registration(Generic[SpecT]):
     """A named registration, with its origin.
 
     Attributes:

@@ -146,7 +146,7 @@ class RunnerTests:
                 try:
                     for _ in range(self.num_steps // 4):
                         pair.call(rng.randint(1, pair.largest), rng=rng)
-                except BaseException as error:  # noqa: BLE001 - told by the main thread
+                except BaseException as error:  # noqa: BLE001 - reported in the main thread
                     errors.append(error)
 
             threads = [threading.Thread(target=work, args=(rng,)) for rng in rngs]
@@ -167,9 +167,9 @@ class RunnerTests:
             stats = pair.runner.stats()
             assert stats.steps == self.num_steps, f"{stats.steps} of {self.num_steps} were counted."
             eager = stats.steps_by_mode.get(RuntimeMode.NONE.name, 0)
-            told = stats.eager_by_reason
-            assert sum(told.values()) == eager, f"{eager} eager steps, reasons of {told}."
-            assert "" not in told, f"{told['']} steps ran eager without a reason."
+            reasons = stats.eager_by_reason
+            assert sum(reasons.values()) == eager, f"{eager} eager steps, reasons of {reasons}."
+            assert "" not in reasons, f"{reasons['']} steps ran eager without a reason."
 
     # -- failures -------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class RunnerTests:
         torch = pytest.importorskip("torch")
         from dispatchkit.execute import EagerStepWarning, GraphRunner
 
-        backend = _Watched(self.make_backend(), fail_captures)
+        backend = _FaultyBackend(self.make_backend(), fail_captures)
         options = RunnerOptions(config=self.make_config())
         without_graphs = attrs.evolve(
             options, config=attrs.evolve(options.config, mode=CUDAGraphMode.NONE)
@@ -257,7 +257,7 @@ class _Pair:
     """A runner under test, with direct calls of the same step for comparison."""
 
     def __init__(
-        self, tests: RunnerTests, torch: Any, runner: Any, plain: Any, backend: _Watched
+        self, tests: RunnerTests, torch: Any, runner: Any, plain: Any, backend: _FaultyBackend
     ) -> None:
         self.tests, self.torch, self.runner, self.plain = tests, torch, runner, plain
         self.backend = backend
@@ -297,7 +297,7 @@ class _Pair:
         )
 
 
-class _Watched:
+class _FaultyBackend:
     """Wraps a backend, with faults on demand."""
 
     def __init__(self, real: GraphBackend, fail_captures: Callable[[int], bool]) -> None:
@@ -326,13 +326,13 @@ class _Watched:
                 raise RuntimeError("This capture fails on purpose.")
             return result
 
-        return _WatchedGraph(self._real.capture(run_or_fail, **options), self)
+        return _FaultyGraph(self._real.capture(run_or_fail, **options), self)
 
 
-class _WatchedGraph:
+class _FaultyGraph:
     """A graph whose launch is refused on demand."""
 
-    def __init__(self, real: Any, backend: _Watched) -> None:
+    def __init__(self, real: Any, backend: _FaultyBackend) -> None:
         self._real, self._backend = real, backend
 
     def __getattr__(self, name: str) -> Any:

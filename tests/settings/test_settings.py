@@ -69,7 +69,7 @@ def test_a_value_means_the_same_in_every_place(
     """Text or native, it is one setting; where it came from is told."""
     settings = place(tmp_path, name, value)
     assert settings[name] == meant
-    assert settings.sourced(name).place != "default"
+    assert settings.lookup(name).place != "default"
 
 
 def test_axes_are_a_table_of_buckets_in_the_file(tmp_path: Path) -> None:
