@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from dispatchkit.plugins import PolicySpec, load_plugins
     from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
-_HOME = {
+_LAZY_NAMES = {
     "Axis": "keys",
     "Batch": "keys",
     "BatchDescriptor": "keys",
@@ -149,15 +149,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    module = _LAZY_NAMES.get(name)
+    if module is None:
         from dispatchkit.distributions import distribution_of, load_attribute
 
         if distribution_of("attribute", name) is not None:
             # An ImportError if it is missing: `from dispatchkit import` drops other messages.
             return load_attribute(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value  # later accesses bypass this function
     return value
 

@@ -11,24 +11,24 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str]
+    package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a ``__getattr__`` and ``__dir__`` for a package that load names from modules.
 
     Args:
         package: The package's ``__name__``.
-        homes: The module of each name, relative to the package: ``"costs"`` is inside it,
+        modules: The module of each name, relative to the package: ``"costs"`` is inside it,
             ``".costs"`` next to it.
     """
 
     def get(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
         setattr(sys.modules[package], name, value)  # later accesses bypass this function
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(sys.modules[package]), *modules})
 
     return get, names

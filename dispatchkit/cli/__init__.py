@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         table,
     )
 
-_HOME = {
+_LAZY_NAMES = {
     "AxesOption": "options",
     "BackendOption": "options",
     "CostModelOption": "options",
@@ -110,7 +110,7 @@ __all__ = [
 ]
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)
 
 
 _NEEDS = ("typer", "rich")

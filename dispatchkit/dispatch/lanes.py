@@ -23,7 +23,7 @@ LANE_TRAITS = frozenset({"sticky", "spreads", "balances"})
 
 
 @attrs.frozen
-class LaneStep:
+class PendingStep:
     """A step that waits for a lane.
 
     Attributes:
@@ -38,7 +38,7 @@ class LaneStep:
     priority: int = 0
 
 
-class LaneView(Protocol):
+class LaneState(Protocol):
     """A lane policy's view of a lane."""
 
     @property
@@ -66,11 +66,11 @@ class LanePolicy(Protocol):
     """A rule that chooses lanes. It never touches a device.
 
     ``choose`` is asked once for each submitted step, under the runner's lock. Everything else is
-    optional, and each part has its own protocol: ``KeyedLanePolicy``, ``HomedLanePolicy``,
+    optional, and each part has its own protocol: ``KeyedLanePolicy``, ``KeyPlacementPolicy``,
     ``PrioritizedLanePolicy``, and ``DescribedPolicy`` for name and traits (from ``LANE_TRAITS``).
     """
 
-    def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
+    def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
         """Return the index of the lane that a step runs on."""
         ...
 
@@ -86,10 +86,10 @@ class KeyedLanePolicy(Protocol):
 
 
 @runtime_checkable
-class HomedLanePolicy(Protocol):
+class KeyPlacementPolicy(Protocol):
     """A lane policy that chooses the lanes on which a key is captured (default: all)."""
 
-    def homes(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
+    def lanes_for_key(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
         """Return the indices of the lanes: at least one, and always the same."""
         ...
 
@@ -133,7 +133,7 @@ def lane_fault(answer: Any, num_lanes: int) -> str:
     return ""
 
 
-def lane_homes(
+def lanes_by_key(
     policy: object, keys: Iterable[GraphKey], num_lanes: int, *, name: str, origin: str = ""
 ) -> dict[GraphKey, tuple[int, ...]]:
     """Return the lanes on which each key is captured.
@@ -141,28 +141,28 @@ def lane_homes(
     Raises:
         PolicyError: The policy raised, or returned an invalid lane or no lane for a key.
     """
-    if not isinstance(policy, HomedLanePolicy):
+    if not isinstance(policy, KeyPlacementPolicy):
         return dict.fromkeys(keys, tuple(range(num_lanes)))
     found: dict[GraphKey, tuple[int, ...]] = {}
     for key in keys:
         try:
-            homes: Collection[int] = tuple(policy.homes(key, num_lanes))
+            lanes: Collection[int] = tuple(policy.lanes_for_key(key, num_lanes))
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
-            raise PolicyError(name, "homes", problem, origin=origin) from error
-        faults = [fault for one in homes if (fault := lane_fault(one, num_lanes))]
-        if faults or not homes:
+            raise PolicyError(name, "lanes_for_key", problem, origin=origin) from error
+        faults = [fault for one in lanes if (fault := lane_fault(one, num_lanes))]
+        if faults or not lanes:
             problem = faults[0] if faults else f"returned no lane for {key}"
-            raise PolicyError(name, "homes", problem, origin=origin, value=homes)
-        found[key] = tuple(sorted(set(homes)))
+            raise PolicyError(name, "lanes_for_key", problem, origin=origin, value=lanes)
+        found[key] = tuple(sorted(set(lanes)))
     return found
 
 
-class KeyHomes:
+class KeyPlacement:
     """Determine on which lanes each key is captured.
 
     Args:
-        policy: The lane policy; without ``homes``, every key is on every lane.
+        policy: The lane policy; without ``lanes_for_key``, every key is on every lane.
         keys: The declared keys at the time of the call.
         num_lanes: How many lanes there are.
         origin: Where the lane policy comes from, for error messages.
@@ -176,7 +176,7 @@ class KeyHomes:
     ) -> None:
         self._policy, self._keys, self._num_lanes = policy, keys, num_lanes
         self._origin = origin
-        self.are_chosen: bool = isinstance(policy, HomedLanePolicy)
+        self.are_chosen: bool = isinstance(policy, KeyPlacementPolicy)
 
     def by_key(self) -> dict[GraphKey, tuple[int, ...]]:
         """Return the lanes of each key.
@@ -185,7 +185,9 @@ class KeyHomes:
             PolicyError: The policy raised, or returned an invalid lane or no lane for a key.
         """
         name = policy_name(self._policy)
-        return lane_homes(self._policy, self._keys, self._num_lanes, name=name, origin=self._origin)
+        return lanes_by_key(
+            self._policy, self._keys, self._num_lanes, name=name, origin=self._origin
+        )
 
     def by_lane(self, keys: Sequence[GraphKey] | None = None) -> list[Sequence[GraphKey] | None]:
         """Return the keys that each lane must capture; None stands for all.
@@ -195,10 +197,10 @@ class KeyHomes:
         """
         if not self.are_chosen:
             return [keys] * self._num_lanes
-        homes = self.by_key()
+        lanes = self.by_key()
         wanted = tuple(self._keys) if keys is None else keys
         return [
-            [key for key in wanted if lane in homes.get(key, (lane,))]
+            [key for key in wanted if lane in lanes.get(key, (lane,))]
             for lane in range(self._num_lanes)
         ]
 

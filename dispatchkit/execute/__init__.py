@@ -26,7 +26,7 @@ from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.io.structure import flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
-from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
+from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepFuture
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.memory import GraphMemory, MemoryAccount, MemoryGroup, PoolAccount
 from dispatchkit.execute.packed import PackedRunner
@@ -77,7 +77,7 @@ __all__ = [
     "SlotRows",
     "SlotState",
     "StaticInput",
-    "StepHandle",
+    "StepFuture",
     "StepState",
     "SwapReport",
     "SwapWarning",

@@ -15,7 +15,7 @@ from dispatchkit.dispatch import (
     CostModel,
     Decision,
     Explanation,
-    KeyHomes,
+    KeyPlacement,
     StepCost,
     find_cost_model,
 )
@@ -47,14 +47,14 @@ class Controls:
 
     Args:
         executors: Those of all lanes.
-        homes: The lanes on which keys are captured.
+        placement: The lanes on which keys are captured.
         lock: Held by each step.
     """
 
     def __init__(
-        self, executors: Sequence[Executor], homes: KeyHomes, lock: threading.RLock
+        self, executors: Sequence[Executor], placement: KeyPlacement, lock: threading.RLock
     ) -> None:
-        self._executors, self._homes, self._lock = executors, homes, lock
+        self._executors, self._placement, self._lock = executors, placement, lock
         self._first = executors[0]
         self._turns = executors[0].lane.group.turns
 
@@ -71,7 +71,7 @@ class Controls:
 
         See ``GraphRunner.capture``.
         """
-        chosen = self._homes.by_lane(None if keys is None else tuple(keys))
+        chosen = self._placement.by_lane(None if keys is None else tuple(keys))
         with progress_shower(progress) as show, self._lock:
             self._turns.wait()
             report = CaptureReport.total(
@@ -124,7 +124,7 @@ class Controls:
                 "A view could be read while a new graph is proven in the same memory. Use "
                 "capture() instead.",
             )
-        chosen = self._homes.by_lane(None if keys is None else tuple(keys))
+        chosen = self._placement.by_lane(None if keys is None else tuple(keys))
         places: dict[GraphKey, list[int]] = {}
         for index, own in enumerate(chosen):
             lifecycle = self._executors[index].lifecycle
@@ -181,7 +181,7 @@ class Controls:
         Args:
             keys: The keys; by default all declared ones that are not switched off.
         """
-        chosen = self._homes.by_lane(None if keys is None else tuple(keys))
+        chosen = self._placement.by_lane(None if keys is None else tuple(keys))
         for member, own in zip(self._executors, chosen, strict=True):
             for key in tuple(member.registry) if own is None else own:
                 entry = member.registry.get(key)

@@ -19,7 +19,7 @@ from dispatchkit.execute.io.buffers import StaticBuffers
 from dispatchkit.execute.io.calls import CallReader
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.lanes.build import check_lanes, join_lanes, make_executors
-from dispatchkit.execute.lanes.lane_set import LaneSet, StepHandle
+from dispatchkit.execute.lanes.lane_set import LaneSet, StepFuture
 from dispatchkit.execute.live.decisions import DecisionRunner
 from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.swap_requests import UNCHANGED
@@ -153,13 +153,13 @@ class GraphRunner:
         executors = make_executors(work)
         lock = executors[0].lane.group.lock
         free_in_children(lock, *(executor.registry.lock for executor in executors))
-        chooser, homes = join_lanes(executors)
+        chooser, placement = join_lanes(executors)
         self._executor = executors[0]
         self.backend: GraphBackend = work.backend
         self.buffers: StaticBuffers = StaticBuffers(self._executor.lane.buffers)
         reader = CallReader(work.inputs, work.axes)
-        self.controls: Controls = Controls(executors, homes, lock)
-        self.lanes: LaneSet = LaneSet(executors, chooser, homes, reader, lock)
+        self.controls: Controls = Controls(executors, placement, lock)
+        self.lanes: LaneSet = LaneSet(executors, chooser, placement, reader, lock)
         self.taps: StepTaps = StepTaps(executors, lock)
         self.decisions: DecisionRunner = DecisionRunner(self._executor, reader, self.taps, lock)
         self.swapper: Swapper = Swapper(self._executor, self.taps, len(executors), lock)
@@ -271,7 +271,7 @@ class GraphRunner:
         ceiling: int = 2,
         priority: int = 0,
         **inputs: Any,
-    ) -> StepHandle:
+    ) -> StepFuture:
         """Queue one step on a lane and return immediately; it runs exactly once.
 
         The step waits for the work now queued on the current stream. Inputs on the device must not

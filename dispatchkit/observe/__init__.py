@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from dispatchkit.observe.trace_writer import TraceWarning, TraceWriter, write_trace
 
-_HOME = {
+_LAZY_NAMES = {
     "Blocks": "trace_files",
     "DEFAULT_MAX_BYTES": "trace_files",
     "MAX_COUNT": "trace",
@@ -91,4 +91,4 @@ __all__ = [
 ]
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dispatchkit.plugins.plugin_set import PluginSet, PolicyWithPlugins, load_plugins
     from dispatchkit.plugins.records import PluginInfo, PluginState, Registration
 
-_HOME = {
+_LAZY_NAMES = {
     "BackendSpec": ".hookspecs",
     "CommandSpec": ".hookspecs",
     "LanePolicySpec": ".hookspecs",
@@ -63,4 +63,4 @@ __all__ = [
 ]
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         sample_batch,
     )
 
-_HOME = {
+_LAZY_NAMES = {
     "BackendTests": "backend_tests",
     "Case": "cases",
     "Change": "strategies",
@@ -104,11 +104,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    module = _LAZY_NAMES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         if error.name in {"hypothesis", "pytest"}:
             error.add_note("The kit needs it: pip install 'dispatchkit[testing]'")

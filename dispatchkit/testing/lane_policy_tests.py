@@ -18,12 +18,12 @@ import attrs
 
 from dispatchkit.dispatch import (
     LANE_TRAITS,
-    HomedLanePolicy,
+    KeyPlacementPolicy,
     LanePolicy,
-    LaneStep,
+    PendingStep,
     lane_fault,
-    lane_homes,
     lane_priorities,
+    lanes_by_key,
     needs_key,
     policy_name,
     policy_traits,
@@ -94,7 +94,7 @@ class Schedule:
     """
 
     num_lanes: int
-    steps: tuple[tuple[LaneStep, tuple[int, ...]], ...]
+    steps: tuple[tuple[PendingStep, tuple[int, ...]], ...]
 
     @classmethod
     def sample(cls, rng: random.Random, num_lanes: int | None = None, length: int = 40) -> Schedule:
@@ -109,7 +109,7 @@ class Schedule:
             priority = rng.choice((0, 0, 0, 1, 2, -1))
             count = int(lazy + rng.random())
             done = tuple(rng.randrange(number) for _ in range(count))
-            steps.append((LaneStep(tokens, key, priority), done))
+            steps.append((PendingStep(tokens, key, priority), done))
         return cls(number, tuple(steps))
 
 
@@ -192,22 +192,22 @@ class LanePolicyTests:
 
     # -- where keys live ------------------------------------------------------------------
 
-    def test_homes_are_lanes_and_stay(self) -> None:
-        """``homes`` returns at least one lane for each key, and always the same ones.
+    def test_lanes_for_key_are_valid_and_stable(self) -> None:
+        """``lanes_for_key`` returns at least one lane for each key, and always the same ones.
 
         A key without a lane is never captured and always runs eager; one whose lane changes is
         captured on one lane and looked up on another.
         """
         for number in range(1, MOST_LANES + 1):
             answers = [
-                self._homes(self.make_lane_policy(), keys, number)
+                self._lanes_by_key(self.make_lane_policy(), keys, number)
                 for keys in (_KEYS, tuple(reversed(copy.deepcopy(_KEYS))))
             ]
             for key in _KEYS:
                 if answers[0][key] != answers[1][key]:
                     self._fail(
-                        f"homes returned {answers[0][key]} and {answers[1][key]} for {key} with "
-                        f"{number} lanes"
+                        f"lanes_for_key returned {answers[0][key]} and {answers[1][key]} for "
+                        f"{key} with {number} lanes"
                     )
 
     def test_steps_go_where_their_graph_is(self) -> None:
@@ -217,12 +217,14 @@ class LanePolicyTests:
         """
         for schedule in self._schedules():
             policy = self.make_lane_policy()
-            if not isinstance(policy, HomedLanePolicy):
+            if not isinstance(policy, KeyPlacementPolicy):
                 return  # every lane has all keys
-            homes = self._homes(policy, _KEYS, schedule.num_lanes)
+            assigned = self._lanes_by_key(policy, _KEYS, schedule.num_lanes)
             for step, lane, _ in self._play(policy, schedule):
-                if step.key is not None and lane not in homes[step.key]:
-                    self._fail(f"chose lane {lane}, but homes returns {homes[step.key]}", step)
+                if step.key is not None and lane not in assigned[step.key]:
+                    self._fail(
+                        f"chose lane {lane}, but lanes_for_key returns {assigned[step.key]}", step
+                    )
 
     def test_stream_priorities_fit_the_lanes(self) -> None:
         """``stream_priorities`` always returns one whole number of at least 0 per lane.
@@ -297,11 +299,11 @@ class LanePolicyTests:
 
     def _play(
         self, policy: Any, schedule: Schedule
-    ) -> Iterator[tuple[LaneStep, int, list[SampleLane]]]:
+    ) -> Iterator[tuple[PendingStep, int, list[SampleLane]]]:
         """Yield each step with the chosen lane and the state of all lanes at that time."""
-        homes = self._homes(policy, _KEYS, schedule.num_lanes)
+        assigned = self._lanes_by_key(policy, _KEYS, schedule.num_lanes)
         lanes = [
-            SampleLane(index, [key for key in _KEYS if index in homes[key]])
+            SampleLane(index, [key for key in _KEYS if index in assigned[key]])
             for index in range(schedule.num_lanes)
         ]
         for step, done in schedule.steps:
@@ -318,11 +320,11 @@ class LanePolicyTests:
             for index in done:
                 lanes[index].finish()
 
-    def _homes(
+    def _lanes_by_key(
         self, policy: Any, keys: Sequence[GraphKey], num_lanes: int
     ) -> dict[GraphKey, tuple[int, ...]]:
         try:
-            return lane_homes(policy, keys, num_lanes, name=policy_name(policy))
+            return lanes_by_key(policy, keys, num_lanes, name=policy_name(policy))
         except PolicyError as error:
             self._fail(f"{error} (with {num_lanes} lanes)")
 
@@ -331,7 +333,7 @@ class LanePolicyTests:
             raise unittest.SkipTest(f"trait {trait} is not claimed")
 
     def _fail(
-        self, problem: str, step: LaneStep | None = None, *, cause: Exception | None = None
+        self, problem: str, step: PendingStep | None = None, *, cause: Exception | None = None
     ) -> NoReturn:
         name = policy_name(self.make_lane_policy())
         lines = [f"Lane policy {name!r}: {problem}"]

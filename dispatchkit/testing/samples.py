@@ -125,11 +125,11 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
         raise TypeError(f"it cannot be pickled ({error})") from error
     if type(policy).__module__ == "__main__":  # importing a script would run it again
         raise TypeError("its class is in the script that runs; move it to a module")
-    home = sys.modules[type(policy).__module__]
-    source = inspect.getsourcefile(home) or ""
+    module = sys.modules[type(policy).__module__]
+    source = inspect.getsourcefile(module) or ""
     done = subprocess.run(
         [sys.executable, "-c", _CODE],
-        input=pickle.dumps((home.__name__, source, sent)),
+        input=pickle.dumps((module.__name__, source, sent)),
         capture_output=True,
         check=False,
         env={

@@ -61,7 +61,7 @@ def test_the_command_of_the_page_is_a_command(
 
 def test_every_name_of_the_kit_is_there() -> None:
     assert [name for name in cli.__all__ if getattr(cli, name, None) is None] == []
-    assert set(cli._HOME) | {"main"} == set(cli.__all__)
+    assert set(cli._LAZY_NAMES) | {"main"} == set(cli.__all__)
 
 
 def test_the_kit_is_imported_without_typer() -> None:

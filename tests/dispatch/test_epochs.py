@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Outcome, Reason, explain
-from dispatchkit.dispatch.lanes import lane_homes, lane_priorities
+from dispatchkit.dispatch.lanes import lane_priorities, lanes_by_key
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
 
@@ -81,15 +81,17 @@ def test_explanation_asks_without_requests_first_and_credit_who_answered():
 
 
 class Raises:
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         raise ZeroDivisionError("by zero")
 
-    stream_priorities = homes
+    stream_priorities = lanes_for_key
 
 
 def test_lane_policy_that_raises_is_named_with_what_it_raised():
-    with pytest.raises(PolicyError, match=r"mine.*homes: raised ZeroDivisionError: by zero"):
-        lane_homes(Raises(), [key(8)], 2, name="mine")
+    with pytest.raises(
+        PolicyError, match=r"mine.*lanes_for_key: raised ZeroDivisionError: by zero"
+    ):
+        lanes_by_key(Raises(), [key(8)], 2, name="mine")
     with pytest.raises(PolicyError, match=r"mine.*stream_priorities: raised TypeError"):
         lane_priorities(Raises(), 2, name="mine")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatchkit.dispatch import lane_fault, lane_priorities
-from dispatchkit.dispatch.lanes import LaneStep
+from dispatchkit.dispatch.lanes import PendingStep
 from dispatchkit.errors import PolicyError
 
 
@@ -24,7 +24,7 @@ def test_lane_that_exists_is_no_fault():
 
 
 def test_step_has_usual_priority_and_no_key_unless_told():
-    step = LaneStep(7)
+    step = PendingStep(7)
     assert (step.key, step.priority) == (None, 0)
 
 

@@ -30,7 +30,7 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, PolicyError, ReplayError  # noqa: E402
-from dispatchkit.execute import LanePolicyWarning, StepHandle  # noqa: E402
+from dispatchkit.execute import LanePolicyWarning, StepFuture  # noqa: E402
 
 SEEDS = range(2)
 WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
@@ -91,8 +91,8 @@ def deferred_results(runner, given, *, waits_before_reading=True):
     backend = runner.backend
     caller = backend.new_stream()
     with backend.use_stream(caller):
-        handles = [runner.submit(x * 2) for x in given]
-        results = [[leaf.clone() for leaf in handle.result()] for handle in handles]
+        futures = [runner.submit(x * 2) for x in given]
+        results = [[leaf.clone() for leaf in future.result()] for future in futures]
     backend.synchronize()
     return results
 
@@ -125,7 +125,7 @@ def planted(runner, fault, monkeypatch):
         for queue in runner.lanes._ready_queues():
             monkeypatch.setattr(queue.arrived, "record", lambda stream: None)
     elif fault == "the caller does not wait for the lane":
-        monkeypatch.setattr(StepHandle, "wait", lambda self, stream=None: None)
+        monkeypatch.setattr(StepFuture, "wait", lambda self, stream=None: None)
     elif fault == "shared buffers":
         for lane in others:
             lane.buffers = first.buffers
@@ -175,8 +175,8 @@ def submit_in_threads(runner, given, number):
     def work(index):
         with backend.use_stream(backend.new_stream()):
             start.wait()
-            handles = [(i, runner.submit(given[i] + 0)) for i in range(index, len(given), number)]
-            results = [(i, [leaf.clone() for leaf in one.result()]) for i, one in handles]
+            futures = [(i, runner.submit(given[i] + 0)) for i in range(index, len(given), number)]
+            results = [(i, [leaf.clone() for leaf in one.result()]) for i, one in futures]
             backend.current_stream().synchronize()
         return results
 
@@ -255,7 +255,7 @@ def test_calls_and_submits_mix(make_lanes):
                 (runner(x), None) if i % 3 == 0 else (None, runner.submit(x))
                 for i, x in enumerate(given)
             ]
-            got = [called if handle is None else handle.result() for called, handle in got]
+            got = [called if future is None else future.result() for called, future in got]
         runner.backend.synchronize()
         for mine, other in zip(got, want, strict=True):
             torch.testing.assert_close(mine, other)
@@ -317,11 +317,11 @@ def test_random_numbers_are_those_of_the_order_of_submission(make_lanes):
         runner = make_lanes(step, seed=seed, sizes=(4,))
         runner.capture()
         torch.manual_seed(3)
-        handles = [runner.submit(x) for x in given]
-        assert all(torch.equal(h.result(), w) for h, w in zip(handles, want, strict=True))
+        futures = [runner.submit(x) for x in given]
+        assert all(torch.equal(h.result(), w) for h, w in zip(futures, want, strict=True))
 
 
-# -- handles ----------------------------------------------------------------------------------
+# -- futures ----------------------------------------------------------------------------------
 
 
 def test_handle_waits_on_a_stream_and_on_the_host(make_lanes):
@@ -367,15 +367,15 @@ def test_a_kept_handle_keeps_the_result_and_not_the_inputs(make_lanes):
     runner = make_lanes(lanes=1)
     runner.capture()
     x = torch.ones(3, 8)
-    gone, handle = weakref.ref(x), runner.submit(x)
+    gone, future = weakref.ref(x), runner.submit(x)
     del x
     runner.lanes.stats()  # lands what is done
     assert gone() is None
-    assert same(handle.result(), network(torch.ones(3, 8)))
+    assert same(future.result(), network(torch.ones(3, 8)))
 
 
 def test_events_serve_again_once_nobody_asks_for_their_step(make_lanes):
-    """A handle keeps the event of its own step, however many come after it."""
+    """A future keeps the event of its own step, however many come after it."""
     runner = make_lanes(seed=3, lanes=1)
     runner.capture()
     made = []
@@ -399,13 +399,13 @@ def test_host_inputs_are_copied_before_submit_returns(make_lanes):
         runner = make_lanes(network, inputs, seed=seed)
         runner.capture()
         array = numpy.empty((4, 8), numpy.float32)
-        handles, want = [], []
+        futures, want = [], []
         for i in range(9):
             array[:] = i
-            handles.append(runner.submit(array))
+            futures.append(runner.submit(array))
             want.append(network(torch.full((4, 8), float(i))))
-        for handle, one in zip(handles, want, strict=True):
-            torch.testing.assert_close(handle.result(), one)
+        for future, one in zip(futures, want, strict=True):
+            torch.testing.assert_close(future.result(), one)
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -443,8 +443,8 @@ def test_a_step_that_raises_is_counted_and_the_lane_goes_on(make_lanes):
     runner = make_lanes(step, lanes=2, mode="NONE")
     with pytest.raises(ValueError, match="first"):
         runner.submit(torch.zeros(2, 8))
-    handle = runner.submit(torch.zeros(2, 8))
-    assert torch.equal(handle.result(), torch.ones(2, 8))
+    future = runner.submit(torch.zeros(2, 8))
+    assert torch.equal(future.result(), torch.ones(2, 8))
     assert runner.stats().failed_steps == 1
 
 
@@ -466,8 +466,8 @@ def test_faulty_lane_policy_loses_no_step(make_lanes, answer):
     runner = make_lanes(lane_policy=Broken(answer))
     runner.capture()
     with pytest.warns(LanePolicyWarning, match="Policy 'broken', choose: .*Warned once"):
-        handle = runner.submit(torch.ones(2, 8))
-    assert same(handle.result(), network(torch.ones(2, 8)))
+        future = runner.submit(torch.ones(2, 8))
+    assert same(future.result(), network(torch.ones(2, 8)))
     runner.submit(torch.ones(2, 8))
     assert runner.lanes.num_faults == 2
 
@@ -526,7 +526,7 @@ def test_a_view_is_not_copied_and_not_given_out_once_it_is_overwritten(make_lane
     runner = make_lanes(outputs="view")
     runner.capture()
     first = [runner.submit(torch.ones(4, 8)) for _ in range(3)]
-    memory = [handle.result()[0].data_ptr() for handle in first]
+    memory = [future.result()[0].data_ptr() for future in first]
     assert len(set(memory)) == 3
     second = runner.submit(torch.ones(4, 8))
     assert (second.lane, second.result()[0].data_ptr()) == (0, memory[0])
@@ -539,10 +539,10 @@ def test_a_view_is_not_copied_and_not_given_out_once_it_is_overwritten(make_lane
 def test_a_call_overwrites_a_view_of_the_first_lane(make_lanes):
     runner = make_lanes(outputs="view")
     runner.capture()
-    handle = runner.submit(torch.ones(4, 8))
+    future = runner.submit(torch.ones(4, 8))
     runner(torch.zeros(2, 8))
     with pytest.raises(ReplayError, match="lane 0"):
-        handle.result()
+        future.result()
 
 
 # -- every lane its own -----------------------------------------------------------------------
@@ -570,28 +570,28 @@ def KEY(size):  # noqa: N802 - reads as the key it makes
     return GraphKey(RuntimeMode.FULL, BatchDescriptor(size))
 
 
-class AtHome(InTurn):
+class OneLanePerKey(InTurn):
     """A key lives on one lane, by its size."""
 
-    name = "at-home"
+    name = "one-lane-per-key"
     needs_key = True
 
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         return [key.num_tokens.bit_length() % num_lanes]
 
     def choose(self, step, lanes):
-        return 0 if step.key is None else self.homes(step.key, len(lanes))[0]
+        return 0 if step.key is None else self.lanes_for_key(step.key, len(lanes))[0]
 
 
-def test_keys_are_captured_where_they_have_their_home(make_lanes):
-    runner = make_lanes(lanes=2, lane_policy=AtHome())
-    every, homes = runner.lanes.costs()
+def test_keys_are_captured_on_their_assigned_lanes(make_lanes):
+    runner = make_lanes(lanes=2, lane_policy=OneLanePerKey())
+    every, assigned = runner.lanes.costs()
     assert (every.way, every.num_graphs) == ("every lane", 8)
-    assert (homes.way, homes.num_graphs) == ("homes", 4)
-    assert homes.graph_bytes < every.graph_bytes
+    assert (assigned.way, assigned.num_graphs) == ("assigned lanes", 4)
+    assert assigned.graph_bytes < every.graph_bytes
     runner.capture()
     assert [lane.num_graphs for lane in runner.lanes.stats()] == [2, 2]
-    assert runner.num_bytes == homes.graph_bytes
+    assert runner.num_bytes == assigned.graph_bytes
     for x in batches(16):
         torch.testing.assert_close(runner.submit(x).result(), network(x))
     assert runner.stats().steps_by_mode["NONE"] == 0
@@ -672,9 +672,9 @@ def test_axes_go_with_lanes(make_lanes):
     )
     assert not runner.capture().failed
     given = [torch.randn(1 + i % 4, 1 + 2 * i % 16, 8) for i in range(8)]
-    handles = [runner.submit(x, length=x.shape[1]) for x in given]
-    for x, handle in zip(given, handles, strict=True):
-        torch.testing.assert_close(handle.result(), torch.tanh(x * 2))
+    futures = [runner.submit(x, length=x.shape[1]) for x in given]
+    for x, future in zip(given, futures, strict=True):
+        torch.testing.assert_close(future.result(), torch.tanh(x * 2))
     assert runner.stats().steps_by_mode["NONE"] == 0
 
 

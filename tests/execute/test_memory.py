@@ -483,7 +483,7 @@ def test_an_only_graph_copies_its_outputs_nowhere(make_runner, wide):
 
 
 def test_memory_that_outgrown_graphs_still_use_is_counted(make_runner, wide):
-    """A larger graph brings a new home for outputs; the smaller one keeps its own."""
+    """A larger graph allocates new memory for outputs; the smaller one keeps its own."""
     runner = make_runner(wide, INPUT, lazy=True)
     runner(rows_of(2))
     runner(rows_of(8))

@@ -12,16 +12,16 @@ from dispatchkit.distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Rooms that run a step import torch; their names resolve only where it is installed.
-NEEDS_TORCH = {name for name, room in dispatchkit._HOME.items() if room.startswith("execute")}
+NEEDS_TORCH = {name for name, room in dispatchkit._LAZY_NAMES.items() if room.startswith("execute")}
 
 
-@pytest.mark.parametrize("name", sorted({*dispatchkit.__all__, *dispatchkit._HOME}))
+@pytest.mark.parametrize("name", sorted({*dispatchkit.__all__, *dispatchkit._LAZY_NAMES}))
 def test_every_exported_name_is_found_in_its_room(name: str) -> None:
     """A lazy export that leads nowhere would fail only in a user's hands."""
     if name in NEEDS_TORCH:
         pytest.importorskip("torch")
     assert name in dispatchkit.__all__
-    assert name in dispatchkit._HOME
+    assert name in dispatchkit._LAZY_NAMES
     assert getattr(dispatchkit, name) is not None
     assert name in dir(dispatchkit)
 

@@ -134,38 +134,38 @@ class ForgetsNeedsKey(InTurn):
         return 0 if step.key is None else step.key.num_tokens % len(lanes)
 
 
-@planted("homes are lanes and stay", r"returned no lane for FULL tokens=128")
-class NoHomeForLargeKeys(InTurn):
+@planted("lanes for key are valid and stable", r"returned no lane for FULL tokens=128")
+class NoLaneForLargeKeys(InTurn):
     """Large graphs are left out, by mistake."""
 
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         return [lane for lane in range(num_lanes) if key.num_tokens <= 64]
 
 
-@planted("homes are lanes and stay", r"homes: returned lane 1; lanes are 0\.\.0")
-class HomesBySize(InTurn):
+@planted("lanes for key are valid and stable", r"lanes_for_key: returned lane 1; lanes are 0\.\.0")
+class LanesBySize(InTurn):
     """The number of lanes is left out of the sum."""
 
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         return [min(key.num_tokens, 8)]
 
 
-@planted("homes are lanes and stay", r"homes returned \(\d,\) and \(\d,\) for")
-class HomesInOrderOfAsking(InTurn):
-    """Keys are dealt out as they come: another order of keys, another home."""
+@planted("lanes for key are valid and stable", r"lanes_for_key returned \(\d,\) and \(\d,\) for")
+class LanesInOrderOfCalls(InTurn):
+    """Keys are dealt out as they come: another order of keys, other lanes."""
 
     needs_key = True
 
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         self._next += 1
         return [self._next % num_lanes]
 
 
-@planted("steps go where their graph is", r"chose lane \d, but homes returns")
-class ChoosesWithoutHomes(InTurn):
+@planted("steps go where their graph is", r"chose lane \d, but lanes_for_key returns")
+class ChoosesUnassignedLanes(InTurn):
     """Captures by key and sends in turn."""
 
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         return [key.num_tokens % num_lanes]
 
 
@@ -201,14 +201,14 @@ class LeavesWhenBusy(InTurn):
     traits = frozenset({"sticky"})
     needs_key = True
 
-    def homes(self, key, num_lanes):
+    def lanes_for_key(self, key, num_lanes):
         return [key.num_tokens % num_lanes]
 
     def choose(self, step, lanes):
-        home = 0 if step.key is None else step.key.num_tokens % len(lanes)
-        if lanes[home].num_unfinished > 2:
+        assigned = 0 if step.key is None else step.key.num_tokens % len(lanes)
+        if lanes[assigned].num_unfinished > 2:
             return min(lanes, key=lambda lane: lane.num_unfinished).index
-        return home
+        return assigned
 
 
 @planted("trait balances takes the least busy", r"has less work")

@@ -23,7 +23,7 @@ from dispatchkit.execute.graphed.varying import Family, Shapes
 from dispatchkit.execute.io.input_errors import odd_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.io.tree import tree_flatten
-from dispatchkit.execute.lanes.lane_set import StepHandle
+from dispatchkit.execute.lanes.lane_set import StepFuture
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.runner import GraphRunner
@@ -247,7 +247,7 @@ class GraphedCalls:
             looks.remember(args, kwargs, has_grad, is_training, route)
         return result
 
-    def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
+    def submit(self, *args: Any, **kwargs: Any) -> StepFuture:
         """Queue a call on one of the lanes and return immediately.
 
         Raises:

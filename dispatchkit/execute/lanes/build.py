@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dispatchkit.dispatch import (
     Dispatcher,
-    KeyHomes,
+    KeyPlacement,
     LanePolicy,
     Lanes,
     LearningPolicy,
@@ -106,7 +106,7 @@ def _why_apart(work: Workload, number: int) -> str:
     return ""
 
 
-def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHomes]:
+def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyPlacement]:
     """Make executors the lanes of one runner; return the lane chooser, and keys' lanes.
 
     Raises:
@@ -119,12 +119,12 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
     options = spec.options.lanes
     has_policy = isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None
     if number == 1 and not (has_policy or options.lane_policy or options.lane_policy_options):
-        return None, KeyHomes(None, first.registry, 1)
+        return None, KeyPlacement(None, first.registry, 1)
     policy, origin, plugins = _lane_policy(spec, first.plugins)
     if number == 1:  # nothing to choose from, but an unknown name must raise immediately
-        return None, KeyHomes(None, first.registry, 1)
-    homes = KeyHomes(policy, first.registry, number, origin=origin)
-    homes.by_key()  # immediately, so that an invalid answer is detected before the first capture
+        return None, KeyPlacement(None, first.registry, 1)
+    placement = KeyPlacement(policy, first.registry, number, origin=origin)
+    placement.by_key()  # raise for an invalid answer before the first capture
     priorities = lane_priorities(policy, number, name=policy_name(policy), origin=origin)
     chain = Chain(backend, disjoint_state=spec.options.lanes.disjoint_state)
     lanes = [one.lane for one in executors]
@@ -152,7 +152,7 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
             may_split=spec.options.rows_independent,
             origin=policy_origin,
         )
-    return LaneChooser(policy, origin, router), homes
+    return LaneChooser(policy, origin, router), placement
 
 
 def _lane_policy(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dispatchkit.dispatch import (
     Dispatcher,
     LanePolicy,
-    LaneStep,
-    LaneView,
+    LaneState,
+    PendingStep,
     lane_fault,
     policy_name,
 )
@@ -29,7 +29,7 @@ class LaneChooser:
         self._policy, self._origin, self._router = policy, origin, router
 
     def choose(
-        self, batch: tuple[int, int, int, int, int], priority: int, lanes: Sequence[LaneView]
+        self, batch: tuple[int, int, int, int, int], priority: int, lanes: Sequence[LaneState]
     ) -> int:
         """Return the number of a lane.
 
@@ -38,7 +38,7 @@ class LaneChooser:
         """
         key = None if self._router is None else self._router.dispatch(*batch).key
         try:
-            answer = self._policy.choose(LaneStep(batch[0], key, priority), lanes)
+            answer = self._policy.choose(PendingStep(batch[0], key, priority), lanes)
         except Exception as error:
             raise self._fault(f"raised {type(error).__name__}: {error}") from error
         if type(answer) is int and 0 <= answer < len(lanes):

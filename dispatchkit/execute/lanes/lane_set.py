@@ -25,7 +25,7 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import Event, Stream
-from dispatchkit.dispatch import KeyHomes
+from dispatchkit.dispatch import KeyPlacement
 from dispatchkit.errors import PolicyError, ReplayError
 from dispatchkit.execute.executor import Executor, run_again
 from dispatchkit.execute.io.calls import CallReader
@@ -45,7 +45,7 @@ class LanePolicyWarning(RuntimeWarning):
     """A lane policy raised or returned an invalid lane; its steps run on the least busy one."""
 
 
-class StepHandle:
+class StepFuture:
     """A submitted step, queued on its lane.
 
     Args:
@@ -124,7 +124,7 @@ class StepHandle:
                 leaf.record_stream(raw)
 
     def __repr__(self) -> str:
-        return f"<StepHandle on lane {self.lane}>"
+        return f"<StepFuture on lane {self.lane}>"
 
 
 @attrs.frozen
@@ -153,8 +153,8 @@ class LaneCost:
     """The expected memory of a way to assign keys to lanes.
 
     Attributes:
-        way: ``every lane``: each has all keys. ``homes``: each key on the lanes chosen by the lane
-            policy.
+        way: ``every lane``: each lane has all keys. ``assigned lanes``: each key is on the lanes
+            that the lane policy returns for it.
         num_graphs: Graphs on all lanes.
         graph_bytes: Their pools and outputs.
         static_bytes: Static inputs of all lanes, those at every bucket of the axes too.
@@ -269,7 +269,7 @@ class LaneSet(Sequence[Executor]):
     Args:
         executors: Those of all lanes.
         chooser: The lane policy; one lane needs none.
-        homes: The lanes on which keys are captured.
+        placement: The lanes on which keys are captured.
         reader: Binds and checks the inputs of steps.
         lock: Held while the host submits a step.
 
@@ -283,11 +283,11 @@ class LaneSet(Sequence[Executor]):
         self,
         executors: Sequence[Executor],
         chooser: LaneChooser | None,
-        homes: KeyHomes,
+        placement: KeyPlacement,
         reader: CallReader,
         lock: threading.RLock,
     ) -> None:
-        self._executors, self._chooser, self._homes = tuple(executors), chooser, homes
+        self._executors, self._chooser, self._placement = tuple(executors), chooser, placement
         self._first, self._lock = executors[0], lock
         self._turns = executors[0].lane.group.turns
         self._reader, self._bind, self._check = reader, reader.bind, reader.check
@@ -320,7 +320,7 @@ class LaneSet(Sequence[Executor]):
         ceiling: int = 2,
         priority: int = 0,
         **inputs: Any,
-    ) -> StepHandle:
+    ) -> StepFuture:
         """Queue one step on a lane and return immediately; it runs exactly once.
 
         See ``GraphRunner.submit``.
@@ -376,10 +376,13 @@ class LaneSet(Sequence[Executor]):
             keys = tuple(first.registry)
             every = [keys] * number
             ways = [("every lane", every)]
-            if self._homes.are_chosen:
-                homes = self._homes.by_key()
-                own = [tuple(key for key in keys if lane in homes[key]) for lane in range(number)]
-                ways.append(("homes", own))
+            if self._placement.are_chosen:
+                lanes_by_key = self._placement.by_key()
+                own = [
+                    tuple(key for key in keys if lane in lanes_by_key[key])
+                    for lane in range(number)
+                ]
+                ways.append(("assigned lanes", own))
             needs: dict[tuple[GraphKey, ...], int] = {}
             for keys_of_lane in (one for _, lanes in ways for one in lanes):
                 if keys_of_lane not in needs:
@@ -428,7 +431,7 @@ class LaneSet(Sequence[Executor]):
 
     def _give(
         self, queue: LaneQueue, caller: int, batch: _Batch, tensors: Any, readable: bool
-    ) -> StepHandle:
+    ) -> StepFuture:
         """Queue a checked step on a lane; under the lock."""
         executor, stream = queue.executor, queue.stream
         if self._turns.is_under_way:
@@ -450,4 +453,4 @@ class LaneSet(Sequence[Executor]):
             stream.synchronize()  # it no longer reads the caller's tensors
             raise
         in_flight = queue.push(batch[0], tensors)
-        return StepHandle(result, in_flight, queue.index, queue.is_on_cuda, queue.memory)
+        return StepFuture(result, in_flight, queue.index, queue.is_on_cuda, queue.memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatchkit import BatchDescriptor, GraphKey, RuntimeMode, load_plugins
-from dispatchkit.dispatch import LaneStep
+from dispatchkit.dispatch import PendingStep
 from dispatchkit.errors import ConfigError
 from dispatchkit.testing import LanePolicyTests, SampleLane
 
@@ -58,7 +58,7 @@ def lanes(number: int) -> list[SampleLane]:
 
 def test_in_turn_comes_round() -> None:
     policy, three = RoundRobin(), lanes(3)
-    assert [policy.choose(LaneStep(1), three) for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert [policy.choose(PendingStep(1), three) for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_least_busy_in_tokens_and_in_steps() -> None:
@@ -66,47 +66,47 @@ def test_least_busy_in_tokens_and_in_steps() -> None:
     two[0].give(100)
     two[1].give(10)
     two[1].give(10)
-    assert LeastLoaded().choose(LaneStep(1), two) == 1
-    assert LeastLoaded(by="steps").choose(LaneStep(1), two) == 0
+    assert LeastLoaded().choose(PendingStep(1), two) == 1
+    assert LeastLoaded(by="steps").choose(PendingStep(1), two) == 0
 
 
-def test_a_key_has_its_home_and_eager_steps_have_none() -> None:
+def test_each_key_has_a_lane_and_eager_steps_have_none() -> None:
     policy, four = ByKey(), lanes(4)
-    homes = {key: policy.homes(key, 4) for key in KEYS}
-    assert len({home for (home,) in homes.values()}) > 1
-    own = [SampleLane(index, [k for k in KEYS if index in homes[k]]) for index in range(4)]
+    assigned = {key: policy.lanes_for_key(key, 4) for key in KEYS}
+    assert len({lane for (lane,) in assigned.values()}) > 1
+    own = [SampleLane(index, [k for k in KEYS if index in assigned[k]]) for index in range(4)]
     for key in KEYS:
         for _ in range(3):
-            lane = policy.choose(LaneStep(1, key), own)
-            assert [lane] == list(homes[key])
+            lane = policy.choose(PendingStep(1, key), own)
+            assert [lane] == list(assigned[key])
             own[lane].give(1)
     four[0].give(5)
-    assert policy.choose(LaneStep(1), four) != 0
+    assert policy.choose(PendingStep(1), four) != 0
 
 
-def test_homes_do_not_depend_on_the_process() -> None:
+def test_assigned_lanes_do_not_depend_on_the_process() -> None:
     """Python's own hash of text does; these are what they were when this was written."""
-    assert [ByKey().homes(key, 8)[0] for key in KEYS] == [2, 0, 5, 6, 5, 6]
+    assert [ByKey().lanes_for_key(key, 8)[0] for key in KEYS] == [2, 0, 5, 6, 5, 6]
 
 
 def test_urgent_steps_find_a_free_lane_and_usual_ones_never_take_it() -> None:
     policy, three = Priority(), lanes(3)
     assert policy.stream_priorities(3) == [0, 0, 1]
     for _ in range(6):
-        lane = policy.choose(LaneStep(8), three)
+        lane = policy.choose(PendingStep(8), three)
         assert lane in (0, 1)
         three[lane].give(8)
-    assert policy.choose(LaneStep(8, priority=1), three) == 2
+    assert policy.choose(PendingStep(8, priority=1), three) == 2
     for _ in range(9):
         three[2].give(8)
-    assert policy.choose(LaneStep(8, priority=1), three) in (0, 1)
+    assert policy.choose(PendingStep(8, priority=1), three) in (0, 1)
 
 
 def test_they_are_found_by_name_with_options_as_text() -> None:
     plugins = load_plugins()
     assert {"round-robin", "least-loaded", "by-key", "priority"} <= set(plugins.lane_policies)
     made = plugins.create_lane_policy("by-key", copies="2")
-    assert len(made.homes(KEYS[0], 4)) == 2
+    assert len(made.lanes_for_key(KEYS[0], 4)) == 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_LAZY_NAMES = {
     "Backend": "torch_compile",
     "BatchFacts": "facts",
     "CompileOptions": "torch_compile",
@@ -60,4 +60,4 @@ __all__ = [
 ]
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)

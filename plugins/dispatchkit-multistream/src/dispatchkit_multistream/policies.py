@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from dispatchkit import GraphKey
-from dispatchkit.dispatch import LaneStep, LaneView
+from dispatchkit.dispatch import LaneState, PendingStep
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
@@ -21,7 +21,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
+    def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
         """Return the lane after the one chosen last."""
         lane = self._next % len(lanes)
         self._next = lane + 1
@@ -47,19 +47,19 @@ class LeastLoaded:
         self._by_tokens = by == "tokens"
         self._last = -1
 
-    def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
+    def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
         """Return the lane with the least unfinished work."""
         self._last = self.least(lanes)
         return self._last
 
-    def least(self, lanes: Sequence[LaneView]) -> int:
+    def least(self, lanes: Sequence[LaneState]) -> int:
         """Return the index of the least busy of the given lanes."""
         last = self._last
         # Lanes after the one chosen last come first, then the others.
         order = sorted(lanes, key=lambda lane: (lane.index <= last, lane.index))
         return min(order, key=self._load).index
 
-    def _load(self, lane: LaneView) -> int:
+    def _load(self, lane: LaneState) -> int:
         return lane.unfinished_tokens if self._by_tokens else lane.num_unfinished
 
 
@@ -85,18 +85,18 @@ class ByKey:
         self._copies = check_count(copies, "copies")
         self._least = LeastLoaded()
 
-    def homes(self, key: GraphKey, num_lanes: int) -> Sequence[int]:
+    def lanes_for_key(self, key: GraphKey, num_lanes: int) -> Sequence[int]:
         """Return the lanes on which a key is captured."""
         first = zlib.crc32(str(key).encode()) % num_lanes
         return [(first + more) % num_lanes for more in range(min(self._copies, num_lanes))]
 
-    def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
+    def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
         """Return the least busy lane that has the graph; if none has, one assigned to it."""
         if step.key is None:
             return self._least.choose(step, lanes)
-        homes = [lanes[index] for index in self.homes(step.key, len(lanes))]
+        assigned = [lanes[index] for index in self.lanes_for_key(step.key, len(lanes))]
         holders = [lane for lane in lanes if lane.holds(step.key)]
-        return self._least.choose(step, holders or homes)
+        return self._least.choose(step, holders or assigned)
 
 
 class Priority:
@@ -126,7 +126,7 @@ class Priority:
         kept = min(self._reserved, num_lanes - 1)
         return [0] * (num_lanes - kept) + [1] * kept
 
-    def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
+    def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
         """Return the least busy of the lanes that the step may use."""
         kept = min(self._reserved, len(lanes) - 1)
         usual, free = lanes[: len(lanes) - kept], lanes[len(lanes) - kept :]

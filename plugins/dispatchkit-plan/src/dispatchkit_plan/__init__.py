@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dispatchkit_plan.token_budget import TokenBudget
     from dispatchkit_plan.traffic import read_steps, read_workload
 
-_HOME = {
+_LAZY_NAMES = {
     "BUILTIN_COST_MODELS": "costs",
     "CostModel": "costs",
     "Curve": "costs",
@@ -154,4 +154,4 @@ __all__ = [
 ]
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)

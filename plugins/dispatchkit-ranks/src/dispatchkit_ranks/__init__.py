@@ -44,13 +44,13 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _NEEDS_TORCH.get(name)
-    if home is None:
+    module = _NEEDS_TORCH.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     try:
-        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

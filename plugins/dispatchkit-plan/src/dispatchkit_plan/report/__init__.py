@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dispatchkit_plan.report.page import Report, render
     from dispatchkit_plan.report.write import write_report
 
-_HOME = {
+_LAZY_NAMES = {
     "Account": "account",
     "AccountedDecision": "account",
     "LiveStatistics": "live",
@@ -46,4 +46,4 @@ __all__ = [
 ]
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)

@@ -20,7 +20,7 @@ import attrs
 
 from dispatchkit import BatchDescriptor, GraphKey, GraphRegistry, RuntimeMode, load_plugins
 from dispatchkit.backends import resolve_backend
-from dispatchkit.dispatch import LaneStep
+from dispatchkit.dispatch import PendingStep
 from dispatchkit.errors import ConfigError, DispatchkitError, RegistrationError
 from dispatchkit.keys import check_count
 
@@ -474,7 +474,7 @@ class StreamDispatcher(CudagraphDispatcher):
         """Return the index of the stream that a key's batches run on."""
         name = key.graph_key(RuntimeMode.FULL)
         with self._lock:
-            return self._lane_policy.choose(LaneStep(key.num_tokens, name), self._caches)
+            return self._lane_policy.choose(PendingStep(key.num_tokens, name), self._caches)
 
     def dispatch(self, key: DispatchKey) -> Any:
         """Run a batch on the stream of its key, after the current work of the caller's stream."""
