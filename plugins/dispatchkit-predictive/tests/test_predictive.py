@@ -92,7 +92,7 @@ def test_a_capture_that_fails_is_left_to_the_runner() -> None:
 def test_the_runner_itself_spares_what_is_expected() -> None:
     predictive = Predictive()
     runner = make_runner(capture_after=1, max_graphs=2)
-    runner.controls.set_eviction(predictive.worth)
+    runner.controls.set_eviction(predictive.score)
     predictive.attach(runner)
     for rows in (*(1, 2, 1, 4) * 6, 1, 2, 16):
         runner(torch.ones(rows, 4))
@@ -120,7 +120,7 @@ def test_it_is_an_observer_that_hears_of_evictions() -> None:
     predictive.idle(3)
     assert predictive.stats().num_ahead == 2
     runner.clear()
-    assert not predictive._foresight._ahead
+    assert not predictive._planner._ahead
 
 
 def test_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:

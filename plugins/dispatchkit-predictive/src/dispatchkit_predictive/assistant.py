@@ -1,4 +1,4 @@
-"""Apply ``Foresight`` to a runner: observe its decisions, and act in idle moments."""
+"""Capture, upload and evict the graphs of a runner as ``CapturePlanner`` predicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatchkit import Decision, GraphKey
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
-from dispatchkit_predictive.foresight import Foresight
+from dispatchkit_predictive.capture_planner import CapturePlanner
 from dispatchkit_predictive.predictor import KeyPredictor
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class PredictiveStats:
-    """Results of the prediction so far.
+    """Counters of a ``Predictive``.
 
     Attributes:
-        is_on: Whether keys are captured ahead now; off while too few of them are used.
-        hit_rate: Share of the predicted key changes for which the prediction was right.
+        is_on: Whether prefetching is active. It pauses while too few prefetched graphs are used.
+        hit_rate: Share of predictions of the next key that were correct.
         num_predicted: Number of key changes for which there was a prediction.
-        num_ahead: Number of graphs captured ahead.
-        num_used: Number of those that a step used before they were evicted.
+        num_ahead: Number of graphs captured before a step needed them.
+        num_used: Number of these graphs that a step used before they were evicted.
         num_wanted: Number of graphs captured in idle time after a step had missed them.
         num_uploads: Number of graphs uploaded to the device before a launch.
     """
@@ -43,18 +43,18 @@ class PredictiveStats:
 
 
 class Predictive:
-    """Capture graphs that are expected next in idle time, upload them, and keep them.
+    """Captures and uploads graphs in idle time, before steps need them.
 
-    Attach it to a runner and call ``idle`` whenever there is time. Between these calls it only
-    records keys. A step with the same key as the step before costs one comparison.
+    Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
+    records keys. If a step has the same key as the step before, this costs one comparison.
 
     Args:
-        order: Longest context of the prediction, in keys.
-        decay: Weight of an earlier count relative to a new one, above 0 and at most 1.
+        order: Length of the longest context used for predictions, in keys.
+        decay: Factor by which each new count reduces earlier counts, above 0 and at most 1.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
-        least_used: Share of the captures ahead that must be used, 0 to 1. If fewer are used,
-            capturing ahead pauses.
+        least_used: Share of prefetched graphs that steps must use, 0 to 1. If the share is lower,
+            prefetching pauses.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -68,29 +68,29 @@ class Predictive:
         KeyPredictor([], order=self._order, decay=self._decay)  # raises for invalid settings
         self._lock = threading.RLock()
         self._runner: GraphRunner | None = None
-        self._foresight: Foresight | None = None
+        self._planner: CapturePlanner | None = None
         self._keys: dict[str, GraphKey] = {}
         self._uploaded: set[GraphKey] = set()
         self._last: GraphKey | None = None
         self._num_wanted = self._num_uploads = 0
 
     def attach(self, runner: GraphRunner, *, max_graphs: int | None = None) -> None:
-        """Observe the decisions of a runner.
+        """Start observing the decisions of a runner.
 
         Args:
-            runner: A runner created with ``lazy=True``. With a high ``capture_after``, all
-                captures happen in idle moments.
-            max_graphs: Most graphs that the runner may hold, at most its own limit; None if it
+            runner: A runner created with ``lazy=True``. With a high ``capture_after``, graphs are
+                captured only in idle time.
+            max_graphs: Maximum number of graphs of the runner, at most its own limit; None if it
                 has no limit.
 
         Raises:
-            ConfigError: It is already attached, or the limit is invalid.
+            ConfigError: A runner is already attached, or the limit is invalid.
         """
         if self._runner is not None:
             hint = "Create one Predictive for each runner."
             raise ConfigError("runner", runner, "the only one attached", hint)
         keys = tuple(runner.registry)
-        self._foresight = Foresight(
+        self._planner = CapturePlanner(
             KeyPredictor(keys, order=self._order, decay=self._decay),
             max_graphs=max_graphs,
             margin=self._margin,
@@ -98,11 +98,11 @@ class Predictive:
         )
         self._keys = {str(key): key for key in keys}
         self._runner = runner
-        runner.taps.on_decision(self._hear)
+        runner.taps.on_decision(self._on_decision)
 
     def detach(self) -> None:
         """Stop observing the runner and discard what was learned."""
-        runner, self._runner, self._foresight = self._runner, None, None
+        runner, self._runner, self._planner = self._runner, None, None
         if runner is not None:
             runner.taps.on_decision(None)
 
@@ -115,37 +115,37 @@ class Predictive:
         Returns:
             The keys that were captured.
         """
-        runner, foresight = self._attached()
+        runner, planner = self._attached()
         done: list[GraphKey] = []
         for _ in range(max_captures):
             live = {key for key in self._keys.values() if runner.controls.has(key)}
             with self._lock:
-                found = foresight.next_capture(live)
+                found = planner.next_capture(live)
             if found is None:
                 break
             key, victim = found
             if victim is not None:
                 runner.evict(victim)
                 self._forget(victim)
-            before = foresight.num_ahead
+            before = planner.num_ahead
             runner.capture([key])
             with self._lock:
-                foresight.captured(key, ok=runner.controls.has(key))
+                planner.record_capture(key, ok=runner.controls.has(key))
             if not runner.controls.has(key):
                 break  # the capture failed or did not fit in memory; the runner reports why
-            self._num_wanted += foresight.num_ahead == before
+            self._num_wanted += planner.num_ahead == before
             done.append(key)
-        self._upload_next(runner, foresight)
+        self._upload_next(runner, planner)
         return done
 
-    def worth(self, step: Any) -> float:
-        """Return the score of a captured step's key; only the order of scores is meaningful.
+    def score(self, step: Any) -> float:
+        """Return the score of a captured step's key; higher means more likely to be needed.
 
-        Use it as ``runner.controls.set_eviction(predictive.worth)``: the runner then also evicts
-        the least expected graph first when it needs memory itself.
+        Pass it to ``runner.controls.set_eviction(predictive.score)`` to make the runner evict the
+        least likely graph first when a step needs memory. Only the order of scores is meaningful.
         """
         with self._lock:
-            return 0.0 if self._foresight is None else self._foresight.worth(step.key)
+            return 0.0 if self._planner is None else self._planner.score(step.key)
 
     def on_evict(self, event: EvictEvent) -> None:
         """Record that a graph was evicted."""
@@ -154,55 +154,55 @@ class Predictive:
             self._forget(key)
 
     def stats(self) -> PredictiveStats:
-        """Return the results so far.
+        """Return the counters.
 
         Raises:
-            ConfigError: It is not attached to a runner.
+            ConfigError: No runner is attached.
         """
-        _, foresight = self._attached()
+        _, planner = self._attached()
         with self._lock:
-            predictor = foresight.predictor
+            predictor = planner.predictor
             return PredictiveStats(
-                is_on=foresight.is_on,
+                is_on=planner.is_on,
                 hit_rate=predictor.hit_rate,
                 num_predicted=predictor.num_predicted,
-                num_ahead=foresight.num_ahead,
-                num_used=foresight.num_used,
+                num_ahead=planner.num_ahead,
+                num_used=planner.num_used,
                 num_wanted=self._num_wanted,
                 num_uploads=self._num_uploads,
             )
 
     # -- inside -------------------------------------------------------------------------
 
-    def _attached(self) -> tuple[GraphRunner, Foresight]:
-        if self._runner is None or self._foresight is None:
+    def _attached(self) -> tuple[GraphRunner, CapturePlanner]:
+        if self._runner is None or self._planner is None:
             raise ConfigError("runner", None, "attached", "Call attach(runner) first.")
-        return self._runner, self._foresight
+        return self._runner, self._planner
 
-    def _hear(self, decision: Decision) -> None:
+    def _on_decision(self, decision: Decision) -> None:
         key = decision.key
         if key is None:
             return
-        runner, foresight = self._runner, self._foresight
-        if key is self._last or runner is None or foresight is None:
+        runner, planner = self._runner, self._planner
+        if key is self._last or runner is None or planner is None:
             return
         has_graph = runner.controls.has(key)
-        # Record a key without a graph at each step, since it is wanted until it has one.
+        # A key without a graph is recorded at each step, because each such step missed the graph.
         self._last = key if has_graph else None
         with self._lock:
-            foresight.see(key, has_graph=has_graph)
+            planner.record_use(key, has_graph=has_graph)
 
     def _forget(self, key: GraphKey) -> None:
         with self._lock:
             self._uploaded.discard(key)
-            if self._foresight is not None:
-                self._foresight.evicted(key)
+            if self._planner is not None:
+                self._planner.record_eviction(key)
             if self._last == key:
                 self._last = None
 
-    def _upload_next(self, runner: GraphRunner, foresight: Foresight) -> None:
+    def _upload_next(self, runner: GraphRunner, planner: CapturePlanner) -> None:
         with self._lock:
-            key = foresight.predictor.expected()
+            key = planner.predictor.expected()
         if key is None or key in self._uploaded or not runner.controls.has(key):
             return
         self._uploaded.add(key)

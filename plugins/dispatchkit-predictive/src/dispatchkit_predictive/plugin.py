@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""Register the observer ``predictive``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dispatchkit_predictive.assistant import Predictive
 
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Register the assistant as an observer, since it also receives evictions."""
+    """Return the observer; as an observer, it also receives evictions."""
     return [
         ObserverSpec(
             "predictive",
             Predictive,
-            summary="Captures, in idle time, graphs that are expected next, and keeps them",
+            summary="Captures graphs in idle time before steps need them",
         )
     ]

@@ -1,19 +1,19 @@
-"""Predict the next key with several forecasts, each weighted by how well it did before.
+"""Predict the next graph key from several forecasts, weighted by their past accuracy.
 
-Only changes count: a key that is asked for a hundred times in a row is one event, since its graph
-is needed once. The forecasts are
+Only changes of the key count: a hundred steps in a row with one key are one event, because the
+graph must be captured once. There are four forecasts:
 
-- the keys of recent changes;
-- how far the next key was from the last key of its kind, after a key of the current kind. Batches
-  grow and shrink by a bucket, so keys that were never seen are expected next to others;
-- what followed the latest keys, in contexts of up to ``order`` keys. A longer context that was
-  seen rarely defers to the shorter one;
-- every key of a kind equally, in proportion to how often the kind occurred.
+- how often each key came recently;
+- the distance, in buckets, to the last key of the same kind. Batches tend to grow and shrink by one
+  bucket, so unseen keys are expected near seen ones;
+- the keys that followed the latest keys, for contexts of up to ``order`` keys. A long context with
+  few counts defers to the shorter one;
+- how often each kind of key came, with equal shares for all keys of a kind.
 
 Each forecast is a probability distribution over the keys. Its weight is multiplied by the
-probability that it gave to the key that came (a Bayesian mixture). Part of the total weight is
-redistributed evenly at each change, so a forecast that was wrong for long recovers quickly. Counts
-decay as new ones are added to the same row, so old traffic is forgotten.
+probability that it assigned to the actual key (a Bayesian mixture). At each change, part of the
+total weight is redistributed evenly, so that a forecast recovers quickly after a long series of
+misses. New counts decay the earlier counts of their row, so old traffic is forgotten.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
-# The decays of the long-run and the recent counts of each key.
+# Decays of the long-run and of the recent counts of each key.
 _SLOW, _FAST = 0.998, 0.95
-# Widths in buckets over which probability is spread to neighbors: for each key that came, for the
-# last key of each kind, and for each move that was seen (``_REACH`` buckets either way).
+# Widths, in buckets, over which a probability is spread to neighbors: of each observed key, of the
+# last key of each kind, and of each observed move (at most ``_REACH`` buckets in each direction).
 _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
-# The part of the total weight that is redistributed evenly.
+# Share of the total weight that is redistributed evenly at each change.
 _SHARE = 0.02
-# Weights, in scores, of long-run and recent frequency relative to the next change, so that keys
-# that come in the long run are captured, too.
+# Weights of the long-run and the recent frequency in a score; the weight of the next change is 1.
+# They keep keys captured that are frequent without being next.
 _LONG, _LATE = 0.3, 0.6
 
-# Most recorded keys that wait to be learned; older ones are dropped.
-_MOST_UNLEARNT = 10_000
+# Maximum number of recorded keys waiting to be learned; the oldest are dropped.
+_MAX_PENDING = 10_000
 
 T = TypeVar("T", bound=Hashable)
 
 
 class KeyPredictor:
-    """Learn the order in which keys are asked for.
+    """Learns in which order steps need keys.
 
-    ``see`` only records a key; learning happens when a prediction or a counter is read.
+    ``record`` only appends a key; learning happens when a prediction or a counter is read.
 
     Args:
         keys: All declared keys.
-        order: Longest context, in keys.
-        decay: Weight of an earlier count of a context or a move relative to a new one, above 0
-            and at most 1.
+        order: Length of the longest context, in keys.
+        decay: Factor by which each new count reduces earlier counts of the same context or move,
+            above 0 and at most 1.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -67,7 +67,7 @@ class KeyPredictor:
         ladders: dict[Hashable, list[GraphKey]] = defaultdict(list)
         for key in sorted(keys, key=lambda one: one.num_tokens):
             ladders[_kind(key)].append(key)
-        # Internally, keys are indices; those of one kind are consecutive and sorted by size.
+        # Internally, keys are indices; keys of one kind are consecutive and sorted by size.
         self._keys: list[GraphKey] = []
         self._ranges: list[tuple[int, int]] = []
         self._kinds: list[int] = []
@@ -79,7 +79,7 @@ class KeyPredictor:
         self._index = {key: index for index, key in enumerate(self._keys)}
         number = len(self._keys)
         self._often, self._late = [0.0] * number, [0.0] * number
-        self._smooth = [0.0] * number  # like _often, with each count spread over its neighbors
+        self._smooth = [0.0] * number  # like _often, with each count spread over neighboring keys
         self._after: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
         self._moves: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
         self._last_of: dict[int, int] = {}
@@ -88,7 +88,7 @@ class KeyPredictor:
         self._forecasts: list[list[float]] = []
         self._next: list[float] = []
         self._scores: dict[GraphKey, float] = dict.fromkeys(self._keys, 0.0)
-        self._unlearnt: deque[int] = deque(maxlen=_MOST_UNLEARNT)
+        self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
         self._last: int | None = None
         self._num_predicted = self._num_right = 0
 
@@ -100,19 +100,19 @@ class KeyPredictor:
 
     @property
     def hit_rate(self) -> float:
-        """Share of those changes for which the prediction was right."""
+        """Share of the predictions that were correct."""
         self._learn_all()
         return self._num_right / self._num_predicted if self._num_predicted else 0.0
 
-    def see(self, key: GraphKey) -> None:
-        """Record that a key was asked for; undeclared keys and repetitions are ignored."""
+    def record(self, key: GraphKey) -> None:
+        """Record a key that a step needs; ignore undeclared keys and repetitions."""
         index = self._index.get(key)
         if index is not None and index != self._last:
             self._last = index
-            self._unlearnt.append(index)
+            self._pending.append(index)
 
     def expected(self) -> GraphKey | None:
-        """Return the key expected next; None before the first key."""
+        """Return the most likely next key; None before the first key."""
         self._learn_all()
         best = self._expected()
         return None if best is None else self._keys[best]
@@ -125,8 +125,8 @@ class KeyPredictor:
     # -- learning -----------------------------------------------------------------------
 
     def _learn_all(self) -> None:
-        while self._unlearnt:
-            self._learn(self._unlearnt.popleft())
+        while self._pending:
+            self._learn(self._pending.popleft())
 
     def _learn(self, index: int) -> None:
         kind = self._kinds[index]
@@ -134,7 +134,7 @@ class KeyPredictor:
         if recent:
             self._num_predicted += 1
             self._num_right += self._expected() == index
-            self._believe(index)
+            self._update_weights(index)
             for length in range(1, min(self._order, len(recent)) + 1):
                 _count(self._after[tuple(recent[-length:])], index, self._decay)
             if kind in self._last_of:
@@ -154,10 +154,10 @@ class KeyPredictor:
             self._smooth[index + away] += share
         self._last_of[kind] = index
         self._recent = [*recent, index][-self._order :]
-        self._forecast(index)
+        self._update_forecasts(index)
 
-    def _believe(self, index: int) -> None:
-        """Update the forecasts' weights by the probabilities they gave to the key that came."""
+    def _update_weights(self, index: int) -> None:
+        """Multiply each forecast's weight by the probability it assigned to the actual key."""
         found = [
             weight * forecast[index]
             for weight, forecast in zip(self._weights, self._forecasts, strict=True)
@@ -167,17 +167,17 @@ class KeyPredictor:
 
     # -- forecasts ----------------------------------------------------------------------
 
-    def _forecast(self, last: int) -> None:
+    def _update_forecasts(self, last: int) -> None:
         smooth = _normal(self._smooth)
-        near = _normal(self._beside())
+        near = _normal(self._near_last())
         even = 0.1 / len(self._keys)
         base = [0.7 * one + 0.2 * two + even for one, two in zip(smooth, near, strict=True)]
         late = _mixed(self._late, base)
         forecasts = [
             late,
-            _mixed(self._moved(self._kinds[last]), base),
-            self._followed(base),
-            self._of_kind(),
+            _mixed(self._from_moves(self._kinds[last]), base),
+            self._from_contexts(base),
+            self._from_kinds(),
         ]
         self._forecasts = [_without(forecast, last) for forecast in forecasts]
         self._weights = self._weights or [1.0 / len(forecasts)] * len(forecasts)
@@ -190,12 +190,12 @@ class KeyPredictor:
         }
 
     def _expected(self) -> int | None:
-        """Return the key most likely to come next, regardless of long-run frequency."""
+        """Return the most likely next key, regardless of its long-run frequency."""
         if not self._recent or len(self._keys) == 1:
             return None
         return max(range(len(self._keys)), key=self._next.__getitem__)
 
-    def _beside(self) -> list[float]:
+    def _near_last(self) -> list[float]:
         found = [0.0] * len(self._keys)
         for kind, index in self._last_of.items():
             start, stop = self._ranges[kind]
@@ -203,7 +203,7 @@ class KeyPredictor:
                 found[other] = math.exp(-abs(other - index) / _NEAR)
         return found
 
-    def _moved(self, kind: int) -> list[float]:
+    def _from_moves(self, kind: int) -> list[float]:
         found = [0.0] * len(self._keys)
         for (other, distance), count in self._moves.get(kind, {}).items():
             start, stop = self._ranges[other]
@@ -212,7 +212,7 @@ class KeyPredictor:
                 found[index] += count
         return found
 
-    def _followed(self, base: list[float]) -> list[float]:
+    def _from_contexts(self, base: list[float]) -> list[float]:
         found = base
         for length in range(1, len(self._recent) + 1):
             row = self._after.get(tuple(self._recent[-length:]))
@@ -223,7 +223,7 @@ class KeyPredictor:
                     found[index] += count * scale
         return found
 
-    def _of_kind(self) -> list[float]:
+    def _from_kinds(self) -> list[float]:
         found: list[float] = []
         for start, stop in self._ranges:
             found += [sum(self._often[start:stop]) / (stop - start)] * (stop - start)
@@ -237,7 +237,7 @@ def _count(row: dict[T, float], what: T, decay: float) -> None:
 
 
 def _spread(width: float, distances: range) -> list[tuple[int, float]]:
-    """Return a share for each distance, decreasing with distance; the shares sum to 1."""
+    """Return shares for distances; they decrease with distance and sum to 1."""
     shares = [math.exp(-abs(away) / width) for away in distances]
     total = sum(shares)
     return [(away, share / total) for away, share in zip(distances, shares, strict=True)]
@@ -249,7 +249,7 @@ def _normal(found: list[float]) -> list[float]:
 
 
 def _mixed(found: list[float], base: list[float]) -> list[float]:
-    """Mix a distribution with a tenth of the base; return the base if it is empty."""
+    """Mix 90% of a distribution with 10% of the base; return the base if it is empty."""
     total = sum(found)
     if not total:
         return base
@@ -257,14 +257,14 @@ def _mixed(found: list[float], base: list[float]) -> list[float]:
 
 
 def _without(forecast: list[float], last: int) -> list[float]:
-    """Condition a forecast on a change: not the last key, and any other is possible."""
+    """Condition a forecast on a change of key: exclude the last key, allow all others."""
     found = [max(one, 1e-9) for one in forecast]
     found[last] = 1e-9
     return _normal(found)
 
 
 def _kind(key: GraphKey) -> Hashable:
-    """Return what a key has in common with keys that differ only in size."""
+    """Return the features that keys share if they differ only in size."""
     own = key.descriptor
     return (
         key.mode,

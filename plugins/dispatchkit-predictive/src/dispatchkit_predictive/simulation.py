@@ -1,4 +1,4 @@
-"""Simulate a trace with and without prediction, and count the steps that lack a graph."""
+"""Simulate a trace with and without prediction, and count the steps that miss a graph."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import check_count
 from dispatchkit.observe import StepTrace, trace_config
 
-from dispatchkit_predictive.foresight import Foresight
+from dispatchkit_predictive.capture_planner import CapturePlanner
 from dispatchkit_predictive.predictor import KeyPredictor
 
 
 @attrs.frozen
-class Rehearsal:
-    """Results of a simulated trace, with graphs captured only in idle moments.
+class PredictionSimulation:
+    """Results of a trace simulated with captures only in idle time.
 
     Attributes:
         num_steps: Number of steps that a graph could serve.
-        max_graphs: Most live graphs, for all three rules.
-        most_wanted: Steps that ran eager for lack of a graph if each idle moment captures the key
-            missed by the most steps, as ``runner.controls.capture_next()`` does.
-        latest: The same if it captures the key missed last.
-        predicted: The same with prediction.
+        max_graphs: Maximum number of live graphs, the same for all three rules.
+        most_wanted: Eager steps without a graph if each idle moment captures the key that most
+            steps have missed, as ``runner.controls.capture_next()`` does.
+        latest: Eager steps without a graph if each idle moment captures the key missed last.
+        predicted: Eager steps without a graph with prediction.
         captures: Number of captures with prediction.
-        hit_rate: Share of the predicted key changes for which the prediction was right.
-        used: Share of the captures ahead that were used.
+        hit_rate: Share of predictions of the next key that were correct.
+        used: Share of the prefetched graphs that a step used.
     """
 
     num_steps: int
@@ -45,11 +45,11 @@ class Rehearsal:
 def keys_of_trace(
     trace: StepTrace, policy: str = "vllm"
 ) -> tuple[list[GraphKey | None], list[GraphKey]]:
-    """Return the key that each step of a trace asks for (None: eager), and all declared keys.
+    """Return the key of each step of a trace (None: eager) and all declared keys.
 
     Raises:
-        TraceError: No step has tokens.
-        UnknownNameError: The policy is not installed.
+        TraceError: No step of the trace has tokens.
+        UnknownNameError: No policy of this name is installed.
     """
     config = trace_config(trace)
     dispatcher = Dispatcher(load_plugins().create_policy(policy), config, lazy=True)
@@ -74,24 +74,25 @@ def keys_of_trace(
             reqs, loras = min(reqs, config.max_num_seqs), min(loras, config.max_loras)
             keys.append(dispatcher.dispatch(tokens, reqs, kind, loras).key)
     if not keys:
-        raise TraceError(trace.source, None, "has no step with tokens in it.")
+        raise TraceError(trace.source, None, "has no step with tokens.")
     return keys, list(dispatcher.registry)
 
 
-def rehearse(
+def simulate_prediction(
     keys: Sequence[GraphKey | None],
     declared: Sequence[GraphKey],
     *,
     max_graphs: int,
     idle_every: int = 1,
-) -> Rehearsal:
-    """Simulate the steps of a trace with prediction, and with two rules without it.
+) -> PredictionSimulation:
+    """Simulate the steps of a trace with prediction and with two simpler rules.
 
     Args:
-        keys: The key that each step asks for; None always runs eager.
-        declared: All keys.
-        max_graphs: Most live graphs.
-        idle_every: Steps between two idle moments, each long enough for one capture.
+        keys: Key of each step; None for a step that always runs eager.
+        declared: All declared keys.
+        max_graphs: Maximum number of live graphs.
+        idle_every: Number of steps from one idle moment to the next. Each idle moment suffices for
+            one capture.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -99,37 +100,37 @@ def rehearse(
     check_count(idle_every, "idle_every")
     if not declared:
         raise ConfigError("declared", declared, "at least one key")
-    foresight = Foresight(KeyPredictor(declared), max_graphs=max_graphs)
+    planner = CapturePlanner(KeyPredictor(declared), max_graphs=max_graphs)
     predicted = captures = 0
     live: set[GraphKey] = set()
     for step, key in enumerate(keys):
         if key is not None:
             predicted += key not in live
-            foresight.see(key, has_graph=key in live)
-        if step % idle_every == 0 and (found := foresight.next_capture(live)) is not None:
+            planner.record_use(key, has_graph=key in live)
+        if step % idle_every == 0 and (found := planner.next_capture(live)) is not None:
             wanted, victim = found
             if victim is not None:
                 live.discard(victim)
-                foresight.evicted(victim)
+                planner.record_eviction(victim)
             live.add(wanted)
-            foresight.captured(wanted, ok=True)
+            planner.record_capture(wanted, ok=True)
             captures += 1
-    return Rehearsal(
+    return PredictionSimulation(
         num_steps=sum(key is not None for key in keys),
         max_graphs=max_graphs,
         most_wanted=_without(keys, max_graphs, idle_every, latest=False),
         latest=_without(keys, max_graphs, idle_every, latest=True),
         predicted=predicted,
         captures=captures,
-        hit_rate=foresight.predictor.hit_rate,
-        used=foresight.num_used / foresight.num_ahead if foresight.num_ahead else 0.0,
+        hit_rate=planner.predictor.hit_rate,
+        used=planner.num_used / planner.num_ahead if planner.num_ahead else 0.0,
     )
 
 
 def _without(
     keys: Sequence[GraphKey | None], max_graphs: int, idle_every: int, *, latest: bool
 ) -> int:
-    """Return the number of eager steps if only keys that a step missed are captured."""
+    """Return the number of eager steps if only missed keys are captured."""
     missed: Counter[GraphKey] = Counter()
     last: dict[GraphKey, None] = {}
     live: dict[GraphKey, None] = {}  # least recently used first
@@ -156,19 +157,20 @@ def _without(
     return eager
 
 
-def at_best(
+def fewest_eager_steps(
     keys: Sequence[GraphKey | None], *, max_graphs: int, idle_every: int = 1, ahead: bool = True
 ) -> int:
-    """Return the number of steps that lack a graph if the future is known.
+    """Return the fewest steps that can miss a graph, with the future known.
 
-    It captures the key needed soonest and evicts the one needed latest (Belady's rule). If there is
-    time for a capture after each step, no rule does better.
+    Captures the key that is needed soonest and evicts the key that is needed last (Belady's rule).
+    If there is time for a capture after each step, no rule does better.
 
     Args:
-        keys: The key that each step asks for; None always runs eager.
-        max_graphs: Most live graphs.
-        idle_every: Steps between two idle moments, each long enough for one capture.
-        ahead: Capture any key; if false, only keys that a step missed.
+        keys: Key of each step; None for a step that always runs eager.
+        max_graphs: Maximum number of live graphs.
+        idle_every: Number of steps from one idle moment to the next. Each idle moment suffices for
+            one capture.
+        ahead: Whether keys may be captured before a step has missed them.
 
     Raises:
         ConfigError: A setting is invalid.

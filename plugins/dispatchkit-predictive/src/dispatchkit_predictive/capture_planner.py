@@ -1,4 +1,4 @@
-"""Choose what to capture in an idle moment and what to evict for it, without a device."""
+"""Choose which graphs to capture in idle time and which to evict for them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from dispatchkit.keys import check_count
 
 from dispatchkit_predictive.predictor import KeyPredictor
 
-# The number of latest captures ahead that are judged, and of key changes that a pause lasts.
+# The number of recent prefetches that are judged, and of key changes that a pause lasts.
 _LOOK_BACK, _REST = 100, 100
 
 
-class Foresight:
-    """Choose captures ahead, and pause when too few of them are used.
+class CapturePlanner:
+    """Chooses which graph to capture next; pauses prefetching if it does not pay.
+
+    To prefetch is to capture a key before a step has missed it. This class needs no device.
 
     Args:
-        predictor: Predicts the next keys.
-        max_graphs: Most live graphs; None for no limit.
+        predictor: Predictor of the next keys.
+        max_graphs: Maximum number of live graphs; None for no limit.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
-        least_used: Share of the captures ahead that must be used, 0 to 1. If fewer are used,
-            capturing ahead pauses for a while; keys that a step missed are still captured.
+        least_used: Share of prefetched graphs that steps must use, 0 to 1. If the share is lower,
+            prefetching pauses; keys that a step has missed are still captured.
 
     Attributes:
         predictor: The given predictor.
-        num_ahead: Number of captures of keys that no step had missed since their last graph.
-        num_used: Number of those that a step asked for before they were evicted.
-
-    Raises:
-        ConfigError: A setting is invalid.
+        num_ahead: Number of prefetched graphs.
+        num_used: Number of prefetched graphs that a step used before they were evicted.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class Foresight:
 
     @property
     def is_on(self) -> bool:
-        """Whether keys are captured ahead now."""
+        """Whether prefetching is active."""
         return self._clock >= self._off_until
 
-    def see(self, key: GraphKey, *, has_graph: bool) -> None:
-        """Record that a step asked for a key."""
+    def record_use(self, key: GraphKey, *, has_graph: bool) -> None:
+        """Record that a step needs a key, and whether it has a graph."""
         if not has_graph:
             self._wanted.pop(key, None)
             self._wanted[key] = None
@@ -74,16 +73,17 @@ class Foresight:
         self._last = key
         self._clock += 1
         self._uses[key] = self._clock
-        self.predictor.see(key)
+        self.predictor.record(key)
         if has_graph and key in self._ahead:
             self._ahead.discard(key)
             self.num_used += 1
-            self._note(was_used=True)
+            self._record_outcome(was_used=True)
 
     def next_capture(self, live: Collection[GraphKey]) -> tuple[GraphKey, GraphKey | None] | None:
-        """Return the key to capture now and the key to evict first; None if nothing pays.
+        """Return the key to capture now and the key to evict for it.
 
-        Keys that a step missed come first, the latest before earlier ones.
+        Keys that a step has missed come first, the most recent one before earlier ones. The second
+        key is None if there is room. Returns None if no capture pays.
         """
         while self._wanted:
             key = next(reversed(self._wanted))
@@ -98,25 +98,25 @@ class Foresight:
             return None
         best = max(others, key=scores.__getitem__)
         victim = self._victim(live, best)
-        if victim is not None and self.worth(victim) * self._margin >= scores[best]:
+        if victim is not None and self.score(victim) * self._margin >= scores[best]:
             return None
         return best, victim
 
-    def captured(self, key: GraphKey, *, ok: bool) -> None:
-        """Record that a key was captured, or that its capture failed."""
+    def record_capture(self, key: GraphKey, *, ok: bool) -> None:
+        """Record that a key was captured (``ok``), or that its capture failed."""
         was_wanted = key in self._wanted
         self._wanted.pop(key, None)
         if ok and not was_wanted:
             self._ahead.add(key)
             self.num_ahead += 1
 
-    def evicted(self, key: GraphKey) -> None:
-        """Record that the graph of a key was evicted."""
+    def record_eviction(self, key: GraphKey) -> None:
+        """Record that a graph was evicted."""
         if key in self._ahead:
             self._ahead.discard(key)
-            self._note(was_used=False)
+            self._record_outcome(was_used=False)
 
-    def worth(self, key: GraphKey) -> float:
+    def score(self, key: GraphKey) -> float:
         """Return the score of a key; the key with the lowest score is evicted first."""
         return self.predictor.scores().get(key, 0.0)
 
@@ -126,9 +126,9 @@ class Foresight:
         others = [key for key in live if key != self._last] or list(live)
         if not self.is_on:
             return min(others, key=lambda key: self._uses.get(key, 0))
-        return min(others, key=lambda key: (self.worth(key), self._uses.get(key, 0)))
+        return min(others, key=lambda key: (self.score(key), self._uses.get(key, 0)))
 
-    def _note(self, *, was_used: bool) -> None:
+    def _record_outcome(self, *, was_used: bool) -> None:
         outcomes = self._outcomes
         outcomes.append(was_used)
         if len(outcomes) == _LOOK_BACK and sum(outcomes) < self._least_used * _LOOK_BACK:
