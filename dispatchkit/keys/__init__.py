@@ -1,4 +1,4 @@
-"""Batches, the keys that name graphs, and capture sizes."""
+"""Batches, graph keys and capture sizes."""
 
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey

@@ -1,9 +1,9 @@
-"""User-defined axes: host values that graphs are captured for, besides tokens and adapters.
+"""User-defined axes: further host values that graphs are captured for.
 
-An axis may be a sequence length, an image size, or any number that changes what a step does. Each
-value is mapped to a bucket. The buckets of all axes and the number of adapters together are mapped
-to one number, the variant, which takes the place of the adapters in the table, so that
-configurations without axes pay nothing.
+An axis may be a sequence length, an image size, or any other number that changes what a step
+computes. Each value is mapped to a bucket. The buckets of all axes and the number of adapters are
+then combined into one number, the variant. The table is indexed by the variant instead of by the
+number of adapters, so axes add no cost to configurations without them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import attrs
 from dispatchkit.errors import ConfigError, DescriptorError
 from dispatchkit.keys.checks import check_count, whole_number
 
-#: The bucket of each axis, in order; None where a value is outside all buckets of its axis.
+#: The bucket of each axis, in order; None for a value outside all buckets of its axis.
 AxisBuckets = tuple[int | None, ...]
 
-# Buckets of values up to this one are looked up in a list; larger ones are searched for.
+# Axes whose largest bucket is below this limit use a lookup table; others use a binary search.
 _MAX_LOOKUP = 1 << 16
 
 
@@ -32,17 +32,18 @@ def _buckets(value: Any) -> tuple[int, ...]:
 
 @attrs.frozen
 class Axis:
-    """A user-defined property of a batch that graphs are captured for.
+    """A user-defined dimension of a batch that graphs are captured for.
 
     Attributes:
         name: The name that callers and the step use.
         buckets: Values to capture graphs for, ascending.
-        exact: A graph serves its own value only. Otherwise it serves all values above the next
-            smaller bucket and up to its own, and inputs that have the axis as a dimension are
-            padded.
+        exact: Whether a graph serves only the exact value of its bucket. Otherwise it also serves
+            smaller values, down to the next smaller bucket, and inputs that have the axis as a
+            dimension are padded.
 
     Raises:
-        ConfigError: The name is not an identifier, or the buckets are not whole numbers.
+        ConfigError: The name is not an identifier, there are no buckets, or a bucket is not a whole
+            number of at least 0.
     """
 
     name: str
@@ -61,10 +62,10 @@ class Axis:
         object.__setattr__(self, "_lookup", tuple(table))
 
     def index(self, value: int) -> int:
-        """Return the position of a value's bucket, counted from 1, or 0 if it has no bucket.
+        """Return the 1-based index of a value's bucket, or 0 if it has none.
 
         Raises:
-            DescriptorError: It is not a whole number of at least 0.
+            DescriptorError: The value is not a whole number of at least 0.
         """
         number = whole_number(value)
         if number is None or number < 0:
@@ -79,7 +80,7 @@ class Axis:
 
 
 class Variant(int):
-    """The number of a variant, with the axis values behind it.
+    """A variant number together with the axis values it was computed from.
 
     Attributes:
         values: The value of each axis, in order.
@@ -89,14 +90,14 @@ class Variant(int):
 
 
 class Variants:
-    """Map numbers of adapters and axis buckets to one number, the variant.
+    """Combine the number of adapters and the axis buckets into one number.
 
     Args:
         axes: The axes, in order.
-        max_loras: Most adapters.
+        max_loras: Largest number of adapters.
 
     Attributes:
-        count: How many variants there are, including those with a value outside all buckets.
+        count: Number of variants, including those with values outside all buckets.
     """
 
     def __init__(self, axes: tuple[Axis, ...], max_loras: int) -> None:
@@ -111,7 +112,7 @@ class Variants:
         self.count = stride
 
     def of_values(self, loras: int, values: Mapping[str, int]) -> Variant:
-        """Return the variant for a number of adapters and a value of each axis.
+        """Return the variant for a number of adapters and the value of each axis.
 
         Raises:
             DescriptorError: An axis is missing or unknown, or a value is invalid.
@@ -130,14 +131,14 @@ class Variants:
         return made
 
     def of_buckets(self, loras: int, buckets: AxisBuckets) -> int:
-        """Return the variant for a number of adapters and a bucket of each axis.
+        """Return the variant for a number of adapters and the bucket of each axis.
 
         Raises:
-            DescriptorError: There is not one bucket per axis, or a value is not a bucket of its
-                axis.
+            DescriptorError: The number of buckets differs from the number of axes, or a value is
+                not a bucket of its axis.
         """
         if not self.axes:
-            return loras  # such a batch keeps the axes that its maker set
+            return loras  # axes set by the caller stay in the batch
         loras = self._checked(loras)
         if len(buckets) != len(self.axes):
             names = ", ".join(axis.name for axis in self.axes)
@@ -167,10 +168,10 @@ class Variants:
         return loras, tuple(buckets)
 
     def values(self, variant: int) -> tuple[int, ...]:
-        """Return the value of each axis, or an equivalent one where it is not known.
+        """Return the value of each axis, or a value with the same bucket.
 
-        For a plain number these are the buckets, and for a value outside all buckets the last
-        bucket plus 1.
+        A plain int does not contain the values. Its buckets are returned instead, and the largest
+        bucket plus 1 for a value outside all buckets.
         """
         if isinstance(variant, Variant):
             return variant.values

@@ -1,4 +1,4 @@
-"""Batches that are about to run, and the descriptors and keys that name graphs."""
+"""Batches, batch descriptors and graph keys."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
-#: Name of a field, its minimum, and whether it may be None.
+#: Name of a field, its minimum, and whether None is allowed.
 _Count = tuple[str, int, bool]
 
 
 def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
-    """Convert whole numbers, including those of numpy and torch, to ints.
+    """Convert the whole numbers of a record to ints.
 
-    All fields are converted in one call, since a dispatcher makes a batch for each cell it fills.
+    Integers of numpy and torch are accepted. One call converts all fields, because a dispatcher
+    creates a batch for each cell that it fills.
 
     Raises:
         DescriptorError: A value is not a whole number, or is too small.
@@ -38,7 +39,7 @@ def _read_axes(record: Any) -> None:
     """Convert the values of axes to a tuple.
 
     Raises:
-        DescriptorError: They are not a tuple of values, or cannot be hashed.
+        DescriptorError: They are not a tuple or list of hashable values.
     """
     value = record.axes
     if value == ():
@@ -49,7 +50,7 @@ def _read_axes(record: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        value_fits = False  # otherwise the first lookup of the key would raise
+        value_fits = False  # reject it here, not at the first lookup of the key
     else:
         value_fits = isinstance(value, tuple)
     if not value_fits:
@@ -74,22 +75,23 @@ _BATCH_COUNTS: tuple[_Count, ...] = (
 
 @attrs.frozen(cache_hash=True)
 class BatchDescriptor:
-    """The properties of a captured batch that determine which batches its graph may serve.
+    """The facts that identify a graph and limit the batches it may serve.
 
     Attributes:
-        num_tokens: Padded number of tokens; the graph serves batches of up to this many.
-        num_reqs: Number of requests it was captured with, an upper bound for the batches it serves;
-            None if requests do not matter (piecewise graphs).
-        uniform: Uniform decode: every request is past its prompt and brings exactly
-            ``query_len`` tokens.
-        num_active_loras: Adapters it was captured with, an upper bound; 0 means none.
+        num_tokens: Padded number of tokens; the graph serves batches up to this size.
+        num_reqs: Number of requests that the graph was captured with, and the most it serves; None
+            if the number does not matter (piecewise graphs).
+        uniform: Whether the graph serves uniform decode only: every request is past its prompt and
+            has exactly ``query_len`` tokens.
+        num_active_loras: Number of adapters that the graph was captured with, and the most it
+            serves.
         query_len: Tokens per request of a uniform graph, 1 by default; 0 for mixed batches.
-        max_query_len: Upper bound of tokens per request for a decode graph that accepts
-            varying query lengths; None if there is no bound.
-        axes: Buckets of the configuration's axes, in order.
+        max_query_len: Most tokens per request for a decode graph that accepts varying query
+            lengths; None for no limit.
+        axes: Buckets of the configured axes, in order.
 
     Raises:
-        DescriptorError: A property is impossible, or two contradict each other.
+        DescriptorError: A value is invalid, or two values contradict each other.
     """
 
     num_tokens: int
@@ -108,12 +110,12 @@ class BatchDescriptor:
                 "num_reqs",
                 self.num_reqs,
                 f"1..num_tokens ({self.num_tokens})",
-                "Leave requests without tokens out of the batch.",
+                "Omit requests without tokens.",
             )
         if self.query_len and not self.uniform:
             raise DescriptorError("query_len", self.query_len, "0 for a graph that is not uniform")
         if self.uniform and not self.query_len:
-            # One name per graph: equal properties must give equal keys.
+            # Normalize: descriptors of the same graph must be equal.
             object.__setattr__(self, "query_len", 1)
 
     @property
@@ -142,18 +144,18 @@ class BatchDescriptor:
 
 @attrs.frozen(cache_hash=True)
 class GraphKey:
-    """The name of one graph: its runtime mode and the descriptor it was captured for."""
+    """The identity of a graph: its runtime mode and batch descriptor."""
 
     mode: RuntimeMode
     descriptor: BatchDescriptor
 
     def __attrs_post_init__(self) -> None:
-        # Check the type too: a plain 2 equals FULL, but identity checks for FULL would miss it.
+        # The int 2 equals FULL but would fail the `is RuntimeMode.FULL` checks.
         mode: Any = self.mode
         descriptor: Any = self.descriptor
         if not isinstance(mode, RuntimeMode) or mode is RuntimeMode.NONE:
             allowed = "RuntimeMode.PIECEWISE or RuntimeMode.FULL"
-            raise DescriptorError("mode", mode, allowed, "Eager has no graph.")
+            raise DescriptorError("mode", mode, allowed, "Eager runs have no graph.")
         if not isinstance(descriptor, BatchDescriptor):
             raise DescriptorError("descriptor", descriptor, "a BatchDescriptor")
 
@@ -163,10 +165,10 @@ class GraphKey:
         return self.descriptor.num_tokens
 
     def covers(self, batch: Batch) -> bool:
-        """Return whether this graph can compute the batch at all, regardless of preference.
+        """Return whether the graph can compute a batch.
 
-        A graph with adapters serves a batch without any, since an unused adapter adds
-        nothing; a uniform graph serves only uniform batches of its own query length.
+        A graph with adapters also serves batches without adapters, because unused adapters
+        contribute nothing. A uniform graph serves only uniform batches of the same query length.
         """
         own = self.descriptor
         return (
@@ -187,20 +189,21 @@ class GraphKey:
 
 @attrs.frozen
 class Batch:
-    """The properties of a batch about to run, as a policy sees them. Created on cold paths only.
+    """A batch as policies see it; created only on cold paths.
 
     Attributes:
-        num_tokens: Unpadded number of tokens (rows); a policy is never asked about 0.
-        num_reqs: Number of requests, or None if the caller does not specify it.
-        uniform: Uniform decode: every request is past its prompt and has exactly ``query_len``
-            tokens. A batch with the last chunk of a prompt is mixed, even if the chunk has that
-            many tokens. Only the caller knows; shapes cannot tell.
+        num_tokens: Unpadded number of tokens (rows). Policies never receive a batch of 0 tokens.
+        num_reqs: Number of requests, or None if the caller did not specify it.
+        uniform: Whether the batch is uniform decode: every request is past its prompt and has
+            exactly ``query_len`` tokens. A batch with the last chunk of a prompt is mixed, even if
+            the chunk has ``query_len`` tokens. Shapes do not show the difference, so the caller
+            must set this flag.
         query_len: Tokens per request if uniform, else 0.
-        max_query_len: Most tokens of any request, or None if unknown.
-        num_active_loras: Adapters in use.
+        max_query_len: Largest number of tokens of a request, or None if unknown.
+        num_active_loras: Number of adapters in use.
         allowed: Code of the allowed runtime modes, an index of ``ALLOWED_MODES``.
-        axes: Buckets of the configuration's axes, in order; None where the value is outside all
-            buckets of its axis.
+        axes: Buckets of the configured axes, in order; None for a value outside all buckets of its
+            axis.
     """
 
     num_tokens: int
@@ -228,9 +231,9 @@ class Batch:
 
     @property
     def allowed_modes(self) -> frozenset[RuntimeMode]:
-        """The runtime modes that may be chosen."""
+        """The runtime modes allowed for this batch."""
         return ALLOWED_MODES[self.allowed]
 
     def allows(self, mode: RuntimeMode) -> bool:
-        """Return whether a runtime mode may be chosen for this batch."""
+        """Return whether a runtime mode is allowed for this batch."""
         return mode in ALLOWED_MODES[self.allowed]

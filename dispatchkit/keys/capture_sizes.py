@@ -1,8 +1,8 @@
-"""Capture sizes: validate a list, derive one, and build the padding table.
+"""Validate and derive capture sizes, and build the padding table.
 
-There are two derivations. ``default_capture_sizes`` is the project's own: the given maximum is
-always a size. ``derive_capture_sizes`` reproduces, per generation, what vLLM's configuration layer
-does with the same settings; the generations share one function and differ in ``SIZE_RULES``.
+Sizes are derived in two ways. ``default_capture_sizes`` is the project's own, and always includes
+the given maximum. ``derive_capture_sizes`` reproduces vLLM's configuration layer; its generations
+differ in ``SIZE_RULES``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
     "rounds_for_query_len",
 ]
 
-_COARSE_FROM = 256  # Above it, the distance between sizes doubles.
+_COARSE_FROM = 256  # From this size on, the step between sizes doubles.
 MAX_CAPTURE_SIZE = 1 << 22
-"""Largest capture size: tables have an entry for each number of tokens up to it."""
+"""Largest capture size, because tables have an entry for each number of tokens."""
 
 
 class CaptureSizeWarning(UserWarning):
-    """A list of capture sizes was changed, or leaves some batches without a graph."""
+    """Capture sizes were changed, or some batches have no graph."""
 
 
-# -- checking what a user wrote -----------------------------------------------------------
+# -- validation ---------------------------------------------------------------------------
 
 
 def check_capture_sizes(
@@ -52,25 +52,24 @@ def check_capture_sizes(
     limit: int | None = None,
     over_limit: Literal["refuse", "trim"] = "refuse",
 ) -> tuple[int, ...]:
-    """Return a user's capture sizes in ascending order, each once.
+    """Validate capture sizes, and return them sorted and without duplicates.
 
     Args:
-        sizes: The sizes, or a comma-separated string of them.
+        sizes: The sizes, or comma-separated text.
         setting: Name of the setting, for messages.
-        limit: Largest batch in tokens that the buffers are meant for.
-        over_limit: What happens to sizes above the limit: ``"refuse"`` raises, ``"trim"`` drops
-            them with a warning.
+        limit: Largest batch, in tokens.
+        over_limit: ``"refuse"`` raises for sizes above the limit, ``"trim"`` drops them with a
+            warning.
 
     Returns:
-        The sizes; empty if the list was empty or trimming removed all of them.
+        The sizes; empty if none were given or all were dropped.
 
     Raises:
-        ConfigError: A size is zero, negative, fractional, boolean, not a number, or larger than any
-            batch can be, or it is over the limit and ``over_limit`` is ``"refuse"``.
+        ConfigError: A size is not a whole number of at least 1, is above ``MAX_CAPTURE_SIZE``, or
+            is above the limit with ``over_limit="refuse"``.
 
-    Warns:
-        CaptureSizeWarning: Sizes were trimmed, or batches between the last size and the limit have
-            no graph.
+    Warns: CaptureSizeWarning: Sizes were dropped, or batches between the largest size and the limit
+    have no graph.
     """
     if isinstance(sizes, str):
         sizes = [part for part in sizes.split(",") if part.strip()]
@@ -89,7 +88,7 @@ def check_capture_sizes(
                 setting,
                 beyond if len(beyond) > 1 else beyond[0],
                 f"at most max_num_tokens ({limit})",
-                "Raise max_num_tokens, or leave these sizes out.",
+                "Raise max_num_tokens, or omit these sizes.",
             )
         warnings.warn(
             f"{setting}: dropped {beyond}, above max_num_tokens ({limit}).",
@@ -98,7 +97,7 @@ def check_capture_sizes(
         )
     if not kept:
         warnings.warn(
-            f"`{setting}` is empty: no graph is captured and every batch runs eager.",
+            f"`{setting}` is empty, so every batch runs eager. Add at least one size.",
             CaptureSizeWarning,
             stacklevel=2,
         )
@@ -112,21 +111,21 @@ def check_capture_sizes(
     return tuple(kept)
 
 
-# -- the project's own default ------------------------------------------------------------
+# -- default sizes ------------------------------------------------------------------------
 
 
 def default_capture_sizes(
     max_size: int, *, max_num_seqs: int | None = None, query_len: int = 1
 ) -> tuple[int, ...]:
-    """Return a ladder of sizes up to a maximum, which is itself a size.
+    """Return capture sizes up to a maximum, which is included.
 
-    The ladder is 1, 2, 4, then steps of 8 below 256 and of 16 above. With a query length above one,
-    each of these numbers of requests also adds the size that it fills, so that uniform batches have
-    whole-request sizes. The size of a full batch of requests is added as well.
+    The sizes are 1, 2, 4, then steps of 8 below 256 and steps of 16 above. With a query length
+    above one, each of these numbers times the query length is added, so that uniform batches fit
+    whole requests. The size of a batch with the maximum number of requests is added, too.
 
     Args:
         max_size: Largest size, in tokens.
-        max_num_seqs: Most requests in a batch, if known.
+        max_num_seqs: Largest number of requests in a batch, if known.
         query_len: Tokens per request of a uniform decode batch.
 
     Raises:
@@ -144,7 +143,7 @@ def default_capture_sizes(
 
 
 def _ladder(top: int, small: Iterable[int] = (1, 2, 4)) -> list[int]:
-    """Return 1, 2, 4, then steps of 8 below 256 and of 16 from there, up to ``top``."""
+    """Return 1, 2, 4, then steps of 8 below 256 and steps of 16 up to ``top``."""
     return [
         *(size for size in small if size <= top),
         *range(8, min(top + 1, _COARSE_FROM), 8),
@@ -152,28 +151,31 @@ def _ladder(top: int, small: Iterable[int] = (1, 2, 4)) -> list[int]:
     ]
 
 
-# -- vLLM's derivations, per generation ---------------------------------------------------
+# -- vLLM's sizes, by generation ----------------------------------------------------------
 
 
 @attrs.frozen
 class SizeRules:
-    """How one generation of vLLM derives and rounds capture sizes.
+    """The rules by which a generation of vLLM derives and rounds capture sizes.
 
     Attributes:
-        descending: The list is stored largest first.
-        mode_none_empties: Mode NONE leaves no sizes.
-        eager_empties_user_list: Enforced eager also drops a list that the user gave.
-        query_len_in_base: The default maximum counts the tokens of a full decode batch.
-        coarse_above: Steps double from 256 on.
-        small_sizes_always: 1, 2 and 4 are kept even if the maximum is smaller.
-        filters_user_list: Sizes above the token limit are removed from a user's list and, where the
-            tensor-parallel filter applies, those that TP does not divide.
-        tensor_parallel_filter: With sequence parallelism sizes are multiples of TP.
-        adds_limits: The token limit and the sizes of decode batches are sizes too.
-        rounds: Which modes get sizes rounded to the query length (None: no rounding).
-        rounding_with_tensor_parallel: Rounding also makes multiples of TP: only with sequence
-            parallelism, whenever TP is above one, or never.
-        empty_rounding: What happens when rounding leaves nothing.
+        descending: Whether the list is sorted largest first.
+        mode_none_empties: Whether mode NONE results in no sizes.
+        eager_empties_user_list: Whether ``enforce_eager`` also drops a list given by the user.
+        query_len_in_base: Whether the default maximum is derived from the tokens of a full decode
+            batch, not from its requests.
+        coarse_above: Whether the step between sizes doubles from 256 on.
+        small_sizes_always: Whether 1, 2 and 4 are kept even if the maximum is smaller.
+        filters_user_list: Whether sizes above the token limit, and sizes that the tensor-parallel
+            filter rejects, are removed from the user's list.
+        tensor_parallel_filter: Whether sequence parallelism limits sizes to multiples of the
+            tensor-parallel size.
+        adds_limits: Whether the token limit and the sizes of decode batches are added.
+        rounds: The modes for which sizes are rounded to the query length; None for no rounding.
+        rounding_with_tensor_parallel: When rounding also produces multiples of the tensor-parallel
+            size: only with sequence parallelism, always if that size is above one, or never.
+        empty_rounding: Whether to raise or to keep the unrounded sizes if rounding removes all of
+            them.
     """
 
     descending: bool = False
@@ -212,7 +214,7 @@ _RULES_0_11 = SizeRules(
 SIZE_RULES: Mapping[str, SizeRules] = MappingProxyType(
     {"0.11": _RULES_0_11, "0.13": _RULES_0_13, "0.33": _RULES_0_33, "newest": _RULES_0_33}
 )
-#: For rounding alone there is one more known generation: it was added in 0.11.1.
+#: The generations for rounding, which was added in 0.11.1.
 _ROUNDING_RULES: Mapping[str, SizeRules] = MappingProxyType(
     {
         **SIZE_RULES,
@@ -228,9 +230,9 @@ class CaptureSizes:
     """Sizes derived by the rules of one generation of vLLM.
 
     Attributes:
-        sizes: In the order in which that generation stores them.
-        max_size: The largest; 0 if there are no sizes.
-        notes: Changes made to the user's settings, one sentence each.
+        sizes: The sizes, in the order of that generation.
+        max_size: The largest size; 0 if there are no sizes.
+        notes: One sentence for each change of the user's settings.
     """
 
     sizes: tuple[int, ...]
@@ -259,25 +261,25 @@ def derive_capture_sizes(
     ceiling: int = 512,
     small_steps: bool = False,
 ) -> CaptureSizes:
-    """Return the capture sizes that a generation of vLLM derives from its settings.
+    """Return the capture sizes that a generation of vLLM derives.
 
     Args:
         generation: ``"0.11"``, ``"0.13"``, ``"0.33"`` or ``"newest"``.
-        max_num_seqs: Most requests in a batch.
-        max_num_batched_tokens: Most tokens in a batch.
+        max_num_seqs: Largest number of requests in a batch.
+        max_num_batched_tokens: Largest number of tokens in a batch.
         user_sizes: The user's list, if given.
         user_max_size: The user's maximum, if given.
         mode: The configured mode.
         query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
-        enforce_eager: Graphs are switched off.
+        enforce_eager: Whether graphs are switched off.
         tensor_parallel_size: Ranks that share one layer.
         sequence_parallel: Sequence parallelism is on.
-        ceiling: Largest default maximum; 0.33 uses 1024 on data-centre Blackwell.
-        small_steps: 0.33's "interactivity" mode: every size up to 32.
+        ceiling: Upper limit of the default maximum; 0.33 uses 1024 on data-center Blackwell GPUs.
+        small_steps: Whether every size up to 32 is captured (0.33's "interactivity" mode).
 
     Raises:
-        ConfigError: The list is empty, or the list and the maximum disagree.
-        UnknownNameError: The generation is not known.
+        ConfigError: The user's list is empty, or its largest size differs from the user's maximum.
+        UnknownNameError: The generation is unknown.
     """
     rules = _rules(generation, SIZE_RULES)
     if enforce_eager and (rules.eager_empties_user_list or user_sizes is None):
@@ -314,7 +316,7 @@ def derive_capture_sizes(
                 "max_capture_size",
                 user_max_size,
                 f"the largest usable capture size ({largest}) when both are given",
-                "Give only one of the two.",
+                "Omit one of the two settings.",
             )
         notes = (f"max_capture_size lowered from {user_max_size} to {largest}.",)
     return CaptureSizes(tuple(ordered), largest, notes)
@@ -328,7 +330,7 @@ def _grid(top: int, rules: SizeRules, *, small_steps: bool) -> list[int]:
 
 
 def _decode_sizes(top: int, max_num_seqs: int, query_len: int, ceiling: int) -> set[int]:
-    """Sizes of uniform decode batches, so that common numbers of requests fit exactly."""
+    """Return sizes that fit common numbers of decode requests exactly."""
     if query_len == 1:
         return {max_num_seqs} if max_num_seqs <= top else set()
     most = min(max_num_seqs, ceiling)
@@ -344,22 +346,22 @@ def round_sizes_for_query_len(
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> CaptureSizes:
-    """Return sizes rounded up to multiples of a query length, up to the maximum.
+    """Round sizes up to multiples of a query length, up to a maximum.
 
-    A uniform batch padded to such a size consists of whole requests. ``rounds_for_query_len``
-    returns whether a mode needs this.
+    A uniform batch padded to a rounded size consists of whole requests. Call
+    ``rounds_for_query_len`` to find out whether a mode requires rounding.
 
     Args:
         sizes: Capture sizes.
         query_len: Tokens per request of a uniform decode batch.
-        generation: The generation whose rule for tensor parallelism applies.
-        max_size: Largest size allowed; None means the largest given.
+        generation: The generation of vLLM whose rules apply.
+        max_size: Largest size allowed; None means the largest of ``sizes``.
         tensor_parallel_size: Ranks that share one layer.
         sequence_parallel: Sequence parallelism is on.
 
     Raises:
-        ConfigError: The query length exceeds the maximum, or is neither a multiple nor a divisor of
-            the number of ranks.
+        ConfigError: No rounded size fits the maximum, or the query length is neither a multiple nor
+            a divisor of the tensor-parallel size.
     """
     rules = _rules(generation, _ROUNDING_RULES)
     given = tuple(sizes)
@@ -377,7 +379,7 @@ def round_sizes_for_query_len(
                 "query_len",
                 query_len,
                 f"a multiple or a divisor of the tensor parallel size ({tensor_parallel_size})",
-                "Change the number of speculative tokens, or switch sequence parallelism off.",
+                "Change the number of speculative tokens, or disable sequence parallelism.",
             )
     rounded = sorted({-(-size // multiple) * multiple for size in given})
     rounded = [size for size in rounded if size <= top]
@@ -396,7 +398,7 @@ def round_sizes_for_query_len(
 
 
 def rounds_for_query_len(mode: CUDAGraphMode, query_len: int, generation: str = "newest") -> bool:
-    """Return whether a generation rounds its sizes for this mode and query length."""
+    """Return whether a generation rounds sizes for a mode and query length."""
     rules = _rules(generation, _ROUNDING_RULES)
     if rules.rounds is None or query_len <= 1:
         return False
@@ -409,10 +411,10 @@ def rounds_for_query_len(mode: CUDAGraphMode, query_len: int, generation: str = 
 
 
 def padding_table(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the padded size of every batch from 0 to the largest size.
+    """Return the padded size of each batch from 0 tokens to the largest size.
 
-    Entry n is the smallest size of at least n; entry 0 is 0. Without sizes the table has entry 0
-    only.
+    Entry n is the smallest size of at least n, and entry 0 is 0. Without sizes, the table contains
+    only entry 0.
     """
     ordered = sorted(set(sizes))
     table = [0] * (ordered[-1] + 1 if ordered else 1)

@@ -1,4 +1,4 @@
-"""Checks of single values: whole numbers and flags."""
+"""Validate whole numbers and flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_flag(value: object) -> bool:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number as an int, or None for anything else.
+    """Return a whole number as an int, or None for any other value.
 
     Integers of numpy and torch are whole numbers. Booleans, floats and strings are not.
     """
@@ -38,18 +38,18 @@ def whole_number(value: Any) -> int | None:
 def check_count(
     value: Any, setting: str, *, minimum: int | None = 1, maximum: int | None = None
 ) -> int:
-    """Return a whole number that a user gave for a setting.
+    """Validate a whole number given for a setting, and return it as an int.
 
-    Text is accepted, so that the command line, the environment and Python agree.
+    Text is accepted so that the command line, the environment and Python follow the same rules.
 
     Args:
-        value: A whole number, possibly of numpy, or a string of one.
-        setting: Name of the setting, for the message.
-        minimum: Smallest number allowed; None means any.
-        maximum: Largest number allowed; None means any.
+        value: A whole number, including numpy integers, or its text.
+        setting: Name of the setting, for the error message.
+        minimum: Smallest number allowed; None means no minimum.
+        maximum: Largest number allowed; None means no maximum.
 
     Raises:
-        ConfigError: It is a boolean, has a fraction, is not a number, or is too small or too large.
+        ConfigError: The value is a boolean, not a whole number, or out of range.
     """
     allowed = "a whole number"
     if minimum is not None:
@@ -76,12 +76,12 @@ def _read_whole(text: str) -> int | None:
 
 
 def check_flag(value: Any, setting: str) -> bool:
-    """Return True or False that a user gave for a setting.
+    """Validate a flag given for a setting, and return it as a bool.
 
-    Text is refused: every non-empty string, even "no", would count as true.
+    Text is rejected because every non-empty string, even "no", is true in Python.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither True nor False.
     """
     if not is_flag(value):
         raise ConfigError(setting, value, "True or False")
@@ -92,7 +92,7 @@ def read_flag(value: Any, setting: str) -> bool:
     """Return a flag read from a file, the environment or the command line.
 
     Raises:
-        ConfigError: It is not True, False or a word for one of them.
+        ConfigError: The value is not a flag, and not a word such as ``yes``, ``off`` or ``1``.
     """
     if is_flag(value):
         return bool(value)

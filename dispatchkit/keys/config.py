@@ -1,4 +1,4 @@
-"""DispatchConfig: everything a policy needs to know to declare and choose keys."""
+"""DispatchConfig: the sizes, limits and modes that policies decide by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dispatchkit.keys.reading import read_axes, read_flag, read_number_or_number
 from dispatchkit.keys.records import About, described, or_none, repr_of_given, setting
 
 _DEFAULT_CEILING = 512
-_MAX_LORAS = 1 << 12  # each number of adapters is a column of the table
+_MAX_LORAS = 1 << 12  # the table has a column for each number of adapters
 
 
 def _query_lens(value: Any) -> tuple[int, ...]:
@@ -53,38 +53,39 @@ def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.
 
-    Two configurations are equal if they have the same effect: equal sizes, given or derived, and
-    equal limits, stated or not. ``attrs.evolve`` keeps the settings that were given and derives the
-    others again from the changed settings.
+    Two configurations are equal if they have the same effect, whether their sizes and limits were
+    given or derived. ``attrs.evolve`` keeps the given settings and derives the others again.
 
     Attributes:
-        mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode). If not
-            given, it is FULL_AND_PIECEWISE as in vLLM, or FULL in a runner whose step is not split.
-        sizes: Ascending numbers of tokens to capture. If not given, derived from
+        mode: The runtime modes that decode and mixed batches use (vLLM's ``cudagraph_mode``). The
+            default is FULL in a runner whose step is not split, otherwise FULL_AND_PIECEWISE as in
+            vLLM.
+        sizes: Numbers of tokens to capture, ascending. By default they are derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
-        max_num_tokens: Largest batch in tokens; a larger one raises. If not given, it is the
-            largest capture size, and larger batches run eager instead of raising.
-        max_num_seqs: Most requests in a batch. Defaults to ``max_num_tokens``.
+        max_num_tokens: Largest batch in tokens; larger batches raise. The default is the largest
+            capture size, and larger batches then run eager instead of raising.
+        max_num_seqs: Most requests in a batch. The default is ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
-            prompt and has exactly this many; one number, or several if a drafter runs with other
-            lengths. ``uniform`` indexes it from 1.
-        varlen_decode: Decode graphs accept requests of varying length up to the first
-            query length; adds one more class of batches after the uniform ones.
-        uniform_sizes: Sizes for uniform batches of more than one token per
-            request, if they differ from ``sizes``; None means the same sizes.
-        max_loras: Most adapters active at once; 0 means no adapters.
-        specialize_lora: Also capture graphs without adapters.
-        specialize_active_loras: Capture a graph for each of several numbers of adapters (powers of
-            two), rather than one for all.
+            prompt and has exactly this many tokens. Several lengths are possible, for example if
+            the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
+            index of this tuple.
+        varlen_decode: Whether decode graphs accept requests of varying length, up to the first
+            query length. This adds a class of batches after the uniform classes.
+        uniform_sizes: Sizes for uniform batches of more than one token per request; None means
+            ``sizes``.
+        max_loras: Largest number of adapters active in a batch; 0 means no adapters.
+        specialize_lora: Whether to capture graphs without adapters, too.
+        specialize_active_loras: Whether to capture a graph for each of several numbers of adapters
+            (powers of two), instead of one graph for all.
         axes: User-defined axes to capture graphs for, such as a sequence length.
 
-    Numbers may be given as strings, as they come from a command line or the environment.
+    Numbers may be given as strings, for example from a command line or the environment.
 
     Raises:
         ConfigError: A setting has an invalid value.
     """
 
-    # As given; None if derived.
+    # The given values; None if derived.
     _mode: CUDAGraphMode | None = attrs.field(
         default=None,
         converter=_mode,
@@ -92,7 +93,7 @@ class DispatchConfig:
         repr=lambda mode: repr(str(mode)),
         metadata=described(
             About(
-                "Which runtime modes decode and mixed batches use.",
+                "Runtime modes of decode and mixed batches.",
                 "FULL in a runner whose step is not split, else FULL_AND_PIECEWISE",
             )
         ),
@@ -113,7 +114,7 @@ class DispatchConfig:
     _max_num_seqs: int | None = setting(
         None,
         or_none(check_count),
-        About("Most requests of a batch.", "max_num_tokens"),
+        About("Most requests in a batch.", "max_num_tokens"),
         alias="max_num_seqs",
     )
     query_lens: tuple[int, ...] = attrs.field(
@@ -129,15 +130,15 @@ class DispatchConfig:
     uniform_sizes: tuple[int, ...] | None = setting(
         None,
         or_none(_list_of_sizes),
-        About("Sizes for uniform batches, where they differ.", "sizes", read_numbers),
+        About("Capture sizes of uniform batches, if different from sizes.", "sizes", read_numbers),
     )
     max_loras: int = setting(
         0,
         lambda value, name: check_count(value, name, minimum=0, maximum=_MAX_LORAS),
-        About("Most adapters active at once."),
+        About("Largest number of active adapters."),
     )
     specialize_lora: bool = setting(
-        True, check_flag, About("Capture graphs without adapters too.", read=read_flag)
+        True, check_flag, About("Capture graphs without adapters, too.", read=read_flag)
     )
     specialize_active_loras: bool = setting(
         False, check_flag, About("Capture graphs for several counts of adapters.", read=read_flag)
@@ -146,26 +147,24 @@ class DispatchConfig:
         default=(),
         converter=_axes,
         metadata=described(
-            About(
-                "Further axes of a batch to capture graphs for, with their buckets.", read=read_axes
-            )
+            About("User-defined axes to capture graphs for, with their buckets.", read=read_axes)
         ),
     )
     mode: CUDAGraphMode = attrs.field(init=False)
     sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
-    # Lists of sizes that were already compared with a limit, with a warning if they end below it.
-    # attrs.evolve passes them on, so that the copy does not warn again.
+    # Lists of sizes already compared with a limit, which warns if they end below it. attrs.evolve
+    # copies this field, so the copy does not warn again.
     _checked: frozenset[tuple[str, Any, Any]] = attrs.field(
         default=frozenset(), alias="_checked", eq=False, repr=False
     )
 
     def __attrs_post_init__(self) -> None:
-        set_ = object.__setattr__  # the class is frozen; set the derived values
+        set_ = object.__setattr__  # sets derived values of the frozen record
         default = CUDAGraphMode.FULL_AND_PIECEWISE
         set_(self, "mode", default if self._mode is None else self._mode)
-        asked: Any = self._sizes  # a tuple, once converted
+        asked: Any = self._sizes  # a tuple, after conversion
         sizes, limit = asked, self._max_num_tokens
         if limit is None and sizes is not None:
             if not sizes:
@@ -173,12 +172,11 @@ class DispatchConfig:
                     "max_num_tokens",
                     None,
                     "given when sizes are empty",
-                    "Without capture sizes the largest batch is unknown.",
+                    "It cannot be derived without capture sizes.",
                 )
             limit = sizes[-1]
         if sizes is None:
-            # vLLM's own ceiling; only a list that the user gave is warned about ending below the
-            # limit.
+            # vLLM's ceiling. Derived sizes may end below the limit without a warning.
             top = _DEFAULT_CEILING if limit is None else min(limit, _DEFAULT_CEILING)
             ladders = (
                 default_capture_sizes(top, max_num_seqs=self._max_num_seqs, query_len=query_len)
@@ -204,27 +202,27 @@ class DispatchConfig:
 
     @property
     def query_len(self) -> int:
-        """Tokens per request of a uniform batch (the first, and usually the only, length)."""
+        """Tokens per request of a uniform batch: the first of ``query_lens``."""
         return self.query_lens[0]
 
     @property
     def is_mode_given(self) -> bool:
-        """Whether a mode was given; if not, a runner derives it from its step."""
+        """Whether a mode was given; otherwise a runner derives it from its step."""
         return self._mode is not None
 
     @property
     def has_token_limit(self) -> bool:
-        """Whether a batch of more than ``max_num_tokens`` is an error."""
+        """Whether a batch of more than ``max_num_tokens`` raises."""
         return self._max_num_tokens is not None
 
     @property
     def has_request_limit(self) -> bool:
-        """Whether a batch of more than ``max_num_seqs`` requests is an error in itself."""
+        """Whether ``max_num_seqs`` was given, so that batches of more requests raise."""
         return self._max_num_seqs is not None
 
     @property
     def num_query_classes(self) -> int:
-        """How many values the ``uniform`` argument of ``dispatch`` takes: 0 is mixed."""
+        """Number of values of the ``uniform`` argument of ``dispatch``, including 0 (mixed)."""
         return 1 + len(self.query_lens) + self.varlen_decode
 
     @property
@@ -234,14 +232,14 @@ class DispatchConfig:
 
     @functools.cached_property
     def variants(self) -> Variants:
-        """The variants: numbers that stand for adapters and axes together."""
+        """The map from adapters and axis values to table indices."""
         return Variants(self.axes, self.max_loras)
 
     def variant(self, loras: int = 0, **values: int) -> int:
-        """Return the ``loras`` argument of ``dispatch`` for a configuration with axes.
+        """Return the ``loras`` argument of ``dispatch`` for adapters and axis values.
 
         Args:
-            loras: Active adapters.
+            loras: Number of active adapters.
             values: The value of each axis, by name.
 
         Raises:
@@ -250,10 +248,10 @@ class DispatchConfig:
         return self.variants.of_values(loras, values)
 
     def query_class(self, uniform: int) -> tuple[bool, int, int | None]:
-        """Return (uniform, query_len, max_query_len) for a ``uniform`` argument.
+        """Return ``(uniform, query_len, max_query_len)`` of a ``uniform`` argument.
 
-        0 is a mixed batch, 1 and up are the uniform query lengths in order, and the number after
-        them (with ``varlen_decode``) is a batch whose requests each have at most the first query
+        0 is a mixed batch; 1 and up are the uniform query lengths, in order. With
+        ``varlen_decode``, the next number is a batch whose requests have at most the first query
         length.
         """
         if 1 <= uniform <= len(self.query_lens):

@@ -1,9 +1,9 @@
-"""Runtime modes, configured modes, and which of them a backend supports.
+"""Runtime modes, configured modes and the modes that a backend supports.
 
-A *runtime mode* is what one batch runs as: eager (NONE), PIECEWISE or FULL. A *configured
-mode* may be a pair: one mode for uniform decode batches, another for everything else.
-Names, values and methods of ``CUDAGraphMode`` are those of vLLM's enum (0.33), so that code
-written for it reads the same here.
+A *runtime mode* is the way a batch runs: eager (NONE), PIECEWISE or FULL. A *configured mode* may
+be a pair: one mode for uniform decode batches and one for all other batches. ``CUDAGraphMode`` has
+the names, values and methods of vLLM's enum (0.33), so code written for that enum also works with
+it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = [
 
 
 class ModeError(ConfigError, AssertionError):
-    """A configured mode was given where a runtime mode is required.
+    """A pair of modes was given where a single mode is required.
 
-    Also an AssertionError, which is what vLLM's enum raises.
+    It is also an AssertionError because vLLM's enum raises one.
     """
 
 
 class RuntimeMode(enum.IntEnum):
-    """What one batch runs as, ordered by how much of the step one graph covers.
+    """How a batch runs, ordered by how much of the step a graph covers.
 
-    Ranks that disagree take the smallest value, the most conservative mode.
+    Ranks that disagree use the smallest value, which is the most conservative mode.
     """
 
     NONE = 0
@@ -51,14 +51,14 @@ class RuntimeMode(enum.IntEnum):
 
     @classmethod
     def parse(cls, value: object) -> RuntimeMode:
-        """Return the runtime mode that a member, a name (any case) or a value stands for.
+        """Return the runtime mode for a member, a name or a value.
 
         Args:
-            value: A RuntimeMode, a CUDAGraphMode, any enum member of the same name (vLLM's
-                own), a name, or 0, 1, 2.
+            value: A RuntimeMode, a CUDAGraphMode, a member of another enum with the same name (such
+                as vLLM's), a name in any case, or 0, 1 or 2.
 
         Raises:
-            ModeError: It is a configured mode that pairs two runtime modes.
+            ModeError: The value is a pair of two runtime modes.
             UnknownNameError: No mode has that name.
         """
         if isinstance(value, cls):
@@ -70,10 +70,10 @@ class RuntimeMode(enum.IntEnum):
 
 
 class CUDAGraphMode(enum.Enum):
-    """The configured mode: how decode batches and all other batches run.
+    """The configured mode: how decode and mixed batches run.
 
-    A single value applies to all batches. A pair (decode value, mixed value) asks for a *separate
-    routine*: uniform decode batches run in the first mode, the rest in the second.
+    A single value applies to all batches. A pair (decode, mixed) is called a *separate routine*:
+    uniform decode batches run in the first mode, all others in the second.
     """
 
     NONE = 0
@@ -82,16 +82,16 @@ class CUDAGraphMode(enum.Enum):
     FULL_DECODE_ONLY = (2, 0)
     FULL_AND_PIECEWISE = (2, 1)
 
-    # Assigned below the class: in the enum body it would become a member.
+    # Assigned below the class, because in the enum body it would become a member.
     valid_runtime_modes: ClassVar[frozenset[CUDAGraphMode]]
 
     @classmethod
     def parse(cls, value: object) -> CUDAGraphMode:
-        """Return the mode that a member, a name (any case) or a value stands for.
+        """Return the mode for a member, a name or a value.
 
         Args:
-            value: A member, an enum member of the same name, text such as
-                ``"full_and_piecewise"``, or a member's value.
+            value: A member, a member of another enum with the same name, a name in any case such as
+                ``"full_and_piecewise"``, or the value of a member.
 
         Raises:
             UnknownNameError: No mode has that name; the message lists the closest ones.
@@ -127,14 +127,14 @@ class CUDAGraphMode(enum.Enum):
         return CUDAGraphMode(self.value[0]) if self.separate_routine() else self
 
     def mixed_mode(self) -> CUDAGraphMode:
-        """Return the mode of all batches that are not uniform decode."""
+        """Return the mode of mixed batches."""
         return CUDAGraphMode(self.value[1]) if self.separate_routine() else self
 
     def has_mode(self, mode: CUDAGraphMode) -> bool:
         """Return whether decode or mixed batches run in a mode.
 
         Raises:
-            ModeError: The mode asked about is itself a pair.
+            ModeError: The given mode is a pair.
         """
         if mode.separate_routine():
             raise ModeError("mode", str(mode), "NONE, PIECEWISE or FULL")
@@ -145,29 +145,29 @@ class CUDAGraphMode(enum.Enum):
         return self.has_mode(CUDAGraphMode.PIECEWISE)
 
     def max_cudagraph_mode(self) -> CUDAGraphMode:
-        """Return the larger of the two parts."""
+        """Return the larger of the decode mode and the mixed mode."""
         parts = self.value if self.separate_routine() else (self.value,)
         return CUDAGraphMode(max(parts))
 
     def has_full_cudagraphs(self) -> bool:
-        """Return whether any batch runs as one whole graph."""
+        """Return whether any batch runs in mode FULL."""
         return self.max_cudagraph_mode() is CUDAGraphMode.FULL
 
     def has_piecewise_cudagraphs(self) -> bool:
-        """Return whether any batch runs as pieces."""
+        """Return whether any batch runs in mode PIECEWISE."""
         return self.requires_piecewise_compilation()
 
     def separate_routine(self) -> bool:
-        """Return whether uniform decode batches run in another mode than the rest."""
+        """Return whether uniform decode batches have a mode of their own."""
         return isinstance(self.value, tuple)
 
     def without_piecewise(self) -> CUDAGraphMode:
-        """Return this mode without its PIECEWISE part, for steps that cannot be split."""
+        """Return this mode without PIECEWISE, for steps that cannot be split."""
         return _WITHOUT_PIECEWISE.get(self, self)
 
     @classmethod
     def is_valid_runtime_mode(cls, mode: CUDAGraphMode) -> bool:
-        """Return whether a mode can be the result of a dispatch."""
+        """Return whether a mode is a runtime mode, not a pair."""
         return mode in cls.valid_runtime_modes
 
     def __bool__(self) -> bool:
@@ -188,9 +188,9 @@ _WITHOUT_PIECEWISE = {
 
 # -- allowed modes as one small int -------------------------------------------------------
 
-#: The modes that each code allows. 0, 1 and 2 are ceilings equal to the runtime mode's value, so
-#: "at most PIECEWISE" is simply ``RuntimeMode.PIECEWISE``. 3 to 6 are the sets that exclude eager
-#: or skip a mode; ranks that have agreed on one mode need them.
+#: The modes that each code allows. Codes 0, 1 and 2 are upper limits and equal the value of the
+#: runtime mode: ``RuntimeMode.PIECEWISE`` means at most PIECEWISE. Codes 3 to 6 exclude eager or
+#: skip a mode; ranks that have agreed on one mode use them.
 ALLOWED_MODES: tuple[frozenset[RuntimeMode], ...] = (
     frozenset((RuntimeMode.NONE,)),
     frozenset((RuntimeMode.NONE, RuntimeMode.PIECEWISE)),
@@ -206,19 +206,19 @@ _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
 def allowed_modes_code(
     valid: Iterable[object] | None = None, invalid: Iterable[object] = ()
 ) -> int:
-    """Return the code of the runtime modes that a batch may run as.
+    """Return the code for a set of allowed runtime modes.
 
-    The arguments are those of vLLM's dispatcher and are not modified.
+    The arguments correspond to those of vLLM's dispatcher and are not modified.
 
     Args:
-        valid: Modes to choose from (members or names); None means all three.
-        invalid: Modes to leave out.
+        valid: Modes that may run (members or names); None means all three.
+        invalid: Modes to exclude.
 
     Returns:
         An index into ``ALLOWED_MODES``.
 
     Raises:
-        ConfigError: No mode is left.
+        ConfigError: All modes are excluded.
         UnknownNameError: No mode has that name.
     """
     given = frozenset(RuntimeMode if valid is None else map(RuntimeMode.parse, valid))
@@ -229,7 +229,7 @@ def allowed_modes_code(
             "allowed modes",
             {"valid": sorted(map(str, given)), "invalid": sorted(map(str, excluded))},
             "at least one of NONE, PIECEWISE, FULL",
-            "Leave NONE allowed where eager is acceptable.",
+            "Allow NONE if the batch may run eager.",
         )
     return _CODES[left]
 
@@ -238,7 +238,7 @@ def allowed_modes_code(
 
 
 class AttentionSupport(enum.IntEnum):
-    """For which batches an attention implementation may run inside a captured graph."""
+    """The batches for which attention may run inside a captured graph."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -250,7 +250,7 @@ class AttentionSupport(enum.IntEnum):
 
     @classmethod
     def parse(cls, value: object) -> AttentionSupport:
-        """Return the level that a member, an enum member of the same name, or a name stands for.
+        """Return the level for a member, a member of another enum, or a name.
 
         Raises:
             UnknownNameError: No level has that name.
@@ -270,13 +270,13 @@ CUDAGraphSupport = AttentionSupport
 
 @attrs.frozen
 class ModeResolution:
-    """The mode that will be used, with the reason for each downgrade from the one requested.
+    """The mode in effect, and the reason for each downgrade of the requested mode.
 
     Attributes:
-        mode: The mode that is supported.
-        reasons: One sentence per downgrade, in order; empty if nothing changed.
-        rounds_sizes: Capture sizes must become multiples of the query length, because
-            uniform decode batches of several tokens per request run FULL.
+        mode: The mode in effect.
+        reasons: One sentence per downgrade, in order; empty if the requested mode is in effect.
+        rounds_sizes: Whether capture sizes must be rounded to multiples of the query length,
+            because uniform decode batches of several tokens per request run FULL.
     """
 
     mode: CUDAGraphMode
@@ -294,22 +294,23 @@ def resolve_mode(
     captures_piecewise: bool = True,
     rounds_sizes: bool = True,
 ) -> ModeResolution:
-    """Return the supported mode closest to the one requested.
+    """Return the supported mode closest to the requested one.
 
     Args:
-        mode: The mode requested.
-        support: Level of the attention backend, or of each attention group; the least counts.
+        mode: The requested mode.
+        support: Level of the attention backend, or of each attention group; the lowest level
+            applies.
         query_len: Tokens per request of a uniform decode batch.
-        splits_attention: The model can be cut at attention.
-        fully_compiled: The pieces are compiled (or otherwise ready to be captured).
-        captures_piecewise: Pieces can be captured at all; False for a runner without pieces.
-        rounds_sizes: The caller shares one size list between modes, so that a query length above
-            one requires rounding (vLLM's second model runner does not share one).
+        splits_attention: Whether the model can be split at attention.
+        fully_compiled: Whether the pieces are compiled or otherwise ready to be captured.
+        captures_piecewise: Whether pieces can be captured; False for a runner without pieces.
+        rounds_sizes: Whether the caller uses one list of sizes for all modes, which requires
+            rounding for query lengths above one. vLLM's second model runner does not.
 
     Raises:
-        ConfigError: FULL was requested for mixed batches, and attention can never be captured.
+        ConfigError: FULL was requested for mixed batches, but attention is never captured.
 
-    Source: behaviour of vLLM 0.33 before its keys are initialised.
+    Source: the behaviour of vLLM 0.33 before it initializes its keys.
     """
     resolved = wanted = CUDAGraphMode.parse(mode)
     levels = (
@@ -347,7 +348,7 @@ def resolve_mode(
             pieces, f"attention is not captured for {query_len} tokens per request"
         )
     if resolved.requires_piecewise_compilation() and not captures_piecewise:
-        resolved = step_down(resolved.without_piecewise(), "no pieces can be captured here")
+        resolved = step_down(resolved.without_piecewise(), "the runner has no pieces to capture")
     if resolved.has_full_cudagraphs() and level is AttentionSupport.NEVER:
         raise _never_captured(wanted)
     full_decode = resolved.decode_mode() is CUDAGraphMode.FULL
@@ -355,7 +356,7 @@ def resolve_mode(
 
 
 def _iterable(value: object) -> bool:
-    """Distinguish a collection of levels from one level of a foreign enum."""
+    """Return whether a value is a collection of levels, not a single level."""
     return isinstance(value, Iterable) and not isinstance(value, enum.Enum)
 
 
@@ -363,6 +364,6 @@ def _never_captured(mode: CUDAGraphMode) -> ConfigError:
     return ConfigError(
         "cudagraph_mode",
         str(mode),
-        "NONE or PIECEWISE with an attention backend that is never captured",
+        "NONE or PIECEWISE, because the attention backend is never captured",
         "Choose one of these, or another attention backend.",
     )

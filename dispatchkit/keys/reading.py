@@ -1,7 +1,7 @@
-"""Read settings given as text: in a file, the environment or on the command line.
+"""Read settings from a file, the environment or the command line.
 
-Each function takes a value, native or text, and the name of the setting. It returns a value for the
-setting's check, so that a mistake gets the same message wherever it is made.
+Each function takes a value, native or text, and the name of the setting. It returns the value that
+the setting's check validates, so error messages do not depend on where a setting is given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AXES_ALLOWED = (
 
 
 def read_number(value: Any, name: str) -> Any:
-    """Convert the text of a number to the number; return anything else unchanged."""
+    """Convert text to a number if possible; return other values unchanged."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -30,14 +30,14 @@ def read_number(value: Any, name: str) -> Any:
             number = read(text)
         except ValueError:
             continue
-        if isinstance(number, int):  # ints of any size: isfinite would convert them to float
+        if isinstance(number, int):  # isfinite() would raise for ints too large for a float
             return number
         return number if math.isfinite(number) else text
     return text
 
 
 def read_numbers(value: Any, name: str) -> Any:
-    """Return the items of a list or of comma-separated text, converting numbers."""
+    """Return the items of a list or of comma-separated text as numbers."""
     if isinstance(value, str):
         return [read_number(part, name) for part in value.split(",") if part.strip()]
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
@@ -46,16 +46,16 @@ def read_numbers(value: Any, name: str) -> Any:
 
 
 def read_number_or_numbers(value: Any, name: str) -> Any:
-    """Return a list of numbers; a single number becomes a list of one."""
+    """Return a list of numbers; a single number becomes a list with one item."""
     value = read_number(value, name)
     return [value] if isinstance(value, int) else read_numbers(value, name)
 
 
 def read_flag(value: Any, name: str) -> bool:
-    """Return a flag, converting a word for one.
+    """Return a flag, converting words such as ``yes`` and ``off``.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither a flag nor such a word.
     """
     try:
         return checks.read_flag(value, name)
@@ -69,14 +69,14 @@ def read_word(value: Any, name: str) -> str:
 
 
 def read_options(value: Any, name: str) -> dict[str, Any]:
-    """Return a table of options, parsing text as a JSON object.
+    """Return a table of options; text is parsed as a JSON object.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither a table nor the text of a JSON object.
     """
     allowed = "a table of options, or a JSON object as text"
     if isinstance(value, str):
-        import json  # most programs write a table
+        import json  # imported only for options given as text
 
         try:
             value = json.loads(value)

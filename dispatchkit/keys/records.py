@@ -9,20 +9,19 @@ import attrs
 
 from dispatchkit.keys.reading import read_number
 
-#: The key of a field's ``About`` in its metadata.
+#: Metadata key under which a field stores its ``About``.
 ABOUT: Final = "dispatchkit"
 
 
 @attrs.frozen
 class About:
-    """How a setting is described where settings are listed, and how it is read.
+    """The description of a setting, and the function that reads its text.
 
     Attributes:
         help: A one-sentence description.
-        derived: A description of the value used if the setting is not given and its default is
-            None.
-        read: Converts a value from a file, the environment or the command line, given with the name
-            of the setting, to what the check takes.
+        derived: How the value is derived if the setting is omitted and its default is None.
+        read: Function that takes a value from a file, the environment or the command line, and the
+            name of the setting, and returns the value to check.
     """
 
     help: str
@@ -36,12 +35,13 @@ def setting(
     about: About | None = None,
     **options: Any,
 ) -> Any:
-    """Return the field of a setting.
+    """Return an attrs field for a setting.
 
     Args:
         default: The default; ``attrs.Factory`` for a new object per record.
-        check: Takes a value and the name of the setting; returns the value to store, or raises.
-        about: For settings that a file, the environment or the command line may set.
+        check: Function that takes a value and the name of the setting, and returns the value to
+            store or raises.
+        about: Description, for settings that a file, the environment or the command line can set.
         options: Further arguments of ``attrs.field``.
     """
 
@@ -57,9 +57,10 @@ def setting(
 
 
 def described(about: About) -> dict[str, Any]:
-    """Return the metadata for a field declared with ``attrs.field`` itself.
+    """Return the metadata for a field declared with ``attrs.field``.
 
-    Needed for converters that type checkers must see because they accept text for another type.
+    Use it for converters that accept text for another type: type checkers must see them in the
+    ``attrs.field`` call.
     """
     return {ABOUT: about}
 
@@ -76,13 +77,13 @@ def default_of(field: attrs.Attribute[Any]) -> Any:
 
 
 def check_setting(field: attrs.Attribute[Any], value: Any) -> Any:
-    """Return the value that a record would store for one setting.
+    """Return the value that a record stores for a setting.
 
     Raises:
         ConfigError: The value is invalid.
     """
     converter: Any = field.converter
-    wrapped = getattr(converter, "converter", None)  # if it was declared with ``setting``
+    wrapped = getattr(converter, "converter", None)  # declared with ``setting``
     return converter(value) if wrapped is None else wrapped(value, None, field)
 
 
@@ -98,9 +99,9 @@ def given_in(record: Any) -> dict[str, Any]:
 
 
 def repr_of_given(record: Any) -> str:
-    """Return the call that makes an equal record, leaving out defaults.
+    """Return a call that creates an equal record, without defaults.
 
-    The ``__repr__`` of settings records. Fields with their own ``repr`` are printed with it.
+    This is the ``__repr__`` of settings records. A field that defines ``repr`` is printed with it.
     """
     shown = {field.alias: field.repr for field in attrs.fields(type(record)) if field.init}
     arguments = []

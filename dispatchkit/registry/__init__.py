@@ -1,4 +1,4 @@
-"""The keys that may be dispatched, with the state and graph of each."""
+"""The registry of graph keys, with the state and graph of each key."""
 
 from dispatchkit.registry.entry import GraphEntry, KeyState
 from dispatchkit.registry.registry import GraphRegistry, RegistryEvent

@@ -1,4 +1,4 @@
-"""GraphEntry: one key and the state of its graph."""
+"""GraphEntry: a key and the state of its graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dispatchkit.keys.batch import GraphKey
 class KeyState(enum.StrEnum):
     """The state of a key's graph.
 
-    DECLARED → CAPTURED → EVICTED, STALE or FAILED; all of these may be captured again.
+    A key is DECLARED, then CAPTURED, and may become EVICTED, STALE or FAILED. It can be captured
+    again from each of these states.
     """
 
     DECLARED = "declared"
@@ -25,14 +26,14 @@ class KeyState(enum.StrEnum):
 
 @attrs.frozen
 class GraphEntry:
-    """A key with its graph. Immutable: each transition creates a new entry.
+    """A key and its graph; immutable, so each transition creates a new entry.
 
     Attributes:
         key: The key.
         state: The state of its graph.
-        graph: What the executor replays, with everything it reads; opaque here.
-        num_bytes: Memory it is charged with; 0 if it shares another's.
-        reason: Why it failed, was evicted or became stale.
+        graph: The executor's graph object, with everything it reads; opaque to the registry.
+        num_bytes: Memory attributed to the graph; 0 if it shares the memory of another graph.
+        reason: Why the graph failed, was evicted or became stale.
         attempts: Capture attempts since the last success.
     """
 

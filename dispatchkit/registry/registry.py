@@ -1,4 +1,4 @@
-"""GraphRegistry: the only source of truth for what may be dispatched."""
+"""GraphRegistry: the single source of truth about keys and their graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry.entry import GraphEntry, KeyState
 
-# (mode, uniform query length, max query length, adapters, axes): groups keys that differ only in
+# Mode, uniform query length, max query length, adapters and axes, for keys that differ only in
 # size.
 _Family = tuple[RuntimeMode, int, int | None, int, tuple[int, ...]]
-# Size, order of declaration, key. The serial number prevents keys from being compared.
+# Size, serial number of the declaration, key. Sorting never compares keys, because serial numbers
+# are unique.
 _Member = tuple[int, int, GraphKey]
 
 
@@ -38,14 +39,15 @@ def _family(key: GraphKey) -> _Family:
 
 @attrs.frozen
 class RegistryEvent:
-    """A key changed: ``before`` is None if it is new, ``after`` if it was removed.
+    """A change of a key or its state.
 
     Attributes:
         key: The key.
-        before: Its state before.
-        after: Its state now; unchanged if the key was switched on or off.
-        reason: The reason stored in its entry; ``enabled`` or ``disabled`` if it was switched.
-        by_mode: The key's whole mode was switched, not only this key.
+        before: Its previous state; None if the key is new.
+        after: Its current state; None if the key was removed, and unchanged if it was enabled or
+            disabled.
+        reason: The reason in its entry; ``enabled`` or ``disabled`` after ``set_enabled``.
+        by_mode: Whether the mode of the key was enabled or disabled, not the key itself.
     """
 
     key: GraphKey
@@ -56,16 +58,16 @@ class RegistryEvent:
 
 
 class GraphRegistry:
-    """Keys, their entries and the transitions between states.
+    """The keys, their entries and the transitions between states.
 
-    Readers need no lock: an entry is immutable and replaced as a whole. Writers hold one
-    lock; listeners are called under it, in order, and must not write.
+    Readers need no lock, because entries are immutable and replaced as a whole. Writers hold one
+    lock. Listeners are called in order under that lock and must not write.
 
     Attributes:
-        lock: The lock that writers hold. Tables derived from the registry must share it: with a
-            separate lock they would take the two in one order in a listener and in the opposite
-            order when declaring keys, and two threads could deadlock.
-        num_changes: How often a key was added, removed, changed or switched.
+        lock: The lock of writers. Tables derived from the registry must use this lock. With a
+            second lock, a listener and a declaration would acquire the two locks in opposite orders
+            and could deadlock.
+        num_changes: Number of changes: keys added, removed, changed, enabled or disabled.
     """
 
     def __init__(self) -> None:
@@ -92,26 +94,26 @@ class GraphRegistry:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[GraphKey]:
-        return iter(self._entries.copy())  # copied in one step: writers may run meanwhile
+        return iter(self._entries.copy())  # copied atomically, because writers may run concurrently
 
     def get(self, key: GraphKey) -> GraphEntry | None:
-        """Return the entry of a key, or None."""
+        """Return the entry of a key, or None if it is not declared."""
         return self._entries.get(key)
 
     def is_enabled(self, key: GraphKey) -> bool:
-        """Return whether neither the key nor its mode is disabled."""
+        """Return whether a key is enabled, and its mode, too."""
         return key.mode not in self._disabled_modes and key not in self._disabled_keys
 
     @property
     def disabled_modes(self) -> frozenset[RuntimeMode]:
-        """Runtime modes switched off at run time."""
+        """The runtime modes disabled by ``set_enabled``."""
         return self._disabled_modes
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the keys of a mode that can compute the batch, smallest first.
+        """Yield the keys of a mode that can compute a batch, smallest first.
 
-        Of two equally large keys, the one captured for fewer adapters comes first, then the more
-        specific one (uniform before mixed).
+        Keys of the same size are ordered by number of adapters, fewest first, then uniform keys
+        before mixed ones.
         """
         streams = []
         for family, members in self._families.copy().items():
@@ -125,7 +127,7 @@ class GraphRegistry:
     # -- writing ----------------------------------------------------------------------
 
     def subscribe(self, listener: Callable[[RegistryEvent], None]) -> Callable[[], None]:
-        """Call a listener on every change; return a function that unsubscribes it."""
+        """Call a listener for each change; return a function that unsubscribes it."""
         with self.lock:
             self._listeners = (*self._listeners, listener)
 
@@ -136,14 +138,14 @@ class GraphRegistry:
         return unsubscribe
 
     def declare(self, keys: Iterable[GraphKey]) -> None:
-        """Declare keys. A key that is already declared stays as it is."""
+        """Declare keys; keys that are already declared do not change."""
         with self.lock:
             grown: dict[_Family, list[_Member]] = {}
             new = [key for key in dict.fromkeys(keys) if key not in self._entries]
             for key in new:
                 self._serial += 1
                 grown.setdefault(_family(key), []).append((key.num_tokens, self._serial, key))
-            # Lists are replaced, never changed in place: a reader may be walking one.
+            # Lists are replaced, not modified, because a reader may be iterating over one.
             for family, members in grown.items():
                 self._families[family] = sorted([*self._families.get(family, ()), *members])
             for key in new:
@@ -151,14 +153,14 @@ class GraphRegistry:
                 self._tell(key, None, KeyState.DECLARED)
 
     def captured(self, key: GraphKey, graph: Any, *, num_bytes: int = 0) -> GraphEntry:
-        """Give a key its graph, so that it may be dispatched."""
+        """Set the graph of a key, so that the key can be dispatched."""
         entry = self._move(
             key, KeyState.CAPTURED, graph=graph, num_bytes=num_bytes, reason="", attempts=0
         )
         return entry
 
     def failed(self, key: GraphKey, reason: str) -> GraphEntry:
-        """Mark that a capture or a replay of the key failed; its graph is released."""
+        """Record a failed capture or replay of a key, and release its graph."""
         with self.lock:
             attempts = self._require(key).attempts + 1
             return self._move(
@@ -166,19 +168,19 @@ class GraphRegistry:
             )
 
     def evicted(self, key: GraphKey, reason: str = "budget") -> GraphEntry:
-        """Release the graph of a key; only captured and stale keys have one."""
+        """Release the graph of a captured or stale key."""
         with self.lock:
             self._require(key, KeyState.CAPTURED, KeyState.STALE)
             return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
 
     def stale(self, key: GraphKey, reason: str) -> GraphEntry:
-        """Mark that memory the graph reads was replaced, so that it must not be replayed."""
+        """Mark a captured key as stale, because memory that its graph reads was replaced."""
         with self.lock:
             self._require(key, KeyState.CAPTURED)
             return self._move(key, KeyState.STALE, reason=reason)
 
     def forget(self, key: GraphKey) -> None:
-        """Remove a key altogether."""
+        """Remove a key."""
         with self.lock:
             before = self._require(key)
             del self._entries[key]
@@ -200,14 +202,17 @@ class GraphRegistry:
     def set_enabled(
         self, enabled: bool, *, mode: RuntimeMode | None = None, key: GraphKey | None = None
     ) -> None:
-        """Switch a mode or one key on or off while serving.
+        """Enable or disable a mode or a key while serving.
 
         Raises:
-            RegistryError: Neither is given, the mode has no graphs, or the key is unknown.
+            RegistryError: Neither a mode nor a key is given, the mode is NONE, or the key is not
+                declared.
         """
         if (mode is None and key is None) or mode is RuntimeMode.NONE:
             given = "nothing" if mode is None else "NONE"
-            raise RegistryError(f"set_enabled needs PIECEWISE, FULL or a key, got {given}.")
+            raise RegistryError(
+                f"set_enabled() got {given}; pass mode PIECEWISE or FULL, or a key."
+            )
         with self.lock:
             if key is not None:
                 self._require(key)
@@ -229,17 +234,17 @@ class GraphRegistry:
     # -- inside -----------------------------------------------------------------------
 
     def _largest_first(self) -> list[GraphKey]:
-        # Largest key first: its event empties every cell it could serve, which leaves little to do
-        # for the events of smaller keys.
+        # The event of a key empties all cells that the key could serve. With the largest key first,
+        # few cells remain for the events of smaller keys.
         return sorted(self._entries, key=lambda key: -key.num_tokens)
 
     def _require(self, key: GraphKey, *states: KeyState) -> GraphEntry:
         entry = self._entries.get(key)
         if entry is None:
-            raise RegistryError(f"{key} is not declared; declare it before changing its state.")
+            raise RegistryError(f"{key} is not declared. Declare it before changing its state.")
         if states and entry.state not in states:
             allowed = " or ".join(states)
-            raise RegistryError(f"{key} is {entry.state}; this needs a key that is {allowed}.")
+            raise RegistryError(f"{key} is {entry.state}, but must be {allowed}.")
         return entry
 
     def _move(self, key: GraphKey, state: KeyState, **changes: Any) -> GraphEntry:

@@ -75,7 +75,7 @@ def test_the_range_without_a_graph_is_named():
 
 
 def test_no_size_left_is_said_and_is_no_error():
-    with pytest.warns(CaptureSizeWarning, match="no graph is captured"):
+    with pytest.warns(CaptureSizeWarning, match="is empty, so every batch runs eager"):
         assert check_capture_sizes([], limit=32) == ()
 
 
