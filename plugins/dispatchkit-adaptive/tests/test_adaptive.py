@@ -60,8 +60,10 @@ class Device:
             return self.eager_per_token * num_tokens
         return self.graph * graph.num_tokens / 512
 
-    def calibrate(self) -> None:
+    def calibrate(self, rounds: list[list[Decision]] | None = None) -> None:
         while runs := self.dispatcher.policy.calibration_runs(self.dispatcher.graphs):  # type: ignore[attr-defined]
+            if rounds is not None:
+                rounds.append([run.decision for run in runs])
             for run in runs:
                 for _ in range(run.runs):
                     us = self.us(run.batch.num_tokens, run.decision.key)
@@ -76,6 +78,17 @@ class Device:
             batch = self.dispatcher.batch(num_tokens)
             self.dispatcher.observe(Outcome(batch, decision, us, step=self.steps, **facts))
         return decision
+
+
+def test_calibration_runs_only_close_arms_again() -> None:
+    """The graphs of 512 and 768 take almost equally long; eager is far slower, and runs once."""
+    device = Device(serve(adaptive()), 9.0, 900.0)
+    device.us = lambda num_tokens, graph: 9e4 if graph is None else 900.0 + graph.num_tokens / 1e3  # type: ignore[method-assign]
+    rounds: list[list[Decision]] = []
+    device.calibrate(rounds)
+    assert any(how.key is None for how in rounds[0])
+    assert len(rounds) > 1
+    assert all(how.key is not None for again in rounds[1:] for how in again)
 
 
 class TestKit(PolicyTests):

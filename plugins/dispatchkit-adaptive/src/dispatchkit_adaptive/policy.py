@@ -328,7 +328,8 @@ class AdaptivePolicy:
 
         Call it after a capture, and again when the outcomes of all runs have been observed. The
         first call returns each graph at its size, and eager at both ends of each band of sizes;
-        later calls return more runs of arms that are too close to distinguish.
+        later calls return more runs of those arms that cannot yet be told from the base's, and of
+        the base's.
         """
         while self._to_choose:
             self._choose(self._to_choose.popleft())
@@ -344,7 +345,7 @@ class AdaptivePolicy:
         elif self._calibration_rounds > _CALIBRATION_ROUNDS:
             places = []
         else:
-            places = [(batch, how) for batch, how in places if self._is_close_call(batch)]
+            places = [(batch, how) for batch, how in places if self._is_close_call(batch, how.key)]
         if not places:
             self._calibration_rounds = 0
         return [CalibrationRun(batch, how, times) for batch, how in places]
@@ -378,19 +379,20 @@ class AdaptivePolicy:
                 places.setdefault((batch, None), Decision.eager(CALIBRATION, timed=True))
         return [(batch, how) for (batch, _), how in places.items()]
 
-    def _is_close_call(self, batch: Batch) -> bool:
-        """Return whether the base's arm and another one are too close to distinguish."""
+    def _is_close_call(self, batch: Batch, key: GraphKey | None) -> bool:
+        """Return whether more runs of an arm may decide between it and the base's arm."""
         bucket = self._bucket_of.get(batch)
         known = {} if bucket is None else self._known(bucket)
         base = known.get(bucket.base_arm) if bucket else None
         if bucket is None or base is None:
             return False
+        ran = bucket.band if key is None else (key,)
         size = batch.num_tokens
         return any(
             abs(arm.log_us(size) - base.log_us(size))
             < 2.0 * math.hypot(arm.error(size), base.error(size))
-            for arm in known.values()
-            if arm is not base
+            for ident, arm in known.items()
+            if arm is not base and ran in (ident, bucket.base_arm)
         )
 
     # -- reading and keeping ------------------------------------------------------------
