@@ -54,7 +54,7 @@ def test_the_command_of_the_page_is_a_command(
     done = run("peak", str(trace), "--top", "2")
     assert (done.code, done.out.split(), done.err) == (0, "Rank Tokens 1 12 2 7".split(), "")
     assert run("peak", str(trace), "--json").out.split() == ["[", "12,", "7,", "3", "]"]
-    assert run("peak", str(trace), "--top", "9").err == "The trace has 3 steps only.\n"
+    assert run("peak", str(trace), "--top", "9").err == "The trace has only 3 steps.\n"
     done = run("peak", str(trace), "--top", "0")
     assert (done.code, done.out, done.err) == (2, "", "--top must be 1 or more, got 0.\n")
 
