@@ -102,7 +102,7 @@ _LAZY_NAMES = {
     "load_plugins": "plugins",
 }
 
-# Written out, since type checkers and linters read it without running the module.
+# Listed explicitly because type checkers and linters do not run the module.
 __all__ = [
     "Axis",
     "Batch",
@@ -154,7 +154,8 @@ def __getattr__(name: str) -> Any:
         from dispatchkit.distributions import distribution_of, load_attribute
 
         if distribution_of("attribute", name) is not None:
-            # An ImportError if it is missing: `from dispatchkit import` drops other messages.
+            # Raises an ImportError if it is missing: `from dispatchkit import` hides the message of
+            # any other exception.
             return load_attribute(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,8 +1,7 @@
-"""Which distribution provides a name that the core does not have.
+"""Which distribution provides each name that is not part of the core.
 
-The only place where the core names its own plugins. It imports none of them, and loads one only if
-a user requests one of its names. The table is used for the default policy and for messages that say
-what to install.
+The core names its own plugins only here. A plugin is imported only if a user requests one of its
+names. The table provides the default policy and the installation hints in messages.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 
 from dispatchkit.errors import MissingDistributionError
 
-#: The policy used if neither the user nor a plugin chooses one.
+#: Name of the policy used if neither the user nor a plugin chooses a policy.
 DEFAULT_POLICY = "vllm"
 
-#: Kind of name -> name -> distribution. Kinds are those of the hooks' records, and
-#: ``attribute`` for Python names of ``dispatchkit`` (``dispatchkit.<name>``).
+#: Kind of name -> name -> distribution. Kinds are ``Spec.kind`` of each record, and ``attribute``
+#: for Python attributes of the package (``dispatchkit.<name>``).
 DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
     "policy": {
         DEFAULT_POLICY: "dispatchkit-vllm",
@@ -63,25 +62,25 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
 def distribution_of(kind: str, name: str) -> str | None:
     """Return the distribution that provides a name; None if unknown.
 
-    A version suffix is not part of the name: ``vllm@0.13`` comes with ``vllm``.
+    A version suffix is ignored: ``vllm@0.13`` is looked up as ``vllm``.
     """
     return DISTRIBUTIONS.get(kind, {}).get(name.partition("@")[0])
 
 
 def install_hint(kind: str, name: str) -> str:
-    """Return a sentence that says what to install for a name; empty if unknown."""
+    """Return an installation hint for a name; empty if the name is unknown."""
     distribution = distribution_of(kind, name)
     if distribution is None:
         return ""
-    return f"It comes with {distribution}. Run: pip install {distribution}."
+    return f"It is part of {distribution}. Run: pip install {distribution}."
 
 
 def load_attribute(name: str, what: str = "") -> Any:
-    """Return a Python object from one of our distributions.
+    """Return an attribute of a dispatchkit distribution, importing it if necessary.
 
     Args:
-        name: A name of kind ``attribute``; the distribution's package has it.
-        what: Its name in messages; by default ``dispatchkit.<name>``.
+        name: A name of kind ``attribute``, defined in the package of its distribution.
+        what: Name to use in messages; by default ``dispatchkit.<name>``.
 
     Raises:
         MissingDistributionError: The distribution is not installed.

@@ -1,8 +1,8 @@
-"""Every exception that dispatchkit raises on purpose.
+"""All exceptions that dispatchkit raises deliberately.
 
-Each message says what was given, what is allowed, which component is at fault, and the next step.
-Each class also inherits from the built-in exception that a caller would expect, so that existing
-``except ValueError`` clauses keep working, and has the details as attributes.
+Each message states the given value, the allowed values, the component at fault and the next step.
+The attributes of each class have the same details. Each class also inherits from a built-in
+exception, so that existing ``except ValueError`` clauses keep working.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 
 
 def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
-    """Return the known names closest to a misspelled one, best first."""
+    """Return the known names closest to a misspelled name, best match first."""
     by_lower = {one.lower(): one for one in sorted(known)}
     near = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
     return tuple(by_lower[one] for one in near)
@@ -26,7 +26,7 @@ _LONGEST_MESSAGE = 1000
 
 
 def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
-    """Shorten a text for a message, omitting its middle if it is longer than ``most``."""
+    """Shorten a text for a message by omitting its middle."""
     if len(text) <= most:
         return text
     head = 2 * most // 3
@@ -34,28 +34,28 @@ def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value's text for messages, shortened if large."""
+    """Return a value's repr for messages, shortened if it is long."""
     try:
         return shortened(repr(value))
-    except ValueError:  # an int of thousands of digits
+    except ValueError:  # an int with thousands of digits
         return f"a {type(value).__name__} too large to print"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the names closest to a misspelled one; may be empty."""
+    """Return a sentence that suggests the closest names; empty if no name is close."""
     near = nearest_names(name, known)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 @attrs.frozen
 class Origin:
-    """Where a plugin comes from.
+    """The origin of a plugin.
 
     Attributes:
-        plugin: Name of the plugin: its entry point's name, or the name it was passed in under.
-        distribution: Distribution with the entry point; None for an object passed in.
+        plugin: Name of the plugin: the name of its entry point, or the name given with the object.
+        distribution: Distribution that declares the entry point; None for an object passed in.
         version: Version of that distribution; None for an object passed in.
-        entry_point: The entry point's value (``module:object``); None for an object passed in.
+        entry_point: Value of the entry point (``module:object``); None for an object passed in.
         is_there: False for a requested name that matches no plugin.
     """
 
@@ -84,7 +84,7 @@ class ConfigError(DispatchkitError, ValueError):
     """A setting has an invalid value.
 
     Attributes:
-        setting: Name of the setting, as the user writes it.
+        setting: Name of the setting, as written by the user.
         value: The given value.
         allowed: The allowed values, in words.
     """
@@ -103,10 +103,10 @@ class UnknownNameError(ConfigError, LookupError):
     """A requested name does not exist.
 
     Attributes:
-        kind: The kind of name (``policy``, ``backend``, ``trace column``).
+        kind: Kind of name, such as ``policy``, ``backend`` or ``trace column``.
         name: The requested name.
         known: All existing names.
-        nearest: The known names closest to it.
+        nearest: The known names closest to the requested name.
     """
 
     kind: str
@@ -122,10 +122,10 @@ class UnknownNameError(ConfigError, LookupError):
 
 
 class DescriptorError(DispatchkitError, ValueError):
-    """The properties of a batch are impossible or outside the configured limits.
+    """A property of a batch is impossible or exceeds the configured limits.
 
     Attributes:
-        field: The property (``num_tokens``, ``num_reqs``, ``loras``, ...).
+        field: Name of the property, such as ``num_tokens``, ``num_reqs`` or ``loras``.
         value: The given value.
         allowed: The allowed values, in words.
     """
@@ -141,7 +141,7 @@ class DescriptorError(DispatchkitError, ValueError):
 
 
 class InputError(DispatchkitError, ValueError):
-    """A tensor passed to a runner does not match the declared static input.
+    """An input of a call does not match the declared static input.
 
     Attributes:
         name: Name of the input.
@@ -153,14 +153,14 @@ class InputError(DispatchkitError, ValueError):
 
 
 class NoGraphError(DispatchkitError, RuntimeError):
-    """No graph serves this batch, and running it eager is not allowed.
+    """No graph can run this batch, and running it eager is not allowed.
 
-    Raised if the allowed modes exclude eager (for example on a rank that agreed to a mode without a
-    graph), and in strict mode.
+    Raised in strict mode, and if the allowed modes exclude eager: for example, if the ranks agreed
+    on a mode for which this rank has no graph.
 
     Attributes:
-        reason: Why no graph serves it.
-        nearest: The nearest keys that exist, as text.
+        reason: The reason why no graph can run it.
+        nearest: The nearest existing keys, as text.
     """
 
     reason: str
@@ -172,13 +172,13 @@ class NoGraphError(DispatchkitError, RuntimeError):
 
 
 class PolicyError(DispatchkitError, RuntimeError):
-    """A policy raised, or answered with a decision that breaks a hard constraint.
+    """A policy raised, or its decision violates a hard constraint.
 
     Attributes:
         policy: Name of the policy.
-        origin: Distribution and version that provides it, or where it was passed in.
-        hook: The method or hook at fault (``declare``, ``decide``, ``observe``).
-        value: The value it returned.
+        origin: The distribution that provides the policy, or the name under which it was passed in.
+        hook: The method or hook at fault, such as ``declare``, ``decide`` or ``observe``.
+        value: The returned value.
     """
 
     policy: str
@@ -195,15 +195,15 @@ class PolicyError(DispatchkitError, RuntimeError):
 
 
 class RegistrationError(DispatchkitError, ValueError):
-    """A plugin, a name or a key could not be registered; nothing was changed."""
+    """A plugin, a name or a key could not be registered; no state has changed."""
 
 
 class PluginError(RegistrationError):
-    """One plugin, or one name that it claims, could not be loaded.
+    """A plugin could not be loaded, or a name it claims could not be registered.
 
     Attributes:
         origin: The plugin and its distribution.
-        reason: What is wrong and what to do, in words.
+        reason: The problem and the next step, in words.
     """
 
     origin: Origin
@@ -215,25 +215,25 @@ class PluginError(RegistrationError):
 
 
 class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
-    """Loading in strict mode found problems; the group has one PluginError each."""
+    """Loading plugins in strict mode failed; the group contains a PluginError for each problem."""
 
     def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
-        """Create the group; the message lists every problem."""
+        """Create the group with a message that lists every problem."""
         listing = "".join(f"\n- {error}" for error in errors)
         text = f"loading plugins found {len(errors)} problem(s):{listing}\n"
         return super().__new__(cls, text, list(errors))
 
 
 class RegistryError(DispatchkitError, RuntimeError):
-    """A transition is not allowed in the state of a graph's entry."""
+    """A registry entry's state does not allow the requested transition."""
 
 
 class CaptureError(DispatchkitError, RuntimeError):
-    """Capturing a graph failed; streams, generators and other keys are unchanged.
+    """A capture failed; streams, generators and other keys have not changed.
 
     Attributes:
-        key: The key being captured, as text; "" if unknown.
-        reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
+        key: The key of the capture, as text; "" if unknown.
+        reason: Short reason for counters, such as ``host_sync``, ``out_of_memory`` or ``error``.
     """
 
     key: str
@@ -245,10 +245,10 @@ class CaptureError(DispatchkitError, RuntimeError):
 
 
 class SwapError(DispatchkitError, RuntimeError):
-    """A swap was refused while serving; the policy and configuration in force did not change.
+    """A swap was refused; the policy and configuration in effect have not changed.
 
     Attributes:
-        failed: Reasons, by key as text.
+        failed: Reason for each failed key, by key as text.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:
@@ -257,23 +257,23 @@ class SwapError(DispatchkitError, RuntimeError):
 
 
 class ReplayError(DispatchkitError, RuntimeError):
-    """A replay failed or was refused; no result of an earlier step was returned."""
+    """A replay failed or was refused; no stale result was returned."""
 
 
 class BackendUnavailableError(DispatchkitError, ImportError):
-    """A backend cannot run here: torch, a driver or a device is missing."""
+    """A backend is unavailable because torch, a driver or a device is missing."""
 
 
 class MissingDistributionError(DispatchkitError, ImportError):
-    """A name belongs to a distribution that is not installed; the message names it."""
+    """A requested name is provided by a distribution that is not installed."""
 
 
 class TraceError(DispatchkitError, ValueError):
-    """A trace file is missing or malformed, or cannot be written.
+    """A trace file is missing, malformed or not writable.
 
     Attributes:
-        path: The file.
-        line: 1-based line number, or None if the fault concerns the whole file.
+        path: Path of the file.
+        line: 1-based line number; None if the error concerns the whole file.
     """
 
     path: str
@@ -286,13 +286,13 @@ class TraceError(DispatchkitError, ValueError):
 
 
 class RankError(DispatchkitError, RuntimeError):
-    """Ranks cannot continue together: one is late, gone, has raised, or is configured differently.
+    """Ranks cannot continue because one is late, has raised or left, or differs from the others.
 
     Attributes:
-        ranks: Global numbers of the ranks at fault; empty if unknown.
-        step: Last step that all ranks are known to have agreed on, 0 before the first.
-        reason: A short word: ``late`` (or dead), ``raised``, ``left``, ``differs``,
-            ``connection``, ``not_measured`` (how outputs are cut along an axis).
+        ranks: Global ranks at fault; empty if unknown.
+        step: The last step on which all ranks are known to have agreed; 0 before the first step.
+        reason: Short reason: ``late`` (or dead), ``raised``, ``left``, ``differs``, ``connection``,
+            or ``not_measured`` (the batch dimension of the outputs along an axis is unknown).
     """
 
     ranks: tuple[int, ...]

@@ -1,8 +1,7 @@
-"""Write output files completely or not at all, and never over their inputs.
+"""Write output files completely or not at all, and never overwrite their inputs.
 
-A file is written under a temporary name in the same folder and renamed once it is complete. If
-writing is interrupted (by an error, Ctrl-C, a full disk), an existing file of that name does not
-change.
+A file is written under a temporary name in the same folder and renamed when it is complete. If
+writing is interrupted, for example by Ctrl-C or a full disk, an existing file of that name is kept.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _LONGEST_STEM = 240
 
 
 def real_target(path: StrPath) -> Path:
-    """Return the absolute path of a name, following links.
+    """Return the absolute path of a file, following symbolic links.
 
-    Writing must not replace a link, and a program may change its working directory between naming a
-    file and writing it.
+    Writing through the real path does not replace a link, and is not affected if the working
+    directory changes later.
 
     Raises:
-        OSError: The path is relative and the current folder no longer exists.
+        OSError: The path is relative and the working directory does not exist.
     """
     return Path(os.path.realpath(path))
 
@@ -54,13 +53,13 @@ def check_output(
 
     Args:
         path: The file to write.
-        inputs: Files that the output is made from; None for one that is not given.
+        inputs: Files from which the output is computed; None entries are ignored.
         overwrite: Whether an existing file may be replaced.
-        hint: What to do about an existing file.
+        hint: Sentence for the error message if the file exists.
 
     Raises:
-        ConfigError: The path is a folder or one of the inputs, under any name; its folder is
-            missing or read-only; or the file exists and ``overwrite`` is False.
+        ConfigError: The path is a folder, or the same file as an input; its folder is missing or
+            read-only; or the file exists and ``overwrite`` is False.
     """
     shown = os.fspath(path)
     try:
@@ -80,11 +79,11 @@ def check_output(
             if not os.access(target, os.W_OK):
                 raise ConfigError("output", shown, "a file that can be written")
             if not stat.S_ISREG(mode):
-                return  # devices and pipes are written to, never replaced
+                return  # devices and pipes are opened, not replaced
             if not overwrite:
                 raise ConfigError("output", shown, "a file that does not exist yet", hint)
         if not target.parent.is_dir():
-            raise ConfigError("output", shown, "in a folder that exists")
+            raise ConfigError("output", shown, "in an existing folder")
         if not os.access(target.parent, os.W_OK | os.X_OK):
             raise ConfigError("output", shown, "in a folder that can be written")
     except ConfigError:
@@ -94,7 +93,7 @@ def check_output(
 
 
 def is_special(target: Path) -> bool:
-    """Return whether a path is a device or a pipe, which is written to and never replaced.
+    """Return whether a path is a device or pipe, which must be opened, not replaced.
 
     Raises:
         OSError: The path cannot be inspected.
@@ -115,19 +114,19 @@ def _unwritable(path: StrPath, error: OSError | ValueError) -> ConfigError:
 
 
 def _part_name(target: Path, number: int) -> str:
-    # Shortened if the name itself is close to the file system's limit.
+    # Shorten names close to the file system's limit.
     name = os.fsdecode(os.fsencode(target.name)[:_LONGEST_STEM])
     return f"{name}.part" if not number else f"{name}.{number}.part"
 
 
 def open_beside(target: Path) -> tuple[int, Path]:
-    """Open a new, empty file next to a target; return its descriptor and path.
+    """Create an empty file next to a target, and return its descriptor and path.
 
-    It is named ``TARGET.part``, or ``TARGET.1.part`` and so on if that exists, so that files of
-    other processes, even killed ones, are kept.
+    The file is named ``TARGET.part``, or ``TARGET.1.part`` and so on if that exists. Partial files
+    of other processes, even killed ones, are kept.
 
     Raises:
-        OSError: It cannot be created.
+        OSError: The file cannot be created.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
     for number in itertools.count():
@@ -138,10 +137,10 @@ def open_beside(target: Path) -> tuple[int, Path]:
 
 
 def rename_over(part: Path, target: Path) -> None:
-    """Give a finished file its name, with the permissions of the file it replaces.
+    """Rename a finished file to its target, keeping the target's permissions.
 
     Raises:
-        OSError: It cannot be renamed.
+        OSError: The file cannot be renamed.
     """
     with contextlib.suppress(FileNotFoundError):
         part.chmod(stat.S_IMODE(target.stat().st_mode))
@@ -150,13 +149,13 @@ def rename_over(part: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
-    """Open a binary file for writing that gets its name when the block ends.
+    """Open a binary file for writing, which replaces the target when the block ends.
 
     Args:
-        path: The finished file; replaced if it exists. A device or pipe is written to directly.
+        path: The target, which is replaced if it exists. A device or pipe is written directly.
 
     Raises:
-        ConfigError: It cannot be written; an existing file of that name is kept.
+        ConfigError: The file cannot be written. An existing file of that name is kept.
     """
     check_output(path)
     try:
@@ -180,11 +179,11 @@ def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: StrPath, content: str) -> None:
-    """Write a text file in UTF-8, complete or not at all.
+    """Write a text file in UTF-8, completely or not at all.
 
     Raises:
         ConfigError: It cannot be written; an existing file of that name is kept.
     """
     with whole_file(path) as stream:
-        # The text may contain a file name that is not UTF-8.
+        # Escape file names in the text that are not valid UTF-8.
         stream.write(content.encode("utf-8", errors="backslashreplace"))

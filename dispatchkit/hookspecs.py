@@ -1,7 +1,7 @@
-"""The whole contract with plugins: six hooks, and the records that they return.
+"""The plugin interface: six hooks, and the records they return.
 
-A plugin is a module or an instance with functions marked ``@hookimpl``, named by an entry
-point of the group ``dispatchkit``. It imports public names only::
+A plugin is a module or an instance with functions marked ``@hookimpl``. An entry point in the group
+``dispatchkit`` names it. It imports public names only::
 
     # pyproject.toml
     [project.entry-points.dispatchkit]
@@ -15,20 +15,23 @@ point of the group ``dispatchkit``. It imports public names only::
     def dispatchkit_register_policies():
         return [PolicySpec("smallest", SmallestPolicy, summary="Smallest captured bucket")]
 
-No hook runs per step: a step reads a table. Later events (a capture, a swap, a fault of a policy)
-are sent to observers, registered with ``dispatchkit_register_observers``.
+No hook runs per step: a step reads a table. Events such as a capture, a swap or a policy error are
+sent to observers, which are registered with ``dispatchkit_register_observers``.
 
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
-list or tuple of records, which may be empty. It must not touch a device, open files or ports,
-print, or import modules that only a factory needs: the process may be forked afterwards, and
-dispatchers load every plugin. If it raises or returns anything else, the whole plugin is left out.
+list or tuple of records, which may be empty. Because every dispatcher loads all plugins, and the
+process may be forked afterwards, the hook must not use a device, open files or ports, print, or
+import modules that only a factory needs. If it raises or returns anything else, the whole plugin is
+skipped.
 
-If two plugins claim one name, a warning names both. The winner does not depend on the order of
-``sys.path``: built-in names win unless listed in ``replace``; then plugins that were passed in;
-then the distribution named ``dispatchkit-<name>``; then the first in alphabetical order.
+If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
+``sys.path``: built-in names win unless listed in ``replace``, then plugins passed in as objects,
+then the distribution named ``dispatchkit-<name>``, then the first distribution in alphabetical
+order.
 
-A hook takes the listed arguments or fewer, by name, without defaults. Wrappers are refused. Hooks
-may gain arguments and records may gain fields; they are renamed or removed only in major versions.
+A hook function accepts the documented arguments or a subset, by name and without defaults. Hook
+wrappers are refused. Later versions may add arguments to hooks and fields to records; only major
+versions rename or remove them.
 """
 
 from __future__ import annotations
@@ -82,13 +85,13 @@ def _check_text(record: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
 @attrs.frozen
 class Spec:
-    """A name, and the factory of the object it selects.
+    """A name and the factory that creates the named object.
 
     Attributes:
-        name: The name that users choose.
-        factory: Called with the user's options as keyword arguments; returns a new object. It
-            imports what it needs when called, not earlier.
-        summary: One line for listings.
+        name: The name by which users select the object.
+        factory: Function that returns a new object. It is called with the user's options as keyword
+            arguments, and imports other modules only when called.
+        summary: One-line description for listings.
     """
 
     kind: ClassVar[str]
@@ -101,7 +104,7 @@ class Spec:
 
 @attrs.frozen
 class PolicySpec(Spec):
-    """A policy; see ``dispatchkit.dispatch.policy`` for required and optional parts."""
+    """A policy; see ``dispatchkit.dispatch.policy`` for its required and optional methods."""
 
     kind: ClassVar[str] = "policy"
     hook: ClassVar[str] = "dispatchkit_register_policies"
@@ -129,9 +132,9 @@ class BackendSpec(Spec):
 
 @attrs.frozen
 class ObserverSpec(Spec):
-    """An observer; its methods named after events (``on_capture``) are called with them.
+    """An observer, whose methods named after events (``on_capture``) receive them.
 
-    See ``dispatchkit.observe.events`` for the events and what callbacks may do.
+    See ``dispatchkit.observe.events`` for the events and the rules for callbacks.
     """
 
     kind: ClassVar[str] = "observer"
@@ -140,18 +143,18 @@ class ObserverSpec(Spec):
 
 @attrs.frozen
 class CommandSpec(Spec):
-    """A command of the ``dispatchkit`` command line, invoked by its name.
+    """A subcommand of the ``dispatchkit`` command line.
 
-    The factory takes no options and returns the command's function, with typer's annotations; its
-    docstring is the command's help. It imports that function only when called, since typer and rich
-    may not be installed when plugins are loaded. See ``dispatchkit.cli``.
+    The factory has no options and returns the command's function, whose parameters have typer's
+    annotations and whose docstring is the help text. It imports this function only when called,
+    because typer and rich may not be installed when plugins are loaded. See ``dispatchkit.cli``.
     """
 
     kind: ClassVar[str] = "command"
     hook: ClassVar[str] = "dispatchkit_register_commands"
 
 
-#: The record of each ``register`` hook.
+#: The record type of each ``register`` hook.
 RECORDS: tuple[type[Spec], ...] = (
     PolicySpec,
     LanePolicySpec,
@@ -174,8 +177,8 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:  # type: ignore[emp
 def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:  # type: ignore[empty-body]
     """Return the lane policies that this plugin provides.
 
-    A lane policy chooses the lane (one stream with its own pool and buffers) of each step, and can
-    be combined with any policy.
+    A lane policy chooses the lane (a stream with its own memory pool and buffers) of each step. It
+    can be combined with any policy.
 
     Example:
         return [LanePolicySpec("round-robin", RoundRobin)]
@@ -195,7 +198,7 @@ def dispatchkit_register_backends() -> Sequence[BackendSpec]:  # type: ignore[em
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:  # type: ignore[empty-body]
     """Return the observers that this plugin provides.
 
-    An observer is created when the user requests it by name, and is then called directly, not
+    An observer is created when the user requests it by name. Events call its methods directly, not
     through hooks.
 
     Example:
@@ -214,23 +217,21 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[em
 
 @hookspec(firstresult=True)
 def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
-    """Choose the policy for a configuration if the user did not.
+    """Choose the policy for a configuration, if the user does not choose it.
 
-    Called when a dispatcher is built, on the building thread, while nothing is being captured; it
-    must not touch a device. The first result that is not None is used; the order of plugins is
-    unspecified.
+    Called on the thread that creates a dispatcher, while no capture is in progress. It must not use
+    a device. The first result other than None is used; the order of plugins is unspecified.
 
     Args:
-        config: Sizes (tokens), limits and modes of the dispatcher; read only.
+        config: Sizes (tokens), limits and modes of the dispatcher, which are read-only.
 
     Returns:
-        The name of a registered policy, or None to leave the choice to others. If all return None,
-        the default policy is used.
+        The name of a registered policy, or None to leave the choice to other plugins. If all return
+        None, the default policy is used.
 
     Raises:
-        Anything: becomes a PluginError that names the plugin, and no dispatcher is built. An
-            unknown name is refused as if the user had given it.
-        name is refused as if the user had given it.
+        Exception: Any exception becomes a PluginError that names the plugin, and the dispatcher
+            is not created. An unknown name is refused as if the user had given it.
 
     Example:
         return "multi" if config.max_loras > 8 else None

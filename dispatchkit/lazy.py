@@ -1,4 +1,4 @@
-"""Load names of a package on first use, to keep its import fast."""
+"""Import names of a package on first use, so that importing the package is fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a ``__getattr__`` and ``__dir__`` for a package that load names from modules.
+    """Return a package's ``__getattr__`` and ``__dir__``, which import names on first use.
 
     Args:
         package: The package's ``__name__``.

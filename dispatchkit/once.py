@@ -1,4 +1,4 @@
-"""Warn once per key, such as a reason, and locate the user's call for messages."""
+"""Warn once per key, and locate the user's call for messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Hashable
 
 __all__ = ["Once", "line_of_call", "warn_at_call"]
 
-# Packages whose frames may lie between a user's call and a warning.
+# Packages whose frames may be between the user's call and a warning.
 _NOT_THE_USERS = frozenset({"dispatchkit", "torch", "contextlib", "functools"})
 
 
 def warn_at_call(message: str, category: type[Warning]) -> None:
-    """Warn at the line from which dispatchkit was called."""
+    """Warn at the line that called dispatchkit."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and _package(frame.f_globals) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
@@ -21,7 +21,7 @@ def warn_at_call(message: str, category: type[Warning]) -> None:
 
 
 def line_of_call() -> str:
-    """Return file and line of the user's running code; ``""`` if there is none."""
+    """Return file and line of the innermost user code; ``""`` if there is no such frame."""
     frame = inspect.currentframe()
     while frame is not None and _is_internal(frame.f_globals):
         frame = frame.f_back
@@ -29,7 +29,7 @@ def line_of_call() -> str:
 
 
 def _is_internal(names: dict[str, object]) -> bool:
-    """Return whether a module may lie between a user's code and a message."""
+    """Return whether a module may be between user code and a message."""
     name = str(names.get("__name__", ""))
     # The demo's model counts as user code.
     return _package(names) in _NOT_THE_USERS and not name.startswith("dispatchkit.demo.")
@@ -40,9 +40,9 @@ def _package(names: dict[str, object]) -> str:
 
 
 class Once:
-    """Tracks whether a key is seen for the first time.
+    """Records which keys have been used.
 
-    Thread safety: any thread; of several concurrent calls with a key, exactly one is the first.
+    Thread safety: any thread. If several threads call ``first`` with a key, only one gets True.
     """
 
     def __init__(self) -> None:

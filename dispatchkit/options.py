@@ -1,9 +1,9 @@
-"""The settings of a runner: frozen records of plain values.
+"""Runner settings: frozen records of plain values.
 
-They print as the call that creates them, can be compared and pickled, and are changed with
-``attrs.evolve``. Other objects are kept elsewhere: tensors and generators in ``StepState``,
-policies and backends in arguments of ``GraphRunner``, lane policy objects in ``Lanes``, and plugins
-with the policy (``plugins.with_policy()``).
+Their repr is the call that creates them. They can be compared and pickled, and are changed with
+``attrs.evolve``. Objects are passed elsewhere: tensors and generators in ``StepState``, policies
+and backends as arguments of ``GraphRunner``, lane policy objects in ``Lanes``, and plugins with the
+policy (``plugins.with_policy()``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _T = TypeVar("_T")
 
 #: The eviction orders, by name.
 EVICTIONS: Final = ("benefit", "lru")
-#: ``check``: compare the first replay of each graph and its first padded replay.
+#: Value of ``check``: compare the first replay and the first padded replay of each graph.
 FIRST: Final = "first"
-#: ``output_batch_dims``: measured at two sizes.
+#: Value of ``output_batch_dims``: derive it from runs at two sizes.
 DERIVED: Final = "derived"
 
 
@@ -80,7 +80,7 @@ def _anything(value: Any, name: str) -> Any:
 
 
 def _device(value: Any) -> str | None:
-    return None if value is None else str(value)  # a torch.device, as a plain value
+    return None if value is None else str(value)  # converts a torch.device
 
 
 def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
@@ -97,20 +97,23 @@ def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
 
 @attrs.frozen(kw_only=True, repr=False)
 class CaptureOptions:
-    """How keys are captured.
+    """Settings of captures.
 
     Attributes:
-        warmups: Eager runs before each capture.
-        capture_after: Number of calls that need a key before it is captured lazily.
-        state_limit_bytes: Most bytes of undeclared state to save around warmups.
-        prove_rows: Prove for each graph that padding does not change the rows of a batch; if that
-            fails, smaller batches run eager. False: you know that padding does not matter.
-        break_on_unsafe: In PIECEWISE, a step that is one function also breaks at operators tagged
-            ``cudagraph_unsafe``, in addition to those of ``declare_support``.
+        warmups: Number of eager runs before each capture.
+        capture_after: Number of calls that need a key before lazy capture captures it.
+        state_limit_bytes: Maximum bytes of undeclared state to save and restore around warmups.
+        prove_rows: Prove for each graph that padding does not change the rows of a batch. If the
+            proof fails, smaller batches run eager. Set it to False only if you are certain that
+            padding has no effect.
+        break_on_unsafe: Whether PIECEWISE captures of a single function also break at operators
+            tagged ``cudagraph_unsafe``, in addition to those of ``declare_support``.
     """
 
-    warmups: int = setting(1, _count(0), About("Eager runs before each capture."))
-    capture_after: int = setting(1, _count(1), About("Calls before a key is captured lazily."))
+    warmups: int = setting(1, _count(0), About("Number of eager runs before each capture."))
+    capture_after: int = setting(
+        1, _count(1), About("Number of calls before a key is captured lazily.")
+    )
     state_limit_bytes: int = setting(64 << 20, _count(0))
     prove_rows: bool = setting(True, check_flag)
     break_on_unsafe: bool = setting(False, check_flag)
@@ -120,21 +123,21 @@ class CaptureOptions:
 
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryOptions:
-    """Limits that hold at all times, even while one graph replaces another.
+    """Memory limits, which are never exceeded, even while one graph replaces another.
 
     Attributes:
-        max_graphs: Most live graphs; None for no limit.
-        max_bytes: Most bytes of the graphs' pool and outputs; None for no limit.
-        eviction: Which graph is evicted first: ``lru``, the least recently used, or ``benefit``,
-            the one with the fewest replays for its size. Set a custom function with
+        max_graphs: Maximum number of live graphs; None for no limit.
+        max_bytes: Maximum bytes of the graphs' pool and outputs; None for no limit.
+        eviction: Which graph is evicted first: the least recently used (``lru``), or the graph with
+            the fewest replays relative to its size (``benefit``). For a custom function, call
             ``runner.controls.set_eviction``.
     """
 
     max_graphs: int | None = setting(
-        None, or_none(_count(0)), About("Most live graphs.", "no limit")
+        None, or_none(_count(0)), About("Maximum number of live graphs.", "no limit")
     )
     max_bytes: int | None = setting(
-        None, or_none(_count(0)), About("Most bytes of graph memory.", "no limit")
+        None, or_none(_count(0)), About("Maximum bytes of graph memory.", "no limit")
     )
     eviction: str = setting(
         "lru", _eviction, About("Which graph is evicted first: lru or benefit.", read=read_word)
@@ -145,17 +148,18 @@ class MemoryOptions:
 
 @attrs.frozen(kw_only=True, repr=False)
 class BufferOptions:
-    """Static buffers of inputs and outputs.
+    """Settings of static input and output buffers.
 
     Attributes:
-        row_count: Name of an input that the runner provides itself: the true number of rows, as a
+        row_count: Name of an input that the runner fills with the number of rows without padding, a
             0-d int64 tensor on the device.
-        buffer_rows: Minimum number of rows of the static inputs, if a swap may bring larger sizes;
-            by default those of the largest size.
-        output_batch_dims: Index of the outputs' batch dimension (None if there is none), for all of
-            them or as a structure; ``derived``: measured at two sizes.
-        share_outputs: Several graphs write their outputs to shared memory, by a copy inside the
-            graph; False saves the copy but takes memory for each graph.
+        buffer_rows: Minimum number of rows in static inputs, so that a later swap can use larger
+            sizes; by default the rows of the largest size.
+        output_batch_dims: Index of each output's batch dimension, or None if it has no batch
+            dimension: one value for all outputs, or a structure like theirs. ``derived``: compare
+            outputs of runs at two sizes.
+        share_outputs: Whether graphs copy their outputs to shared memory. False avoids the copy,
+            but each graph then keeps its own output memory.
     """
 
     row_count: str | None = setting(None, or_none(_text))
@@ -168,14 +172,15 @@ class BufferOptions:
 
 @attrs.frozen(kw_only=True, repr=False)
 class LaneOptions:
-    """How submitted steps are spread over lanes.
+    """Settings that distribute submitted steps over lanes.
 
     Attributes:
-        lane_policy: Name of the policy that chooses the lane of each submitted step;
-            ``round-robin`` by default. Pass an object as ``lanes=Lanes(4, policy)``.
+        lane_policy: Name of the policy that chooses the lane of each submitted step; by default
+            ``round-robin``. Pass a policy object as ``lanes=Lanes(4, policy)``.
         lane_policy_options: Options of the lane policy.
-        disjoint_state: Concurrent steps change different parts of the state, such as different rows
-            of a KV cache. Otherwise steps that change state run one after the other, on any lanes.
+        disjoint_state: Whether concurrent steps change different parts of the state, such as
+            different rows of a KV cache. If False, steps that change state run one after another,
+            even on different lanes.
     """
 
     lane_policy: str | None = setting(None, or_none(_text))
@@ -190,22 +195,23 @@ class RunnerOptions:
     """Settings of a ``GraphRunner`` other than its own arguments.
 
     Attributes:
-        config: Sizes, limits and modes other than the runner's arguments, such as
+        config: Sizes, limits and modes that are not arguments of the runner, such as
             ``DispatchConfig(max_num_seqs=64)``.
-        policy_options: Options of a policy that is chosen by name.
-        device: The device of a call's tensors, such as ``cuda:1``.
-        strict: A downgrade to eager raises.
-        check: Compare one replay in this many with eager (slow; for tests and debugging); 0: off.
-            ``first``: the first replay of each graph and its first padded replay. No steps are
-            measured while this is on. None: off.
-        sample_every: Of the steps whose steady decision a learning policy wants timed, measure one
-            in this many; steps of one-shot decisions are always measured.
-        rows_independent: No row of a mixed batch depends on another, so that a policy may split a
-            batch over several graphs. This is proven at each capture, unless ``prove_rows`` is off.
+        policy_options: Options for a policy given by name.
+        device: Device of the input tensors, such as ``cuda:1``.
+        strict: Whether a downgrade to eager raises.
+        check: Compare every Nth replay with eager, for tests and debugging (slow); 0 or None:
+            never. ``first``: compare the first replay and the first padded replay of each graph.
+            Steps are not timed while checks are on.
+        sample_every: Time every Nth of the steps for which a learning policy requests timing. Steps
+            with a one-shot decision are always timed.
+        rows_independent: Whether the rows of a mixed batch are independent, so that a policy may
+            split a batch over several graphs. Each capture proves it, unless ``prove_rows`` is
+            False.
         capture: How keys are captured.
         memory: Limits on the number and memory of graphs.
         buffers: Static buffers of inputs and outputs.
-        lanes: How submitted steps are spread over lanes.
+        lanes: Settings that distribute submitted steps over lanes.
 
     Raises:
         ConfigError: A setting has an invalid value.
@@ -219,21 +225,23 @@ class RunnerOptions:
         hash=False,
     )
     device: str | None = attrs.field(default=None, converter=_device)
-    strict: bool = setting(False, check_flag, About("A downgrade to eager raises.", read=read_flag))
+    strict: bool = setting(
+        False, check_flag, About("Raise on a downgrade to eager.", read=read_flag)
+    )
     check: int | str | None = setting(
         None,
         or_none(_check),
-        About("Compare one replay in this many with eager; 0: off.", "off"),
+        About("Compare every Nth replay with eager; 0: never.", "off"),
     )
     sample_every: int = setting(
         16,
         _count(1),
-        About("Of the steps that a policy wants timed, measure one in this many."),
+        About("Time every Nth of the steps that a policy wants timed."),
     )
     rows_independent: bool = setting(
         False,
         check_flag,
-        About("Rows are independent: a policy may split a batch over graphs.", read=read_flag),
+        About("Rows are independent, so a policy may split a batch over graphs.", read=read_flag),
     )
     capture: CaptureOptions = setting(attrs.Factory(CaptureOptions), _one(CaptureOptions))
     memory: MemoryOptions = setting(attrs.Factory(MemoryOptions), _one(MemoryOptions))
@@ -243,7 +251,7 @@ class RunnerOptions:
     __repr__ = repr_of_given
 
 
-#: The groups of RunnerOptions, by field name.
+#: The setting groups of RunnerOptions, by field name.
 GROUPS: Final[Mapping[str, type[Any]]] = {
     "config": DispatchConfig,
     "capture": CaptureOptions,
@@ -254,12 +262,12 @@ GROUPS: Final[Mapping[str, type[Any]]] = {
 
 
 def names_of(record: type[Any]) -> list[str]:
-    """Return the names of a record's settings, in order."""
+    """Return the names of a record's settings in order."""
     names = [str(field.alias) for field in attrs.fields(record) if field.init]
     return [name for name in names if not name.startswith("_")]
 
 
-#: The group of each setting; "" for those of RunnerOptions itself.
+#: The group of each setting; "" for settings of RunnerOptions itself.
 _GROUP_OF: Final[Mapping[str, str]] = {
     **{name: group for group, kind in GROUPS.items() for name in names_of(kind)},
     **dict.fromkeys(names_of(RunnerOptions), ""),
@@ -267,7 +275,7 @@ _GROUP_OF: Final[Mapping[str, str]] = {
 
 
 def settings_of(options: RunnerOptions) -> dict[str, Any]:
-    """Return the values of all settings of all groups, by name."""
+    """Return the values of the settings of all groups, by name."""
     return {
         name: getattr(getattr(options, group) if group else options, name)
         for name, group in _GROUP_OF.items()
@@ -276,10 +284,10 @@ def settings_of(options: RunnerOptions) -> dict[str, Any]:
 
 
 def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> RunnerOptions:
-    """Return options with some settings changed, in any group.
+    """Return options with some settings changed; each setting may be in any group.
 
     Raises:
-        UnknownNameError: There is no such setting.
+        UnknownNameError: A setting does not exist.
         ConfigError: A setting has an invalid value.
     """
     by_group: dict[str, dict[str, Any]] = {}
@@ -293,9 +301,9 @@ def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> Runner
     return attrs.evolve(options, **changes)
 
 
-# -- keywords that moved ------------------------------------------------------------------
+# -- moved keyword arguments --------------------------------------------------------------
 
-# Arguments of a runner that are also settings.
+# Settings that are also arguments of a runner.
 _KEPT = frozenset({"sizes", "max_num_tokens", "mode", "axes", "lanes"})
 _STATE = {"scratch": "scratch", "generators": "generators"}
 _RENAMED = {"query_len": "query_lens"}
@@ -303,31 +311,32 @@ _MOVED = {*_GROUP_OF, *_STATE, *_RENAMED, "plugins"} - _KEPT
 
 
 def refuse_moved(arguments: Mapping[str, Any]) -> None:
-    """Reject keywords of a runner that are settings of its options.
+    """Reject keyword arguments of a runner that belong in its options.
 
     Raises:
-        ConfigError: There are such keywords; the message ends with the arguments to write instead.
+        ConfigError: A keyword argument belongs elsewhere. The message shows the arguments to write
+            instead.
     """
     moved = [name for name in arguments if name in _MOVED]
     if not moved:
         return
     value = arguments[moved[0]]
     if not isinstance(value, str | int | Mapping | DispatchConfig | None):
-        value = type(value).__name__  # printing a tensor waits for the device
+        value = type(value).__name__  # the repr of a tensor synchronizes with the device
     written, called, needless = _replacement({name: arguments[name] for name in moved}, arguments)
     hints = [
         f"Call: {called}" if called else "",
         f"Write: {written}" if written else "",
-        f"Leave out: {needless} (the default)" if needless else "",
+        f"Omit: {needless} (the default)" if needless else "",
     ]
     text = "\n".join(filter(None, hints))
-    raise ConfigError(", ".join(moved), value, "given in another place", text)
+    raise ConfigError(", ".join(moved), value, "passed in another argument", text)
 
 
 def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the arguments to write, the calls to add, and the settings that equal defaults.
+    """Return the arguments to write, a call to add, and the settings to omit.
 
-    Objects are shown by the names of their keywords.
+    Objects are represented by their keyword names.
     """
     written, called = [], ""
     if moved.pop("plugins", None) is not None:
@@ -368,7 +377,7 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
 
 
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function to reject keywords that moved to options, with the replacement."""
+    """Decorate a function to reject moved keyword arguments and show the replacement."""
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:

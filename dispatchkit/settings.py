@@ -1,14 +1,14 @@
 """Settings from Python, ``pyproject.toml``, the environment and the command line.
 
-A setting has the same name, meaning and error text wherever it is given::
+A setting has the same name, meaning and error message in all sources::
 
     load_settings(sizes=[1, 2, 4])      # Python
     sizes = [1, 2, 4]                   # pyproject.toml, under [tool.dispatchkit]
     DISPATCHKIT_SIZES=1,2,4             # environment
     dispatchkit --set sizes=1,2,4 ...   # command line
 
-The later of ``pyproject.toml``, environment, and call (or command line) wins. Every value is
-checked, even if overridden, and keeps its source.
+The call (or command line) overrides the environment, which overrides ``pyproject.toml``. All values
+are validated, even overridden ones, and their sources are recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["SETTINGS", "VARIABLES", "Setting", "SettingValue", "Settings", "load
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
-# Read elsewhere: by the GPU tests, and by dispatchkit-vllm inside vLLM.
+# Other variables, read by the GPU tests, by sleeping pools, and by dispatchkit-vllm inside vLLM.
 _NO_SETTINGS = frozenset(
     {
         FILE_VARIABLE,
@@ -88,42 +88,43 @@ class RunnerArguments:
     policy: str | None = setting(
         None,
         or_none(_text),
-        About("The policy that decides.", "a plugin's choice, else vllm", _as_given),
+        About("Name of the policy.", "a plugin's choice, else vllm", _as_given),
     )
     backend: str = setting(
         "auto",
         _text,
-        About(
-            "Where graphs are captured: auto, cuda, cuda:1, tape, or a plugin's.", read=_as_given
-        ),
+        About("Backend: auto, cuda, cuda:1, tape, or a backend of a plugin.", read=_as_given),
     )
     outputs: str = setting(
         "owned",
         _outputs,
-        About("owned: results are fresh; view: valid until the next call.", read=read_word),
+        About(
+            ("owned: results are new tensors; view: they are valid until the next call."),
+            read=read_word,
+        ),
     )
     lazy: bool = setting(
-        False, check_flag, About("Capture a key when a call asks for it.", read=read_flag)
+        False, check_flag, About("Capture a key when a call first needs it.", read=read_flag)
     )
 
 
 @attrs.frozen(kw_only=True)
 class CostSettings:
-    """The cost model for planning and simulation."""
+    """Settings for planning and simulation."""
 
     cost_model: str = setting(
         "lm-decode-h100",
         _text,
-        About("Cost model: name of a built-in model, or a file.", read=_as_given),
+        About("Cost model: a built-in name or a file.", read=_as_given),
     )
 
 
 @attrs.frozen(kw_only=True)
 class PluginSettings:
-    """Which plugins are loaded."""
+    """Settings that select the plugins to load."""
 
     plugins: tuple[str, ...] | None = setting(
-        None, or_none(_names), About("Load only these plugins.", "all", _as_given)
+        None, or_none(_names), About("Plugins to load; all others are skipped.", "all", _as_given)
     )
     disable: tuple[str, ...] = setting((), _names, About("Plugins to skip.", read=_as_given))
 
@@ -136,10 +137,10 @@ class Setting:
     """One setting.
 
     Attributes:
-        name: Its name in Python and ``pyproject.toml``.
-        group: The record it belongs to: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
+        name: Name of the setting in Python and ``pyproject.toml``.
+        group: The group of the setting: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
             ``plugins`` or ``costs``.
-        field: The record's field.
+        field: The field of the record that defines the setting.
     """
 
     name: str
@@ -154,26 +155,26 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """A one-sentence description."""
+        """One-sentence description of the setting."""
         return self.about.help
 
     @property
     def derived(self) -> str:
-        """How it is derived if not given, in words."""
+        """Text that describes the value if the setting is not given."""
         return self.about.derived
 
     @property
     def default(self) -> Any:
-        """The default; None if it is derived."""
+        """The default value; None if it is derived."""
         return default_of(self.field)
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """Name of the environment variable."""
         return PREFIX + self.name.upper()
 
     def check(self, value: Any) -> Any:
-        """Convert a native or text value.
+        """Convert and validate a value, which may be text.
 
         Raises:
             ConfigError: The value is invalid.
@@ -198,9 +199,9 @@ SETTINGS: Mapping[str, Setting] = {
 """All settings, by name."""
 
 VARIABLES: frozenset[str] = _NO_SETTINGS | {PREFIX + name.upper() for name in SETTINGS}
-"""All environment variables of dispatchkit and its distributions."""
+"""All environment variables that dispatchkit and its distributions read."""
 
-# Settings of a runner that are its own arguments.
+# Runner settings that are arguments of GraphRunner, not of its options.
 _ARGUMENTS = names_of(RunnerArguments)
 
 
@@ -209,11 +210,11 @@ _ARGUMENTS = names_of(RunnerArguments)
 
 @attrs.frozen
 class SettingValue:
-    """A value and its source.
+    """The value of a setting, and its source.
 
     Attributes:
-        value: The value, checked.
-        source: The source, in words.
+        value: The validated value.
+        source: The source as text.
         place: ``default``, ``file``, ``environment`` or ``call``.
     """
 
@@ -227,8 +228,8 @@ class Settings:
     """The settings in effect, each with its source.
 
     Attributes:
-        given: All values that were given, by name; the first one applies and overrides the others.
-        file: The ``pyproject.toml`` that was read, if any.
+        given: All given values, by name of the setting. The first value overrides the others.
+        file: The TOML file that was read, or None.
     """
 
     given: Mapping[str, tuple[SettingValue, ...]] = attrs.field(factory=dict)
@@ -242,17 +243,17 @@ class Settings:
         return bool(self.given.get(_known(name).name))
 
     def lookup(self, name: str) -> SettingValue:
-        """Return a setting's value, which may be the default, with its source.
+        """Return a setting's value or default, with the source.
 
         Raises:
-            UnknownNameError: There is no such setting.
+            UnknownNameError: The setting does not exist.
         """
         known = _known(name)
         found = self.given.get(name)
         return found[0] if found else SettingValue(known.default, "default", "default")
 
     def chosen(self, group: str) -> dict[str, Any]:
-        """Return the settings of a group that were given."""
+        """Return the given settings of a group."""
         return {
             name: found[0].value
             for name, found in self.given.items()
@@ -260,13 +261,13 @@ class Settings:
         }
 
     def dispatch_config(self, **unless_given: Any) -> DispatchConfig:
-        """Return the DispatchConfig of the settings.
+        """Create a DispatchConfig from the settings.
 
         Args:
-            unless_given: Values for settings that were not given.
+            unless_given: Values for settings that are not given.
 
         Raises:
-            ConfigError: Two settings contradict each other; notes state their sources.
+            ConfigError: Settings contradict each other. Notes state their sources.
         """
         values = {
             **{name: value for name, value in unless_given.items() if value is not None},
@@ -277,14 +278,14 @@ class Settings:
         except ConfigError as error:
             for name in values:
                 if name in str(error) and self.is_given(name):
-                    error.add_note(f"{name} is from {self.lookup(name).source}.")
+                    error.add_note(f"{name} comes from {self.lookup(name).source}.")
             raise
 
     def options(self, config: DispatchConfig | None = None) -> RunnerOptions:
-        """Return the RunnerOptions of the settings.
+        """Create RunnerOptions from the settings.
 
         Args:
-            config: The configuration; by default that of the settings.
+            config: The configuration; by default ``dispatch_config()``.
         """
         chosen = self.chosen("runner")
         plain = {name: value for name, value in chosen.items() if name not in _ARGUMENTS}
@@ -292,7 +293,7 @@ class Settings:
         return attrs.evolve(with_settings(RunnerOptions(), plain), config=config)
 
     def runner_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of a GraphRunner with these settings.
+        """Return keyword arguments for GraphRunner.
 
         Example: ``GraphRunner(step, inputs, **load_settings().runner_arguments())``
         """
@@ -308,19 +309,19 @@ class Settings:
         return arguments
 
     def plugin_filter(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``load_plugins``.
+        """Return keyword arguments for ``load_plugins``.
 
-        If the settings name plugins, the environment is already included in them, and must not
-        exclude further plugins.
+        If plugin settings are given, they already include the environment, which must not exclude
+        further plugins.
         """
         found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
         return {**found, "environ": {}} if self.chosen("plugins") else found
 
     def disagreements(self) -> tuple[str, ...]:
-        """Describe each setting whose values in file and environment differ.
+        """Describe settings whose values in the file and the environment differ.
 
-        Overriding them by a call or on the command line is intended, but a value in the file or the
-        environment may have been forgotten.
+        A value in the file or the environment may have been forgotten. Values overridden by the
+        call or command line are not described.
         """
         said = []
         for name, found in self.given.items():
@@ -334,7 +335,7 @@ class Settings:
         return tuple(said)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every setting with its value, source and overridden values, as plain values."""
+        """Return every setting with its value, source and overridden values, for JSON."""
         rows = []
         for name, one in SETTINGS.items():
             now = self.lookup(name)
@@ -356,7 +357,7 @@ class Settings:
 
 
 def plain(value: Any) -> Any:
-    """Return a value for JSON."""
+    """Convert a value to JSON-compatible types."""
     if isinstance(value, CUDAGraphMode):
         return str(value)
     if isinstance(value, tuple) and value and isinstance(value[0], Axis):
@@ -370,7 +371,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as written in ``pyproject.toml``."""
+    """Return a value in TOML notation."""
     value = plain(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(shown, value)) + "]"
@@ -380,11 +381,11 @@ def shown(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    """Return a key of a TOML table, quoted if necessary."""
+    """Return a TOML key, quoted if necessary."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-# -- the four places ----------------------------------------------------------------------
+# -- sources ------------------------------------------------------------------------------
 
 
 def load_settings(
@@ -396,20 +397,23 @@ def load_settings(
     sources: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Settings:
-    """Return the settings of call, environment and ``pyproject.toml``; the first of these wins.
+    """Load settings from the call, the environment and ``pyproject.toml``.
+
+    The call overrides the environment, which overrides the file.
 
     Args:
         given: Settings of the call, by name; None means not given.
-        more: Further settings of the call, as keyword arguments.
+        more: Additional settings of the call, as keyword arguments.
         environ: Environment variables; by default those of the process.
-        file: The TOML file to read; by default the one in DISPATCHKIT_CONFIG, or else the nearest
-            ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
-        start: The folder where the upward search for it begins; by default the current folder.
-        sources: Descriptions of the sources of the call's settings, by name.
+        file: The TOML file to read. By default the file named in DISPATCHKIT_CONFIG, or else the
+            nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
+        start: The folder where the upward search for ``pyproject.toml`` begins; by default the
+            current folder.
+        sources: Descriptions of the sources of the call's settings, by name of the setting.
 
     Raises:
-        UnknownNameError: There is no such setting; the message lists the closest ones.
-        ConfigError: A value is invalid, or the file cannot be read.
+        UnknownNameError: A setting does not exist. The message lists the closest names.
+        ConfigError: A value is invalid, or the file cannot be read or is not TOML.
     """
     environ = os.environ if environ is None else environ
     call: dict[str, SettingValue] = {}
@@ -440,7 +444,7 @@ def _known(name: str, source: str = "") -> Setting:
     if setting is None:
         error = UnknownNameError("setting", name, SETTINGS)
         if source:
-            error.add_note(f"It is from {source}.")
+            error.add_note(f"This setting comes from {source}.")
         raise error
     return setting
 
@@ -449,11 +453,11 @@ def _checked_value(name: str, value: Any, source: str, place: str) -> SettingVal
     setting = _known(name, source)
     try:
         with warnings.catch_warnings():
-            # The complete configuration warns once, when it is created.
+            # DispatchConfig itself warns once, when it is created.
             warnings.simplefilter("ignore", CaptureSizeWarning)
             return SettingValue(setting.check(value), source, place)
     except ConfigError as error:
-        error.add_note(f"It is from {source}.")
+        error.add_note(f"The value comes from {source}.")
         raise
 
 
@@ -464,7 +468,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, SettingValue]:
             continue
         name = variable.removeprefix(PREFIX).lower()
         source = f"the environment variable {variable}"
-        # An empty variable counts as unset, except where an empty list is meaningful.
+        # An empty variable counts as unset, except for plugin lists, which may be empty.
         if text.strip() or _known(name, source).group == "plugins":
             found[name] = _checked_value(name, text, source, "environment")
     return found
@@ -475,7 +479,7 @@ def _read_file(
     environ: Mapping[str, str],
     start: str | os.PathLike[str] | None,
 ) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the file and its table, or nothing if there is no file."""
+    """Return the file and its table; (None, {}) if no file has the table."""
     wanted = file or environ.get(FILE_VARIABLE) or None
     if wanted is not None:
         path = Path(wanted)
@@ -487,7 +491,7 @@ def _read_file(
         return path, table
     try:
         here = Path(start or Path.cwd()).absolute()
-    except FileNotFoundError:  # the current folder was removed, so there are no parents
+    except FileNotFoundError:  # the current folder was removed, so it has no parents
         return None, {}
     for folder in (here, *here.parents):
         path = folder / "pyproject.toml"

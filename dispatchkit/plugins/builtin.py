@@ -1,4 +1,4 @@
-"""The built-in backends, registered through the same hooks as those of plugins."""
+"""The built-in backends, registered through the same hooks as plugin backends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _cuda(**options: Any) -> Any:
 
 @hookimpl
 def dispatchkit_register_backends() -> list[BackendSpec]:
-    """Return the backends of this distribution."""
+    """Return the built-in backends."""
     return [
-        BackendSpec("tape", _tape, summary="CUDA-graph semantics on a CPU, with torch"),
+        BackendSpec("tape", _tape, summary="CUDA-graph semantics on a CPU"),
         BackendSpec("cuda", _cuda, summary="CUDA graphs through torch.cuda"),
     ]

@@ -1,7 +1,7 @@
-"""Look up what plugins registered by name, and create it.
+"""Look up registrations of plugins by name, and create objects from them.
 
-Factories are code of plugins. Any fault of a factory becomes an error that names what was requested
-and the distribution it comes from.
+Factories are plugin code. If one fails, the error states the requested name and the distribution of
+its plugin.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NEEDS = {
 
 
 class Catalog:
-    """What plugins registered, by kind and name.
+    """Registrations of plugins, by kind and name.
 
     Attributes:
-        tables: Kind -> name -> the registered record.
-        absent: Rows of plugins that are not loaded and might provide a missing name.
+        tables: Kind -> name -> registration.
+        absent: Plugins that are not loaded and might provide a missing name.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class Catalog:
         self.absent: tuple[PluginInfo, ...] = ()
 
     def add(self, spec: Spec, origin: Origin) -> None:
-        """Add a record of a plugin."""
+        """Add a registration of a plugin."""
         self.tables[spec.kind][spec.name] = Registration(spec, origin)
 
     def get(self, kind: str, name: str) -> Registration[Any]:
-        """Return the record of a name.
+        """Return the registration of a name.
 
         Raises:
-            UnknownNameError: There is no such name; the message lists the closest names, the
+            UnknownNameError: The name is not registered. The message lists the closest names,
                 plugins that might provide it but are not loaded, and what to install.
         """
         found = self.tables[kind].get(name)
@@ -62,7 +62,7 @@ class Catalog:
         return found
 
     def hint(self, kind: str, name: str) -> str:
-        """Suggest where a missing name may be: plugins not loaded, or what to install."""
+        """Suggest which plugin may provide a missing name, or what to install."""
         if (brings := distribution_of(kind, name)) is not None:
             found = [info for info in self.absent if info.distribution == brings]
             if not found:
@@ -80,14 +80,14 @@ class Catalog:
         return " ".join(parts)
 
     def create(self, kind: str, name: str, options: dict[str, Any]) -> Any:
-        """Create an object with a user's options.
+        """Create an object by calling its factory with the given options.
 
         Raises:
-            UnknownNameError: There is no such name.
-            ConfigError: The factory does not take these options.
-            PolicyError: The factory of a policy raised, or returned something else.
+            UnknownNameError: The name is not registered.
+            ConfigError: The factory does not accept these options.
+            PolicyError: A policy factory raised, or did not return a policy.
             BackendUnavailableError: A module that the backend needs cannot be imported.
-            PluginError: Another factory raised, or returned the wrong kind of object.
+            PluginError: The factory of another kind raised, or returned the wrong kind of object.
         """
         registered = self.get(kind, name)
         factory, origin = registered.spec.factory, registered.origin
@@ -96,7 +96,7 @@ class Catalog:
         try:
             made = factory(**options)
         except DispatchkitError as error:
-            error.add_note(f"Raised by the factory of {what}.")
+            error.add_note(f"Raised by the factory for {what}.")
             raise
         except Exception as error:
             problem = f"its factory raised {type(error).__name__}: {error}"
@@ -119,20 +119,23 @@ class Catalog:
 
 
 def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Reject options that a factory does not take, before calling it.
+    """Reject options that a factory does not accept, before it is called.
 
     Raises:
-        ConfigError: Names the requested object, the options and the factory's signature.
+        ConfigError: The factory does not accept these options. The message shows its signature.
     """
     try:
         signature = inspect.signature(factory)
     except ValueError:
-        return  # some C callables have none; calling will show
+        return  # some C callables have no signature; the call itself reports bad options
     try:
         signature.bind(**options)
     except TypeError as error:
         raise ConfigError(
-            f"options of {what}", options, f"as in {signature}", f"It says: {error}."
+            f"options of {what}",
+            options,
+            f"valid for the signature {signature}",
+            f"Python reports: {error}.",
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Find plugins by entry point, and decide which of them may be loaded.
 
-importlib.metadata is imported inside the functions: reading metadata costs more than the rest
-of dispatchkit's import, and most programs need it once.
+importlib.metadata is imported inside the functions that use it: importing it takes longer than
+importing the rest of dispatchkit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUILT_IN, PASSED_IN, FOUND = range(3)
 
 
 class PluginFault(Exception):  # noqa: N818
-    """A plugin cannot be loaded; the text says why and what to do. Internal to this package."""
+    """A plugin cannot be loaded; the message gives the reason and the next step. Internal."""
 
 
 def normal(name: str) -> str:
@@ -38,9 +38,10 @@ class Candidate:
     """A plugin that may be loaded.
 
     Attributes:
-        origin: Its name and distribution.
-        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``; if two claim a name, the lower rank wins.
-        load: Imports and returns the plugin object; may raise anything.
+        origin: Name and distribution of the plugin.
+        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins claim a name, the lower rank
+            wins.
+        load: Function that imports and returns the plugin object; it may raise anything.
     """
 
     origin: Origin
@@ -48,12 +49,12 @@ class Candidate:
     load: Callable[[], object]
 
     def order(self, name: str) -> tuple[int, int, str, str, str]:
-        """Return the sort key among candidates that claim a name; the smallest wins.
+        """Return the sort key among candidates for a name; the smallest key wins.
 
-        It does not depend on ``sys.path``. Among plugins found, the distribution named after the
-        claimed name comes first (``dispatchkit-vllm`` for ``vllm``, then for ``vllm@0.13`` and
-        ``vllm-drafter``), so that a plugin cannot take over a name by sorting earlier; the others
-        follow in alphabetical order.
+        The key does not depend on ``sys.path``. Among installed plugins, the distribution named
+        after the claimed name comes first: ``dispatchkit-vllm`` for ``vllm``, and also for
+        ``vllm@0.13`` and ``vllm-drafter``. A plugin therefore cannot take over a name by sorting
+        earlier. The other plugins follow in alphabetical order.
         """
         distribution = normal(self.origin.distribution or "")
         family = distribution.removeprefix(f"{GROUP}-")
@@ -66,10 +67,10 @@ class Candidate:
 
 
 def discover() -> Iterator[Candidate]:
-    """Yield the plugins of all installed distributions; imports none of them.
+    """Yield the plugins of all installed distributions without importing them.
 
-    A distribution whose metadata cannot be read is a candidate that fails to load, and does
-    not hide the others.
+    A distribution with unreadable metadata yields a candidate that fails to load; the others are
+    still found.
     """
     from importlib.metadata import distributions
 
@@ -77,13 +78,13 @@ def discover() -> Iterator[Candidate]:
     for distribution in distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
-            # Most distributions are skipped here, unparsed.
+            # Skip most distributions without parsing their entry points.
             if not any(map(_resembles_group, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
             metadata = distribution.metadata  # parsed again on each access
             name = normal(metadata["Name"])
-            # If there are several copies of a distribution, Python imports the first on the path,
-            # so its entry points count.
+            # Of several copies of a distribution, Python imports the first on the path. Use only
+            # that copy's entry points.
             if name not in seen:
                 seen.add(name)
                 points = distribution.entry_points
@@ -95,7 +96,7 @@ def discover() -> Iterator[Candidate]:
 
 
 def _resembles_group(group: str) -> bool:
-    """Return whether a group is ours or probably a misspelling of it."""
+    """Return whether a group is dispatchkit's or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())
     return letters.startswith(GROUP) or bool(get_close_matches(letters, [GROUP], cutoff=0.85))
 
@@ -106,7 +107,8 @@ def _entries(points: EntryPoints, distribution: str, version: str) -> Iterator[C
         load = point.load
         if point.group != GROUP:
             load = _failing_loader(
-                f"it is in the entry-point group {point.group!r}; the group is {GROUP!r}."
+                f"its entry point is in the group {point.group!r}; declare it in the group "
+                f"{GROUP!r}."
             )
         yield Candidate(origin, FOUND, load)
 
@@ -120,10 +122,11 @@ def _failing_loader(reason: str) -> Callable[[], object]:
 
 @attrs.frozen
 class Filter:
-    """Which plugins may be loaded, by the name of the entry point or distribution.
+    """Which plugins may be loaded, by name of the entry point or distribution.
 
     Attributes:
-        allowed: One set per list in force (argument, environment); a plugin must be in all of them.
+        allowed: One set of names for each given list (argument, environment). A plugin must be in
+            every set.
         blocked: Names that are never loaded.
     """
 
@@ -137,7 +140,7 @@ class Filter:
         block: Collection[str] | None,
         environ: Mapping[str, str],
     ) -> Filter:
-        """Combine arguments and environment; each list can only exclude plugins."""
+        """Return the filter for the arguments and environment; each list only excludes plugins."""
         allowed = [] if allow is None else [_names(allow)]
         if ALLOW_VARIABLE in environ:
             allowed.append(_names(environ[ALLOW_VARIABLE].split(",")))
@@ -145,9 +148,9 @@ class Filter:
         return cls(tuple(allowed), blocked)
 
     def refusal(self, candidate: Candidate) -> str:
-        """Return why a plugin may not be loaded; empty if it may be.
+        """Return why a plugin must not be loaded; empty if it may be loaded.
 
-        Lists of allowed names apply only to plugins found by their entry point.
+        Lists of allowed names apply only to plugins found through entry points.
         """
         names = _names_of(candidate.origin)
         if names & self.blocked:
@@ -159,19 +162,19 @@ class Filter:
     def unmatched(self, candidates: Collection[Candidate]) -> Iterator[tuple[Origin, str]]:
         """Yield (origin, reason) for listed names that match no plugin.
 
-        A blocked plugin need not be installed, so only blocked names that look misspelled are
-        reported.
+        A blocked plugin need not be installed, so a blocked name is reported only if it looks
+        misspelled.
         """
         present = {name for one in candidates for name in _names_of(one.origin)}
         for name in sorted(frozenset[str]().union(*self.allowed) - present):
-            reason = f"allowed by name, but there is no such plugin.{did_you_mean(name, present)}"
+            reason = f"allowed by name, but no plugin has this name.{did_you_mean(name, present)}"
             yield Origin(name, is_there=False), reason
         for name in sorted(self.blocked - present):
             hint = did_you_mean(name, present)
             if hint:
                 yield (
                     Origin(name, is_there=False),
-                    f"blocked by name, but there is no such plugin.{hint}",
+                    f"blocked by name, but no plugin has this name.{hint}",
                 )
 
 

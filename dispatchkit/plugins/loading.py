@@ -1,4 +1,4 @@
-"""Load plugins one by one, undo broken ones, and resolve conflicts of names.
+"""Load plugins one by one, undo broken ones, and resolve name conflicts.
 
 pluggy's own loader is not used: it stops at the first plugin that raises.
 """
@@ -20,12 +20,12 @@ _HOW = f" Block one of them by its distribution's name (`block` or {BLOCK_VARIAB
 
 @attrs.frozen(eq=False)
 class LoadedPlugin:
-    """A loaded plugin, with what it registers.
+    """A loaded plugin and its records.
 
     Attributes:
-        candidate: Where it comes from.
-        plugin: The object with the hooks.
-        records: What it registers.
+        candidate: The candidate that was loaded.
+        plugin: The module or instance with the hooks.
+        records: The records returned by its hooks.
     """
 
     candidate: Candidate
@@ -34,12 +34,12 @@ class LoadedPlugin:
 
     @property
     def origin(self) -> Origin:
-        """Where it comes from."""
+        """The plugin's name and distribution."""
         return self.candidate.origin
 
 
 class DuplicateFault(PluginFault):
-    """This plugin, or one of the same name, is already loaded."""
+    """This plugin, or another of the same name, is already loaded."""
 
 
 def load(
@@ -49,52 +49,56 @@ def load(
 
     Args:
         candidate: The plugin.
-        present: Plugins that are already loaded, by name.
+        present: Already loaded plugins, by name.
         manager: The manager to add it to.
 
     Raises:
-        PluginError: It is broken, or already loaded under this or another name. The cause is the
-            exception that the plugin raised. The plugin is removed again.
+        PluginError: The plugin is broken, or already loaded under this or another name.
+            ``__cause__`` is the original exception. The plugin is removed again.
     """
     origin = candidate.origin
     doing = [f"importing {origin.entry_point or 'it'}"]
     try:
         if origin.plugin in present:
             taken_by = present[origin.plugin].origin
-            raise DuplicateFault(f"its name is taken by {taken_by}, which is used.{_HOW}")
+            raise DuplicateFault(
+                f"its name belongs to another plugin ({taken_by}), which is used.{_HOW}"
+            )
         plugin = candidate.load()
         for other in present.values():
             if other.plugin is plugin:
                 raise DuplicateFault(
-                    f"it is the same object as {other.origin}, which is used. Name it once."
+                    f"it is the same object as another plugin ({other.origin}), which is used. "
+                    "Register it under one name only."
                 )
         return LoadedPlugin(candidate, plugin, manager.add(origin.plugin, plugin, doing))
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except PluginFault as fault:
         raise PluginError(origin, str(fault)) from fault
-    # An import may raise anything, even SystemExit; it is reported with its origin.
+    # An import may raise anything, even SystemExit. Report it as an error of this plugin.
     except BaseException as error:
         text = f"{doing[-1]} raised {type(error).__name__}: {error}"
         raise PluginError(origin, text) from error
 
 
 class PluginLoader:
-    """The loaded plugins, and reports on the others.
+    """Loads plugins, and reports those that were not loaded.
 
     Args:
-        candidates: The plugins found, in any order.
-        names: Which of them may be loaded.
+        candidates: Candidates in any order.
+        names: Filter for the plugins that may be loaded.
         replace: Built-in names that plugins may take over.
-        manager: The manager to add them to.
+        manager: The manager that the plugins are added to.
 
     Attributes:
-        loaded: Plugins by name, with the records they won, in an order independent of ``sys.path``.
-        infos: A row for each plugin that is not loaded.
-        problems: Problems, for the log and for strict mode.
+        loaded: Plugins by name, in an order independent of ``sys.path``. Their records exclude
+            names that another plugin provides.
+        infos: One row for each plugin that is not loaded.
+        problems: Errors to log, or to raise in strict mode.
 
     Raises:
-        UnknownNameError: A name to replace is not built in.
+        UnknownNameError: A name in ``replace`` is not built in.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class PluginLoader:
         self.problems.append(problem)
 
     def _assign_names(self, replace: Collection[str]) -> None:
-        """Assign each name to one plugin, and report the others that claim it."""
+        """Assign each name to one plugin, and report other plugins that claim it."""
         plugins = self.loaded.values()
         built_in = {spec.name for one in plugins if _is_built_in(one) for spec in one.records}
         for name in replace:
@@ -167,7 +171,10 @@ def _is_built_in(loaded: LoadedPlugin) -> bool:
 def _taken(kind: str, name: str, winner: LoadedPlugin) -> str:
     if _is_built_in(winner):
         return (
-            f"{kind} {name!r} is built in, and the built-in one is used; "
-            f"to replace it, give replace=[{name!r}]."
+            f"{kind} {name!r} is built in, and the built-in {kind} is used; to replace it, pass "
+            f"replace=[{name!r}]."
         )
-    return f"{kind} {name!r} also comes from {winner.origin}, which is used.{_HOW}"
+    return (
+        f"{kind} {name!r} is also registered by another plugin ({winner.origin}), which is "
+        f"used.{_HOW}"
+    )

@@ -1,9 +1,9 @@
-"""HookManager: pluggy's manager, adding a plugin completely or not at all.
+"""HookManager: pluggy's manager, which adds a plugin completely or not at all.
 
-pluggy checks names and arguments of hooks, and can remove a plugin. It silently accepts some
-plugins that would then never run: a class, a hook without its mark, an ``async`` hook. These are
-refused here. pluggy is passed only a plain namespace of functions, since up to 1.6 it evaluates
-every property of a plugin, and it compares plugins by ``==``.
+pluggy validates the names and arguments of hooks, but silently accepts plugins whose hooks would
+never run: a class, an unmarked hook, an ``async`` hook. This manager refuses them. It passes pluggy
+only a plain namespace of functions, because pluggy (up to 1.6) evaluates every property of a plugin
+and compares plugins by ``==``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MARK, _SPEC_MARK = f"{_PROJECT}_impl", f"{_PROJECT}_spec"
 
 
 class Hooks(types.SimpleNamespace):
-    """The hook functions of a plugin, without other attributes for pluggy to inspect."""
+    """The hook functions of a plugin, and no other attributes for pluggy to inspect."""
 
     def __dir__(self) -> list[str]:
         return list(vars(self))
@@ -36,8 +36,8 @@ class Hooks(types.SimpleNamespace):
 class HookManager(pluggy.PluginManager):
     """A plugin manager with the hook specifications, initially without plugins."""
 
-    # pluggy's own method is bound to the manager and referenced by each hook, a cycle: only the
-    # garbage collector would free a runner's plugins.
+    # Each hook references pluggy's own bound method and thereby the manager. In that reference
+    # cycle, only the garbage collector would free a runner's plugins.
     _hookexec = staticmethod(_multicall)  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -45,17 +45,18 @@ class HookManager(pluggy.PluginManager):
         self.add_hookspecs(hookspecs)
 
     def add(self, name: str, plugin: object, doing: list[str]) -> tuple[Spec, ...]:
-        """Add a plugin; return its records, in the order of ``RECORDS``.
+        """Add a plugin, and return its records in the order of ``RECORDS``.
 
         Args:
-            name: The plugin's name, unique.
-            plugin: A module or an instance, not added yet. Only its ``register`` hooks are called.
-            doing: The current activity is appended to it, for reports of exceptions.
+            name: A unique name for the plugin.
+            plugin: A module or instance that has not been added. Only its ``register`` hooks are
+                called.
+            doing: List to which the current activity is appended, for error messages.
 
         Raises:
-            PluginFault: The object is not a plugin; one of its functions would never run, or not as
-                intended; or a hook returned something other than its records. The plugin is removed
-                again, as with any exception of a hook.
+            PluginFault: The object is not a plugin, a function would never run or not run as
+                intended, or a hook did not return its records. After this or any other exception,
+                the plugin is removed again.
         """
         doing.append("examining its hooks")
         hooks = _hooks_of(plugin)
@@ -75,8 +76,8 @@ class HookManager(pluggy.PluginManager):
             unknown = next(one.name for one in callers if not one.has_spec())
             known = [name for name in dir(hookspecs) if name.startswith(_HOOK_PREFIXES)]
             raise PluginFault(
-                f"there is no hook {unknown}.{did_you_mean(unknown, known)} A hook of another "
-                "version of dispatchkit is marked @hookimpl(optionalhook=True)."
+                f"there is no hook {unknown}.{did_you_mean(unknown, known)} If another version "
+                "of dispatchkit has it, mark it @hookimpl(optionalhook=True)."
             ) from error
         for caller in callers:
             if sum(one.plugin is hooks for one in caller.get_hookimpls()) > 1:
@@ -94,7 +95,7 @@ def _hooks_of(plugin: object) -> Hooks:
     functions: dict[str, Callable[..., Any]] = {}
     if not inspect.isclass(plugin):
         for name in object.__dir__(plugin):
-            # Read from the class's dict: getattr would run a property.
+            # Static lookup: getattr would evaluate properties.
             function = inspect.getattr_static(plugin, name, None)
             if isinstance(function, (staticmethod, classmethod, types.MethodType)):
                 function = function.__func__
@@ -103,8 +104,8 @@ def _hooks_of(plugin: object) -> Hooks:
                 functions[name] = getattr(plugin, name)
     if not functions:
         raise PluginFault(
-            f"no hook at all in {_describe(plugin)}; name a module or an instance with functions "
-            "marked @hookimpl (from dispatchkit.hookspecs) in the entry point."
+            f"{_describe(plugin)} has no hooks; the entry point must name a module or an "
+            "instance with functions marked @hookimpl (from dispatchkit.hookspecs)."
         )
     return Hooks(**functions)
 
@@ -120,49 +121,56 @@ def _describe(plugin: object) -> str:
 
 
 def _is_hook(name: str, function: Any) -> bool:
-    """Return whether a function has our mark; refuse functions that only seem to."""
+    """Return whether a function is marked; refuse unmarked functions named like hooks."""
     attributes = getattr(function, "__dict__", {}) if inspect.isfunction(function) else {}
     if _MARK in attributes:
         return True
     if not name.startswith(_HOOK_PREFIXES) or _SPEC_MARK in attributes:
-        return False  # a function of another kind, or one of our specs imported by the plugin
+        return False  # another function, or a hook specification that the plugin imported
     if not inspect.isfunction(function):
         kind = type(function).__name__
-        raise PluginFault(f"{name} is a {kind}, not a function or method marked with @hookimpl.")
+        raise PluginFault(
+            f"{name} is a {kind}; make it a function or method marked @hookimpl, or rename it."
+        )
     others = ", ".join(one.removesuffix("_impl") for one in attributes if one.endswith("_impl"))
-    what = f"carries the mark of another project ({others})" if others else "is not marked"
+    what = f"is marked as a hook of another project ({others})" if others else "is not marked"
     raise PluginFault(
-        f"{name} {what}, so it would never run. Put @hookimpl (from dispatchkit.hookspecs) above "
-        "it, or rename it."
+        f"{name} {what}, so it would never run. Mark it @hookimpl (from dispatchkit.hookspecs), "
+        "or rename it."
     )
 
 
 def _check_function(name: str, function: Any) -> None:
-    """Refuse functions that pluggy would call differently than intended, or not at all."""
+    """Refuse functions that pluggy would not call as intended."""
     marks = getattr(function, _MARK)
     if marks["hookwrapper"] or marks["wrapper"]:
         raise PluginFault(
-            f"{name} is a wrapper; hooks of dispatchkit do not support wrappers. Write a function "
-            "that returns its result."
+            f"{name} is a hook wrapper, which dispatchkit does not support. Write a plain "
+            "function that returns the result."
         )
     if inspect.isgeneratorfunction(function):
-        raise PluginFault(f"{name} yields, so its body would not run; return a value instead.")
+        raise PluginFault(
+            f"{name} is a generator, so its body would not run; return a value instead."
+        )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise PluginFault(f"{name} is async, and nothing would await it; make it a plain function.")
+        raise PluginFault(f"{name} is async, but hooks are not awaited; make it a plain function.")
     for parameter in inspect.signature(function).parameters.values():
-        # Versions of pluggy differ: some pass the value, others keep the default.
+        # pluggy versions differ: some pass a value for these parameters, others do not.
         plain = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if parameter.kind not in plain or parameter.default is not parameter.empty:
-            raise PluginFault(f"{name} takes {str(parameter)!r}; write a plain argument.")
+            raise PluginFault(
+                f"{name} has the parameter {str(parameter)!r}; use a positional parameter "
+                "without a default."
+            )
 
 
 def _checked(result: Any, record: type[Any]) -> Sequence[Spec]:
     if not isinstance(result, (list, tuple)):
         if inspect.iscoroutine(result):
-            result.close()  # or Python warns that it was never awaited
+            result.close()  # otherwise Python warns that it was never awaited
         raise PluginFault(
             f"{record.hook} returned {result!r:.60} ({type(result).__name__}); return a list of "
-            f"{record.__name__}, [] for none."
+            f"{record.__name__}, which may be empty."
         )
     names = set()
     for one in result:
@@ -172,6 +180,8 @@ def _checked(result: Any, record: type[Any]) -> Sequence[Spec]:
                 f"{record.__name__} records (from dispatchkit.hookspecs)."
             )
         if one.name in names:
-            raise PluginFault(f"{record.hook} returned the name {one.name!r} twice.")
+            raise PluginFault(
+                f"{record.hook} returned the name {one.name!r} twice; names must be unique."
+            )
         names.add(one.name)
     return result

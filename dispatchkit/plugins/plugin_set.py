@@ -1,4 +1,4 @@
-"""The plugins of one dispatcher, and what they provide by name."""
+"""The plugins of one dispatcher, and the objects they provide by name."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ _log = logging.getLogger("dispatchkit.plugins")
 
 @attrs.frozen(eq=False)
 class PolicyWithPlugins:
-    """A policy, with the plugins that provide it, backends and lane policies.
+    """A policy, and the plugins that provide it and other named objects.
 
-    Made by ``PluginSet.with_policy``.
+    Created by ``PluginSet.with_policy``.
 
     Attributes:
-        plugins: The plugins; their observers are notified of the runner's events.
-        policy: Its name, or an object; None for the one that the plugins select.
+        plugins: The plugins. They also provide backends and lane policies given by name, and their
+            observers receive the runner's events.
+        policy: The policy's name or object; None for the policy that the plugins select.
     """
 
     plugins: PluginSet
@@ -53,21 +54,20 @@ class PolicyWithPlugins:
 
 
 class PluginSet:
-    """The plugins of one dispatcher, and what they provide by name.
+    """The plugins of one dispatcher, and the objects they provide by name.
 
-    Made by ``load_plugins``. Thread safety: reading from any thread; ``register`` and
+    Created by ``load_plugins``. Thread safety: any thread may read; ``register`` and
     ``register_policy`` hold a lock.
 
     Args:
-        candidates: The plugins found, in any order; if empty, the set has no built-in backends
-            either.
-        names: Which of them may be loaded; by default all.
+        candidates: Candidates in any order, including the built-in backends.
+        names: Filter for the plugins that may be loaded; by default all.
         replace: Built-in names that plugins may take over.
-        max_faults: Faults in a row after which an observer's callback is switched off.
+        max_faults: Number of consecutive exceptions after which an observer's callback is disabled.
 
     Attributes:
-        notifier: Calls observers with events.
-        problems: Problems found while loading, one error each.
+        notifier: Sends events to observers.
+        problems: Errors found while loading.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PluginSet:
         counts = ", ".join(f"{kind}: {len(table)}" for kind, table in tables.items() if table)
         return f"<PluginSet of {len(self._loaded)} plugins, {counts or 'nothing registered'}>"
 
-    # -- what there is --------------------------------------------------------------------
+    # -- contents -------------------------------------------------------------------------
 
     @property
     def policies(self) -> Mapping[str, Registration[PolicySpec]]:
@@ -122,24 +122,24 @@ class PluginSet:
 
     @property
     def commands(self) -> Mapping[str, Registration[CommandSpec]]:
-        """Commands of the command line by name."""
+        """Subcommands of the command line, by name."""
         return types.MappingProxyType(self._catalog.tables["command"])
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Origins of the loaded plugins, in the order of loading."""
+        """Origins of the loaded plugins, in loading order."""
         return tuple(one.origin for one in self._loaded.values())
 
     def describe(self) -> tuple[PluginInfo, ...]:
-        """Return a row for every plugin found, passed in or requested, whatever its state.
+        """Return one row for every plugin that was found, passed in or requested.
 
-        A row's reason also names observer callbacks that were switched off.
+        The reason of a row includes disabled observer callbacks.
         """
         return tuple(self._with_faults(info) for info in self._infos)
 
     def _with_faults(self, info: PluginInfo) -> PluginInfo:
         switched_off = [
-            f"{one.event_type.callback} is switched off; it last raised {one.last_fault}"
+            f"{one.event_type.callback} is disabled; it last raised {one.last_fault}"
             for origin, one in self._subscriptions
             if str(origin) == info.origin and not one.is_active
         ]
@@ -148,10 +148,10 @@ class PluginSet:
     # -- choosing -------------------------------------------------------------------------
 
     def get_policy(self, name: str) -> Registration[PolicySpec]:
-        """Return a policy's record and origin.
+        """Return the registration of a policy.
 
         Raises:
-            UnknownNameError: There is no such policy; the message lists the closest names, plugins
+            UnknownNameError: No policy has this name. The message lists the closest names, plugins
                 that might provide it but failed to load or are blocked, and what to install.
         """
         return self._catalog.get("policy", name)
@@ -161,32 +161,32 @@ class PluginSet:
 
         Args:
             name: The policy's name.
-            options: Keyword arguments for its factory.
+            options: Keyword arguments for the policy's factory.
 
         Raises:
-            UnknownNameError: There is no such policy.
-            ConfigError: Its factory does not take these options.
-            PolicyError: Its factory raised, or returned something other than a policy.
+            UnknownNameError: No policy has this name. ConfigError: The factory does not accept
+                these options. PolicyError: The factory raised, or did not return a policy.
         """
         return cast("Policy", self._catalog.create("policy", name, options))
 
     def create_lane_policy(self, name: str, /, **options: Any) -> LanePolicy:
-        """Create a lane policy; errors as in ``create_policy``, but PluginError."""
+        """Create a lane policy; like ``create_policy``, but raises PluginError for PolicyError."""
         return cast("LanePolicy", self._catalog.create("lane policy", name, options))
 
     def create_backend(self, name: str, /, **options: Any) -> GraphBackend:
-        """Create a backend; errors as in ``create_policy``, but PluginError.
+        """Create a backend; like ``create_policy``, but raises PluginError for PolicyError.
 
         Raises:
-            BackendUnavailableError: A module it needs cannot be imported.
+            BackendUnavailableError: A module that the backend needs cannot be imported.
         """
         return cast("GraphBackend", self._catalog.create("backend", name, options))
 
     def create_observer(self, name: str, /, **options: Any) -> Any:
         """Create an observer and attach it to the notifier.
 
-        From then on its methods named after events are called; exceptions they raise are logged.
-        Errors are those of ``create_policy``, but PluginError.
+        Events then call its methods of the same name, such as ``on_capture``. Exceptions raised by
+        these methods are logged. The errors are those of ``create_policy``, but PluginError for
+        PolicyError.
         """
         observer = self._catalog.create("observer", name, options)
         origin = self.observers[name].origin
@@ -195,35 +195,35 @@ class PluginSet:
         return observer
 
     def create_command(self, name: str, /) -> Callable[..., Any]:
-        """Return the function of a command; errors as in ``create_policy``, but PluginError."""
+        """Return a command's function; like ``create_policy``, but raises PluginError."""
         return cast("Callable[..., Any]", self._catalog.create("command", name, {}))
 
     def hint(self, kind: str, name: str) -> str:
-        """Suggest where a missing name may be: in plugins not loaded, or what to install.
+        """Suggest which plugin may provide a missing name, or what to install.
 
         Args:
             kind: ``policy``, ``lane policy``, ``backend``, ``observer`` or ``command``.
             name: The missing name.
 
         Returns:
-            Sentences; empty if nothing is known.
+            One or more sentences; empty if there is nothing to suggest.
         """
         return self._catalog.hint(kind, name)
 
     def select_policy(self, config: DispatchConfig) -> str | None:
-        """Return the policy that a plugin chooses for a configuration, None if none does.
+        """Return the policy that a plugin chooses for a configuration, or None.
 
         Raises:
-            PluginError: A ``dispatchkit_select_policy`` hook raised or answered with
-                something other than a name; the plugin is named.
-            UnknownNameError: It chose an unknown policy.
+            PluginError: A ``dispatchkit_select_policy`` hook raised, or returned something other
+                than a name or None. The message names the plugin.
+            UnknownNameError: The chosen policy does not exist.
         """
         hook = "dispatchkit_select_policy"
-        # Not called through pluggy, which does not report whose hook answered or raised.
+        # Called without pluggy, which does not report which plugin returned a value or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
             loaded = self._loaded.get(one.plugin_name)
             if loaded is None:
-                continue  # it is being added and may still be refused
+                continue  # the plugin is still being added and may be refused
             origin = loaded.origin
             try:
                 name = one.function(*[config][: len(one.argnames)])
@@ -235,8 +235,8 @@ class PluginSet:
             if not isinstance(name, str):
                 raise PluginError(
                     origin,
-                    f"{hook} returned {name!r:.60} ({type(name).__name__}); return a policy's "
-                    "name or None.",
+                    f"{hook} returned {name!r:.60} ({type(name).__name__}); it must return the "
+                    "name of a policy, or None.",
                 )
             try:
                 return self.get_policy(name).name
@@ -246,14 +246,14 @@ class PluginSet:
         return None
 
     def with_policy(self, policy: str | Policy | None = None) -> PolicyWithPlugins:
-        """Return a ``policy`` argument for a runner that uses these plugins.
+        """Return a ``policy`` argument that makes a runner use these plugins.
 
         Backends and lane policies given by name also come from these plugins, and their observers
         are notified of the runner's events.
 
         Args:
-            policy: Name of the policy, or an object; None for the one that a plugin selects for the
-                configuration, or else the default.
+            policy: The policy's name or object. None: the policy that a plugin selects for the
+                configuration, or else the default policy.
         """
         return PolicyWithPlugins(self, policy)
 
@@ -267,7 +267,7 @@ class PluginSet:
             plugin: A module or an instance with functions marked ``@hookimpl``.
 
         Raises:
-            PluginError: It is broken, already loaded, or claims a taken name.
+            PluginError: The plugin is broken, already loaded, or claims a name in use.
         """
         with self._lock:
             loaded = load(_passed_in(name, plugin), self._loaded, self._manager)
@@ -277,8 +277,8 @@ class PluginSet:
                     self._manager.unregister(name=name)
                     raise PluginError(
                         loaded.origin,
-                        f"{spec.kind} {spec.name!r} already comes from {taken.origin}; choose "
-                        "another name, or load without that plugin (`block`).",
+                        f"{spec.kind} {spec.name!r} is already registered ({taken.origin}); "
+                        "choose another name, or exclude that plugin with `block`.",
                     )
             self._commit(loaded)
             self._loaded[name] = loaded
@@ -286,15 +286,15 @@ class PluginSet:
     def register_policy(
         self, name: str, factory: Callable[..., Policy], summary: str = ""
     ) -> Registration[PolicySpec]:
-        """Add one policy without writing a plugin.
+        """Register a policy without writing a plugin.
 
         Args:
-            name: Its name.
-            factory: A class or function, called with the user's options as keyword arguments.
-            summary: One line for listings.
+            name: The policy's name.
+            factory: A class or function. It is called with the user's options as keyword arguments.
+            summary: One-line description for listings.
 
         Raises:
-            PluginError: The name is taken.
+            PluginError: The name is in use.
             ConfigError: The name or the factory is invalid.
         """
         spec = PolicySpec(name, factory, summary)
@@ -308,7 +308,7 @@ class PluginSet:
         return self.policies[name]
 
     def _commit(self, loaded: LoadedPlugin, reason: str = "") -> None:
-        """Make everything that a plugin registers available."""
+        """Make the records of a plugin available."""
         for spec in loaded.records:
             self._catalog.add(spec, loaded.origin)
         registers = tuple(f"{spec.kind} {spec.name}" for spec in loaded.records)
@@ -326,24 +326,24 @@ def load_plugins(
 ) -> PluginSet:
     """Load the installed plugins into a new set.
 
-    Lists name plugins by their entry point or distribution, and can only exclude: a plugin is
-    loaded if every list in force allows it and none blocks it. Excluded plugins are not imported.
-    Loading twice returns two equal, independent sets.
+    Lists contain names of entry points or distributions. A plugin is loaded if all given lists
+    allow it and no list blocks it; other plugins are not imported. Each call returns an independent
+    set.
 
     Args:
-        allow: Load only these; an empty list loads none. The environment variable
-            DISPATCHKIT_PLUGINS (comma-separated names; empty: none) does the same.
-        block: Do not load these; so does DISPATCHKIT_DISABLE.
-        extra: (name, object) pairs to load as well; ``allow`` does not apply to them.
-        replace: Built-in names that plugins may have instead of dispatchkit.
-        strict: Raise on any problem, rather than leave plugins out with a warning.
-        environ: Where the variables are read; by default the process's environment.
+        allow: The only plugins to load; an empty list loads no plugin. The environment variable
+            DISPATCHKIT_PLUGINS (comma-separated names, may be empty) has the same effect.
+        block: Plugins to skip, in addition to those in DISPATCHKIT_DISABLE.
+        extra: Additional plugins as (name, object) pairs; ``allow`` does not apply to them.
+        replace: Built-in names that plugins may take over.
+        strict: Whether to raise on any problem instead of skipping the plugin with a warning.
+        environ: Environment variables; by default those of the process.
 
     Raises:
-        PluginLoadError: In strict mode: all problems, as a group.
+        PluginLoadError: In strict mode, a group of all problems.
         ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra`` is not
             a list of pairs.
-        UnknownNameError: A name to replace is not built in.
+        UnknownNameError: A name in ``replace`` is not built in.
     """
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
         _check_names(setting, value)
@@ -359,7 +359,7 @@ def load_plugins(
 
 
 def _built_in() -> Candidate:
-    """Return the built-in plugin, which uses the same hooks."""
+    """Return the plugin that registers the built-in backends."""
 
     def load() -> object:
         from dispatchkit.plugins import builtin
@@ -384,5 +384,5 @@ def _check_names(setting: str, value: Any) -> None:
 
 def _pair(one: Any) -> tuple[str, object]:
     if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
-        raise ConfigError("extra", one, "pairs of a name and a module or an instance")
+        raise ConfigError("extra", one, "a list of pairs: a name, and a module or an instance")
     return one

@@ -1,4 +1,4 @@
-"""Records of plugins, their state and what they register."""
+"""Registrations of plugins, and the state of each plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 @attrs.frozen
 class Registration(Generic[SpecT]):
-    """A named registration, with its origin.
+    """A record registered by a plugin, and the origin of the plugin.
 
     Attributes:
         spec: The record that the plugin returned.
@@ -27,12 +27,12 @@ class Registration(Generic[SpecT]):
 
     @property
     def name(self) -> str:
-        """The name users choose it by."""
+        """The registered name."""
         return self.spec.name
 
     @property
     def summary(self) -> str:
-        """One line for listings; may be empty."""
+        """One-line description for listings; may be empty."""
         return self.spec.summary
 
 
@@ -52,12 +52,12 @@ class PluginInfo:
 
     Attributes:
         name: The plugin's name (its entry point's name).
-        distribution: Distribution it comes from; None for an object passed in.
+        distribution: Distribution that contains it; None for an object passed in.
         version: Version of that distribution; None for an object passed in.
-        origin: Where it comes from, in words.
-        state: Its state.
-        reason: The reason for the state, in words; may be empty.
-        registers: What it registered, as ``kind name`` (``policy vllm``).
+        origin: The origin as text.
+        state: State of the plugin.
+        reason: The reason for the state, as text; may be empty.
+        registers: Its registrations as ``kind name``, such as ``policy vllm``.
     """
 
     name: str
@@ -72,10 +72,10 @@ class PluginInfo:
     def of(
         cls, origin: Origin, state: PluginState, reason: str = "", registers: tuple[str, ...] = ()
     ) -> PluginInfo:
-        """Create a row for an origin."""
+        """Return the row for an origin."""
         facts = (origin.plugin, origin.distribution, origin.version, str(origin))
         return cls(*facts, state, reason, registers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as plain values for JSON."""
+        """Return the row as JSON-compatible values."""
         return {**attrs.asdict(self), "state": str(self.state), "registers": list(self.registers)}

@@ -173,7 +173,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("there", "--force"),
         ("folder", "not a folder"),
-        ("no/folder/out", "a folder that exists"),
+        ("no/folder/out", "an existing folder"),
         ("there/out", "can be written"),
         ("n" * 300, "can be written"),
         ("loop", "can be written"),

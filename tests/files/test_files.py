@@ -57,10 +57,10 @@ def test_a_relative_name_is_compared_too(tmp_path: Path, monkeypatch: pytest.Mon
     ("name", "says"),
     [
         ("folder", "a file, not a folder"),
-        ("absent/out", "in a folder that exists"),
+        ("absent/out", "in an existing folder"),
         ("file/out", "can be written"),
         ("file", "that does not exist yet"),
-        ("dangling", "in a folder that exists"),
+        ("dangling", "in an existing folder"),
         ("loop", "can be written"),
         ("n" * 300, "can be written"),
         ("a\0b", "can be written"),

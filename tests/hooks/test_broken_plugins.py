@@ -47,7 +47,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dictionary": (":plugin", "plugin = {'dispatchkit_register_policies': 1}", ("dict",)),
     "function": (":plugin", "def plugin(): return 1", ("function plugin", "module")),
     "None": (":plugin", "plugin = None", ("NoneType",)),
-    "no hook at all": ("", "def helper(): return 1", ("no hook at all", "@hookimpl")),
+    "no hook at all": ("", "def helper(): return 1", ("has no hooks", "@hookimpl")),
     "unmarked hook": (
         "",
         "def dispatchkit_register_policies(): return []",
@@ -88,7 +88,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "argument with a default": (
         "",
         "@hookimpl\ndef dispatchkit_select_policy(config=None): return None",
-        ("'config=None'", "plain argument"),
+        ("'config=None'", "positional parameter"),
     ),
     "keywords": (
         "",
@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "generator": (
         "",
         "@hookimpl\ndef dispatchkit_register_policies(): yield PolicySpec('x', list)",
-        ("yields",),
+        ("is a generator",),
     ),
     "hook that left": (
         "",
@@ -118,22 +118,22 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "wrapper around the select hook": (
         "",
         "@hookimpl(wrapper=True)\ndef dispatchkit_select_policy(): return (yield)",
-        ("is a wrapper",),
+        ("is a hook wrapper",),
     ),
     "old-style wrapper": (
         "",
         "@hookimpl(hookwrapper=True)\ndef dispatchkit_select_policy(config): yield",
-        ("is a wrapper",),
+        ("is a hook wrapper",),
     ),
     "wrapper around a register hook": (
         "",
         "@hookimpl(wrapper=True)\ndef dispatchkit_register_policies(): return (yield)",
-        ("is a wrapper",),
+        ("is a hook wrapper",),
     ),
     "wrapper that does not yield": (
         "",
         "@hookimpl(wrapper=True)\ndef dispatchkit_select_policy(): return 1",
-        ("is a wrapper",),
+        ("is a hook wrapper",),
     ),
     "hook that is a property": (
         ":plugin",
@@ -302,7 +302,7 @@ def test_register_is_all_or_nothing_where_one_name_is_taken() -> None:
         dispatchkit_register_policies=dispatchkit_register_policies,
         dispatchkit_select_policy=dispatchkit_select_policy,
     )
-    with pytest.raises(PluginError, match=r"'mine'.*'taken' already comes from passed in"):
+    with pytest.raises(PluginError, match=r"'mine'.*'taken' is already registered \(passed in"):
         plugins.register("mine", hooks)
     assert list(plugins.policies) == ["taken"]
     assert plugins.select_policy(SimpleNamespace()) is None

@@ -72,8 +72,8 @@ def test_misspelt_group_is_reported(group: str, site: Any, policy_source: Any, r
     loaded = site.load()
     assert "greedy" not in sys.modules
     assert row(loaded, "greedy").state == "failed"
-    assert f"group {group!r}; the group is 'dispatchkit'" in str(loaded.problems[0])
-    with pytest.raises(UnknownNameError, match="the group is 'dispatchkit'"):
+    assert f"group {group!r}; declare it in the group 'dispatchkit'" in str(loaded.problems[0])
+    with pytest.raises(UnknownNameError, match="in the group 'dispatchkit'"):
         loaded.create_policy("greedy")
 
 
@@ -129,7 +129,7 @@ def test_one_policy_name_of_two_plugins(reverse: bool, site: Any, policy_source:
     assert loaded.policies["rule"].origin.distribution == "alpha"
     (problem,) = loaded.problems
     assert problem.origin.distribution == "beta"
-    assert "policy 'rule' also comes from alpha 1.0" in str(problem)
+    assert "policy 'rule' is also registered by another plugin (alpha 1.0" in str(problem)
     assert [(one.name, one.registers) for one in loaded.describe()][1:] == [
         ("aa", ("policy rule",)),
         ("bb", ()),
@@ -158,7 +158,9 @@ def test_one_object_under_two_names(site: Any, policy_source: Any) -> None:
     assert list(loaded.policies) == ["r"]
     (problem,) = loaded.problems
     assert problem.origin.plugin == "two"
-    assert "same object as acme 1.0, entry point 'one = shared_rule'" in str(problem)
+    assert (
+        "same object as another plugin (acme 1.0, entry point 'one = shared_rule'"
+    ) in str(problem)
 
 
 def test_one_entry_written_twice_is_one_plugin(site: Any, policy_source: Any) -> None:
@@ -194,7 +196,7 @@ def test_built_in_names_are_kept_unless_replacement_is_asked_for(site: Any) -> N
     (problem,) = loaded.problems
     assert "acme" in str(problem)
     assert (
-        "'tape' is built in, and the built-in one is used; to replace it, give replace=['tape']"
+        "'tape' is built in, and the built-in backend is used; to replace it, pass replace=['tape']"
         in str(problem)
     )
 
@@ -384,7 +386,7 @@ def test_list_of_something_else_than_names_is_refused(setting: str, value: Any) 
 
 @pytest.mark.parametrize("value", ["vllm", ("a",), (3, object()), None])
 def test_extra_that_is_no_pair_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="extra must be pairs of a name and a module"):
+    with pytest.raises(ConfigError, match="extra must be a list of pairs: a name, and a module"):
         load_plugins(extra=[value], environ={})
 
 

@@ -63,7 +63,7 @@ def test_repeated_faults_switch_an_observer_off_and_the_list_says_so(caplog: Any
     assert not plugins.notifier.listens(CaptureEvent)
     bad = row(plugins, "plugin-bad")
     assert bad.state == "loaded"
-    assert "on_capture is switched off" in bad.reason
+    assert "on_capture is disabled" in bad.reason
     assert "ValueError: broken" in bad.reason
 
 
