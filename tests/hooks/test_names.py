@@ -158,9 +158,8 @@ def test_one_object_under_two_names(site: Any, policy_source: Any) -> None:
     assert list(loaded.policies) == ["r"]
     (problem,) = loaded.problems
     assert problem.origin.plugin == "two"
-    assert (
-        "same object as another plugin (acme 1.0, entry point 'one = shared_rule'"
-    ) in str(problem)
+    text = str(problem)
+    assert "same object as another plugin (acme 1.0, entry point 'one = shared_rule'" in text
 
 
 def test_one_entry_written_twice_is_one_plugin(site: Any, policy_source: Any) -> None:
