@@ -144,9 +144,9 @@ def test_counts_are_as_many_steps_of_no_known_order(run: Any, tmp_path: Path) ->
     assert account["steps"] == 47
     page = tmp_path / "page.html"
     assert run("report", log, "-o", str(page), "--sizes", "8").code == 0
-    assert "counts steps, without their order" in page.read_text()
+    assert "does not record the order of steps" in page.read_text()
     refused = run("plan", log, "--graphs", "2", "--max-size", "8", "--fit-on", "first-half")
-    assert "whose order is unknown" in refused.err
+    assert "because their order is unknown" in refused.err
 
 
 # -- outputs ------------------------------------------------------------------------------

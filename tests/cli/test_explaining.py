@@ -142,10 +142,10 @@ def test_a_trace_in_text_shows_the_costliest_in_80_columns(run: Any) -> None:
     pytest.importorskip("numpy")
     done = run("explain", "--trace", TRACE)
     assert done.code == 0
-    assert "Costliest decisions" in done.out
-    assert "more; --all or --json has them." in done.out
+    assert "Most expensive decisions" in done.out
+    assert "more decisions; print them with --all or --json." in done.out
     assert max(map(len, done.out.splitlines())) <= 80
-    assert "Every decision" in run("explain", "--trace", TRACE, "--all").out
+    assert "All decisions" in run("explain", "--trace", TRACE, "--all").out
 
 
 WORDS = """

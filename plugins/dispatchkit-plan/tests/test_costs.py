@@ -85,9 +85,9 @@ GOOD = BUILTIN_COST_MODELS["mlp-h100"].to_json()
         ({"eager_us": [[1, -1.0]]}, "eager_us"),
         ({"eager_us": [[1, float("nan")]]}, "eager_us"),
         ({"eager_us": [[1, "fast"]]}, "eager_us"),
-        ({"eager_us": [[1, 1.0], [1, 2.0]]}, "each size once"),
+        ({"eager_us": [[1, 1.0], [1, 2.0]]}, "distinct sizes"),
         ({"eager_us": 7}, "eager_us"),
-        ({"name": 7}, "name must be text"),
+        ({"name": 7}, "name must be a string"),
         ({"graph_ms": []}, "graph_us"),
     ],
 )

@@ -90,9 +90,9 @@ def test_uniform_is_not_guessed_without_the_mode(tmp_path):
         ),
         ("| FULL         | 31    |", "| HALF         | 31    |", 11, "runtime mode must be"),
         ("| 31    |", "| -31    |", 11, "count must be 0 to"),
-        ("| 31    |", "| many    |", 11, "count must be a whole number"),
+        ("| 31    |", "| many    |", 11, "count must be an integer"),
         ("| FULL         | 31    |", "| FULL         |", 11, "4 cells"),
-        ("Unpadded Tokens | Padded", "Unpaded Token | Padded", 9, "vLLM's are"),
+        ("Unpadded Tokens | Padded", "Unpaded Token | Padded", 9, "the columns of vLLM are"),
     ],
 )
 def test_a_damaged_table_is_named_by_line(old, new, line, message, tmp_path):
@@ -105,7 +105,7 @@ def test_a_damaged_table_is_named_by_line(old, new, line, message, tmp_path):
 def test_a_log_without_table_is_refused(tmp_path):
     with pytest.raises(TraceError, match="cudagraph-metrics"):
         read_cudagraph_stats(write(tmp_path / "a.log", "INFO nothing here\n"))
-    with pytest.raises(TraceError, match="without lines"):
+    with pytest.raises(TraceError, match="without rows"):
         read_cudagraph_stats(write(tmp_path / "b.log", LOG.splitlines()[8] + "\n"))
 
 
@@ -127,9 +127,9 @@ def test_histograms_add_up(tmp_path):
         ("size,counts\n1,2\n", 1, "Did you mean 'count'"),
         ("size\n1\n", 1, "needs `count`"),
         ("size,num_tokens,count\n1,1,2\n", 1, "one of num_tokens, size"),
-        ("size,count\n1\n", 2, "cut off"),
+        ("size,count\n1\n", 2, "truncated"),
         ("size,count\n1,-2\n", 2, "count must be 0 to"),
-        ("size,count\n1,1e3\n", 2, "count must be a whole number"),
+        ("size,count\n1,1e3\n", 2, "count must be an integer"),
         ("size,count,uniform_decode\n1,1,7\n", 2, "uniform_decode must be 0 or 1"),
     ],
 )

@@ -147,9 +147,9 @@ def test_limits_are_captured_and_what_lies_beyond_is_counted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis": "width"}, "no column 'axis.width'; its axes: length"),
+        ({"axis": "width"}, "no column 'axis.width'; its axes are: length"),
         ({"graphs": 0}, "graphs"),
-        ({"max_size": 1}, "no step planned on is within max_size 1"),
+        ({"max_size": 1}, "no step within max_size 1"),
         ({"fit_on": "halves"}, "'all' or 'first-half'"),
     ],
 )
@@ -211,9 +211,9 @@ def test_a_ceiling_is_kept_and_told():
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ({}, "capture sizes by bucket"),
-        ([1, 2], "capture sizes by bucket"),
-        ({16: ()}, "capture sizes by bucket"),
+        ({}, "capture sizes of each bucket"),
+        ([1, 2], "capture sizes of each bucket"),
+        ({16: ()}, "capture sizes of each bucket"),
         ({0: (1,)}, "grid bucket"),
         ({16: (0,)}, r"grid\[16\]"),
     ],

@@ -76,7 +76,7 @@ def test_the_second_half_is_never_looked_at():
     ]
     assert len({plan.sizes for plan in plans}) == 1
     assert len({plan.hedge for plan in plans}) == 1
-    assert {plan.judged_on for plan in plans} == {"second half"}
+    assert {plan.judged_on for plan in plans} == {"the second half"}
 
 
 def test_a_validated_hedge_saves_what_the_optimum_loses():
@@ -93,13 +93,13 @@ def test_a_validated_hedge_saves_what_the_optimum_loses():
 
 def test_warnings_say_when_not_to_rely_on_a_plan():
     short = plan_sizes(trace_of([5] * 50), graphs=2, max_size=8)
-    assert any("Too short: 50 steps" in text for text in short.warnings)
+    assert any("The trace is short: 50 steps" in text for text in short.warnings)
     assert any("too few to validate" in text for text in short.warnings)
-    assert any("Planned and judged on the same steps" in text for text in short.warnings)
+    assert any("judged on the steps it was planned on" in text for text in short.warnings)
     large = plan_sizes(trace_of([5, 90, 90] * 400), graphs=2, max_size=8)
-    assert any("800 of 1200 steps are above 8 tokens" in text for text in large.warnings)
+    assert any("800 of 1200 steps have more than 8 tokens" in text for text in large.warnings)
     many = plan_sizes(trace_of([5] * 2000), graphs=6, max_size=8)
-    assert any("6 graphs for 1 different sizes" in text for text in many.warnings)
+    assert any("6 graphs for 1 distinct sizes" in text for text in many.warnings)
     fine = plan_sizes(trace_of([3, 5, 8] * 1000), graphs=2, max_size=8, fit_on="first-half")
     assert fine.warnings == ()
 
@@ -125,7 +125,7 @@ def test_alignment_restricts_every_size():
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
-        ({}, "exactly one of graphs.*For example graphs=24"),
+        ({}, "exactly one of graphs.*Pass graphs=24"),
         ({"graphs": 2, "memory_bytes": 1e9}, "exactly one of graphs"),
         ({"graphs": 0}, "at least 1"),
         ({"graphs": 2.5}, "whole number"),
@@ -141,7 +141,7 @@ def test_alignment_restricts_every_size():
         ({"memory_bytes": 1e9, "bytes_per_graph": 1.0, "token_budget": 9}, "at least 17"),
         ({"memory_bytes": 1e9}, "bytes_per_graph"),
         ({"memory_bytes": float("nan"), "bytes_per_graph": 1.0}, "above 0"),
-        ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "largest size alone"),
+        ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "the price of the largest size"),
         ({"capture_time_s": 1.0}, "capture_s_per_graph"),
         ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "above 0"),
     ],
@@ -197,9 +197,9 @@ def test_the_token_budget_is_captured_only_where_it_pays():
     assert pays.token_budget.share_pct == 100.0
     assert pays.token_budget.saved_pct > 0
     for model, why in [
-        (slow, "less time"),
-        (short, "only measured up to 1 tokens"),
-        (None, "cost model"),
+        (slow, "more time"),
+        (short, "measured only up to 1 tokens"),
+        (None, "cost-model"),
     ]:
         plan = plan_sizes(steps, cost_model=model, **kinds)
         assert plan.sizes[-1] == 16
@@ -209,7 +209,7 @@ def test_the_token_budget_is_captured_only_where_it_pays():
     plan = plan_sizes(steps, cost_model=fast, **by_memory)
     assert plan.sizes[-1] == 16
     assert (plan.token_budget.pays, plan.token_budget.saved_pct) == (False, None)
-    assert "give a number of graphs" in plan.token_budget.reason
+    assert "Plan with a number of graphs" in plan.token_budget.reason
     assert plan_sizes(steps, token_budget=None, **kinds).token_budget is None
     assert plan_sizes(trace_of([3] * 9), **kinds).token_budget is None
 
@@ -251,7 +251,7 @@ def test_steps_without_adapters_keep_graphs_of_their_own():
     together = plan_sizes(trace, **kinds, separate_base=False)
     assert {(f.uniform, f.num_active_loras) for f in together.families} == {(True, 3), (False, 8)}
     assert together.waste_pct <= plan.waste_pct
-    with pytest.raises(ConfigError, match="planned by kind of step"):
+    with pytest.raises(ConfigError, match="planning by kind of step"):
         plan_sizes(trace, graphs=1, keyed=True, hedge="none")
 
 

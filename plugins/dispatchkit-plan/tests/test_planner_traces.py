@@ -76,7 +76,7 @@ def test_plans_from_the_first_half_hold_in_the_second(name):
     plan = out_of_sample(name)
     vllm = plan.rivals["vllm-default"]
     assert plan.hedge.validated
-    assert plan.judged_on == "second half"
+    assert plan.judged_on == "the second half"
     assert vllm.matched_by is not None
     assert vllm.matched_by <= at_most
     assert dict(plan.curve)[51] <= vllm.waste_pct

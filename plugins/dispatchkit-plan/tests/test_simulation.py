@@ -327,7 +327,7 @@ def test_a_known_trace_has_the_known_numbers():
     data = json.loads(json.dumps(vllm.to_json(), allow_nan=False))
     assert data["hit_rate"] == 0.782
     assert data["memory_bytes"] is None
-    assert any("last measured size" in note for note in data["notes"])
+    assert any("the largest size measured" in note for note in data["notes"])
 
 
 def test_the_configuration_fits_the_trace():

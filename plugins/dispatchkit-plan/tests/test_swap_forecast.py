@@ -199,7 +199,7 @@ def test_a_candidate_at_fault_is_counted(runner):
     trace = recorded(runner, (6, 6, 1))
     with pytest.warns(RuntimeWarning, match="no idea"):
         forecast = forecast_swap(runner, trace, cost_model=TRUE, policy=Faulty())
-    assert any(note.startswith("On 2 steps the candidate raised") for note in forecast.notes)
+    assert any("raised or broke a hard constraint on 2 steps" in note for note in forecast.notes)
 
 
 def test_a_candidate_that_is_refused_says_so(runner):

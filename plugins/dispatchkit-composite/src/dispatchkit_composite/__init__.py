@@ -1,4 +1,4 @@
-"""Several policies combined by priority: the first that answers decides."""
+"""Combine several policies by priority; the first one with an answer decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members of a composite: read them from text, tables or a file, and report on them."""
+"""Read the members of a composite from strings, tables or a file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Member", "MemberReport", "members_from_pyproject"]
 
 @attrs.frozen
 class Member:
-    """One member of a composite.
+    """A member of a composite.
 
     Attributes:
-        name: Its name, unique in the composite.
-        policy: A policy, or the name of one; by default the name of the member.
-        priority: Members of higher priority are asked first, those of equal priority in the order
-            in which they were added.
+        name: Name of the member, unique in the composite.
+        policy: Policy, or the name of one; by default, the name of the member.
+        priority: Priority of the member. Members of higher priority are asked first, and those of
+            equal priority in the order in which they were added.
         options: Options for the policy's factory, if the policy is given by name.
     """
 
@@ -38,7 +38,7 @@ class Member:
     def __attrs_post_init__(self) -> None:
         name: Any = self.name  # a file may contain a value of any type
         if not isinstance(name, str) or not name or set(name) & set("/,:= "):
-            allowed = "non-empty text without spaces or any of '/,:='"
+            allowed = "a non-empty string without spaces or any of '/,:='"
             raise ConfigError("member name", self.name, allowed)
         setting = f"priority of member {self.name!r}"
         object.__setattr__(self, "priority", check_count(self.priority, setting, minimum=None))
@@ -48,7 +48,7 @@ class Member:
         """Parse a member from ``name[=policy][:priority]``.
 
         Raises:
-            ConfigError: The text does not have that form.
+            ConfigError: The text has another form.
         """
         what, colon, number = text.strip().partition(":")
         name, _, policy = (part.strip() for part in what.partition("="))
@@ -62,15 +62,15 @@ class Member:
 
 @attrs.frozen
 class MemberReport:
-    """The state of a member, as reported by a composite.
+    """State of a member of a composite.
 
     Attributes:
-        name: Its name.
-        priority: Its priority.
-        policy: The name of its policy.
-        faults: How often it raised or broke a hard constraint.
+        name: Name of the member.
+        priority: Priority of the member.
+        policy: Name of the policy.
+        faults: Number of times that the member raised or broke a hard constraint.
         last_fault: Description of the last fault; empty if there was none.
-        suspended: It is no longer asked, until it is resumed.
+        suspended: Whether the member is skipped until it is resumed.
     """
 
     name: str
@@ -82,8 +82,8 @@ class MemberReport:
 
 
 @attrs.define(eq=False)
-class Seat:
-    """A member with its policy object and its faults."""
+class MemberState:
+    """A member's policy object and fault counters."""
 
     name: str
     priority: int
@@ -95,7 +95,7 @@ class Seat:
 
 
 def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
-    """Return members given as records, tables or text.
+    """Return members that are given as records, tables or strings.
 
     Raises:
         ConfigError: A member is invalid.
@@ -106,7 +106,7 @@ def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> l
         if not items:
             raise ConfigError("members", members, "at least one name[=policy][:priority]")
     if not isinstance(items, Iterable):
-        raise ConfigError("members", members, "a list of Members, tables or text")
+        raise ConfigError("members", members, "a list of Members, tables or strings")
     return [_read(item) for item in items]
 
 
@@ -116,26 +116,27 @@ def _read(item: Member | str | Mapping[str, Any]) -> Member:
     if isinstance(item, str):
         return Member.parse(item)
     if not isinstance(item, Mapping):
-        raise ConfigError("members", item, "Members, tables or text")
+        raise ConfigError("members", item, "Members, tables or strings")
     known = [field.name for field in attrs.fields(Member)]
     for name in item:
         if name not in known:
-            raise ConfigError("member", dict(item), f"a table with only {', '.join(known)}")
+            allowed = f"a table with only {', '.join(known)}"
+            raise ConfigError("member", dict(item), allowed)
     given = dict(item)
     given.setdefault("name", given.get("policy", ""))
     return Member(**given)
 
 
 def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
-    """Return the members listed in a file's ``[[tool.dispatchkit.composite.members]]``.
+    """Return the members listed in ``[[tool.dispatchkit.composite.members]]`` of a file.
 
     Raises:
-        ConfigError: The file cannot be read, or contains no members.
+        ConfigError: The file cannot be read, or lists no members.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("pyproject", str(path), "a TOML file", f"Error: {error}.") from error
+        raise ConfigError("pyproject", str(path), "a TOML file", f"{error}.") from error
     where: Any = table
     for part in ("tool", "dispatchkit", "composite", "members"):
         where = where.get(part) if isinstance(where, dict) else None
@@ -145,10 +146,10 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
     return read_members(where)
 
 
-def seat(member: Member, plugins: PluginSet | None = None) -> Seat:
-    """Return a member's seat; a policy given by name is created."""
+def member_state(member: Member, plugins: PluginSet | None = None) -> MemberState:
+    """Return the state of a new member; create its policy if it is given by name."""
     policy = member.policy or member.name
     if isinstance(policy, str):
         plugins = load_plugins() if plugins is None else plugins
         policy = plugins.create_policy(policy, **member.options)
-    return Seat(member.name, member.priority, policy)
+    return MemberState(member.name, member.priority, policy)

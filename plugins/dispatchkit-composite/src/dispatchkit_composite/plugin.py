@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""Register the policy ``composite``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dispatchkit_composite.policy import CompositePolicy
 
 @hookimpl
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:
-    """Register the one policy."""
+    """Return the policy ``composite``."""
     return [
         PolicySpec(
             "composite",
             CompositePolicy,
-            summary="Several policies by priority; the first that answers decides",
+            summary="Several policies by priority; the first one with an answer decides",
         )
     ]

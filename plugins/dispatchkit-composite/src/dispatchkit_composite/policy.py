@@ -28,10 +28,10 @@ from dispatchkit.plugins import PluginSet, load_plugins
 from dispatchkit_composite.members import (
     Member,
     MemberReport,
-    Seat,
+    MemberState,
+    member_state,
     members_from_pyproject,
     read_members,
-    seat,
 )
 
 __all__ = ["CompositePolicy"]
@@ -40,22 +40,23 @@ _log = logging.getLogger("dispatchkit.composite")
 
 
 class CompositePolicy:
-    """Ask members in the order of their priority; the first that answers decides.
+    """Asks members by priority; the first one with an answer decides.
 
     If a member raises or breaks a hard constraint, the fault is logged and counted, and the next
-    member is asked. After ``max_faults`` faults in a row, the member is suspended. Decisions carry
-    the name of the member that made them.
+    member is asked. After ``max_faults`` consecutive faults, the member is suspended. Decisions
+    contain the name of the member that made them.
 
     Args:
-        members: Members, tables with their attributes, or text (``name[=policy][:priority]``), in
-            a list; or one text with members separated by commas. By default only ``vllm``.
-        pyproject: A TOML file that lists the members; replaces ``members``.
-        max_faults: Faults in a row after which a member is suspended.
-        plugins: The plugins that provide policies by name; by default they are loaded.
+        members: List of Members, tables with their attributes, or strings
+            (``name[=policy][:priority]``); or one string with members separated by commas. By
+            default, only ``vllm``.
+        pyproject: Path of a TOML file that lists the members, instead of ``members``.
+        max_faults: Number of consecutive faults after which a member is suspended.
+        plugins: Plugins that provide policies by name; loaded by default.
 
     Raises:
         ConfigError: A member is invalid, or two members have the same name.
-        UnknownNameError: A member names a policy that does not exist.
+        UnknownNameError: A member refers to a policy that does not exist.
     """
 
     name = "composite"
@@ -71,7 +72,7 @@ class CompositePolicy:
         if members is not None and pyproject is not None:
             raise ConfigError("pyproject", pyproject, "omitted if members are given")
         self.max_faults = check_count(max_faults, "max_faults")
-        self._seats: tuple[Seat, ...] = ()
+        self._members: tuple[MemberState, ...] = ()
         self._graphs: GraphView | None = None
         if pyproject is not None:
             listed = members_from_pyproject(pyproject)
@@ -80,13 +81,13 @@ class CompositePolicy:
         if plugins is None and any(isinstance(member.policy, str) for member in listed):
             plugins = load_plugins()
         for member in listed:
-            self._take(seat(member, plugins))
+            self._insert(member_state(member, plugins))
 
     # -- members ------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[MemberReport, ...]:
-        """The members, in the order in which they are asked."""
+        """The members in the order in which they are asked."""
         return tuple(
             MemberReport(
                 one.name,
@@ -96,25 +97,25 @@ class CompositePolicy:
                 one.last_fault,
                 one.suspended,
             )
-            for one in self._seats
+            for one in self._members
         )
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits of a single member; of several, only ``stateless`` if all claim it."""
-        claimed = [policy_traits(one.policy) for one in self._seats]
+        """Traits of a single member; with several members, at most ``stateless``."""
+        claimed = [policy_traits(one.policy) for one in self._members]
         if len(claimed) == 1:
             return claimed[0]
         return frozenset({"stateless"}).intersection(*claimed) if claimed else frozenset()
 
     def add(self, name: str, policy: Policy | str = "", priority: int = 0, **options: Any) -> None:
-        """Add a member. Call ``dispatcher.swap()`` afterwards, which empties the table.
+        """Add a member. Call ``dispatcher.swap()`` afterwards to empty the table.
 
         Raises:
             ConfigError: The name is invalid or already used.
-            UnknownNameError: No policy has that name.
+            UnknownNameError: There is no policy of this name.
         """
-        self._take(seat(Member(name, policy, priority, options)))
+        self._insert(member_state(Member(name, policy, priority, options)))
 
     def remove(self, name: str) -> None:
         """Remove a member. Call ``dispatcher.swap()`` afterwards to empty the table.
@@ -123,10 +124,10 @@ class CompositePolicy:
             UnknownNameError: There is no such member.
         """
         gone = self._find(name)
-        self._seats = tuple(one for one in self._seats if one is not gone)
+        self._members = tuple(one for one in self._members if one is not gone)
 
     def resume(self, name: str) -> None:
-        """Resume a suspended member. Cells that others decided remain until the next swap.
+        """Resume a suspended member. Existing decisions remain until the next swap.
 
         Raises:
             UnknownNameError: There is no such member.
@@ -135,32 +136,33 @@ class CompositePolicy:
         one.suspended = False
         one.faults_in_a_row.clear()
 
-    def _take(self, new: Seat) -> None:
+    def _insert(self, new: MemberState) -> None:
         if new.policy is self:
             allowed = "a policy other than the composite itself"
             raise ConfigError(f"member {new.name!r}", new.policy, allowed)
-        if any(one.name == new.name for one in self._seats):
-            raise ConfigError("member name", new.name, "different from those of other members")
-        # Sorting is stable, so members of equal priority stay in the order of addition.
-        self._seats = tuple(sorted((*self._seats, new), key=lambda one: -one.priority))
+        if any(one.name == new.name for one in self._members):
+            raise ConfigError("member name", new.name, "a name that no other member has")
+        # Sorting is stable, so members of equal priority stay in the order in which they were
+        # added.
+        self._members = tuple(sorted((*self._members, new), key=lambda one: -one.priority))
 
-    def _find(self, name: str) -> Seat:
-        for one in self._seats:
+    def _find(self, name: str) -> MemberState:
+        for one in self._members:
             if one.name == name:
                 return one
-        raise UnknownNameError("member", name, [one.name for one in self._seats])
+        raise UnknownNameError("member", name, [one.name for one in self._members])
 
     # -- the policy ---------------------------------------------------------------------
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys of all members, in the order of their priority."""
+        """Return the keys of all members, in order of priority."""
         keys: dict[GraphKey, None] = {}
         for one in self._active():
-            keys.update(dict.fromkeys(self._guarded(one, "declare", _declared, config) or ()))
+            keys.update(dict.fromkeys(self._guarded(one, "declare", _checked_keys, config) or ()))
         return list(keys)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the first member's answer that keeps the hard constraints."""
+        """Return the first answer of a member that satisfies the hard constraints."""
         self._graphs = graphs
         refused: Decision | None = None
         for one in self._active():
@@ -169,27 +171,27 @@ class CompositePolicy:
                 continue
             if answer.key is not None or batch.allows(RuntimeMode.NONE):
                 return answer
-            refused = refused or answer  # answering eager is no fault; later members may replay
+            refused = refused or answer  # an eager answer is not a fault; later members may replay
         return refused
 
     @property
     def observe(self) -> Callable[[Outcome], list[CellUpdate]] | None:
-        """Receives outcomes; None if no member learns, so that no step is measured."""
-        return self._observe if any(_learns(one) for one in self._seats) else None
+        """Function that receives outcomes; None if no member learns."""
+        return self._observe if any(_learns(one) for one in self._members) else None
 
     def _observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Pass the outcome to every learning member; ``won`` only for the one that decided."""
+        """Pass the outcome to learning members, with ``won`` only for the one that decided."""
         who, _, rest = outcome.decision.policy.partition("/")
         updates = []
         for one in self._active():
             if not _learns(one):
                 continue
-            told = attrs.evolve(outcome, won=outcome.won and who == one.name)
-            if told.won:
+            passed = attrs.evolve(outcome, won=outcome.won and who == one.name)
+            if passed.won:
                 label = rest or policy_name(one.policy)
-                told = attrs.evolve(told, decision=attrs.evolve(told.decision, policy=label))
-            answer = self._guarded(one, "observe", _learnt, told)
-            updates += [kept for update in answer or () if (kept := self._own(one, update))]
+                passed = attrs.evolve(passed, decision=attrs.evolve(passed.decision, policy=label))
+            answer = self._guarded(one, "observe", _checked_updates, passed)
+            updates += [kept for update in answer or () if (kept := self._permitted(one, update))]
         return updates
 
     def calibration_runs(self, graphs: GraphView) -> list[Any]:
@@ -197,28 +199,31 @@ class CompositePolicy:
         runs: list[Any] = []
         for one in self._active():
             if hasattr(one.policy, "calibration_runs"):
-                asked = self._guarded(one, "calibration_runs", _wanted, graphs)
+                asked = self._guarded(one, "calibration_runs", _requested_runs, graphs)
                 runs += [run for run in asked or () if run not in runs]
         return runs
 
     def __repr__(self) -> str:
-        listed = ", ".join(f"{one.name}:{one.priority}" for one in self._seats)
+        listed = ", ".join(f"{one.name}:{one.priority}" for one in self._members)
         return f"CompositePolicy({listed!r})"
 
     # -- inside -------------------------------------------------------------------------
 
-    def _active(self) -> Iterator[Seat]:
-        return (one for one in self._seats if not one.suspended)
+    def _active(self) -> Iterator[MemberState]:
+        return (one for one in self._members if not one.suspended)
 
-    def _ask(self, one: Seat, batch: Batch, graphs: GraphView) -> Decision | None:
-        answer: Decision | None = self._guarded(one, "decide", _decided, batch, graphs)
+    def _ask(self, one: MemberState, batch: Batch, graphs: GraphView) -> Decision | None:
+        answer: Decision | None = self._guarded(one, "decide", _checked_decision, batch, graphs)
         return None if answer is None else attrs.evolve(answer, policy=_label(one, answer))
 
-    def _own(self, one: Seat, update: CellUpdate) -> CellUpdate | None:
-        """Return an update if the member decides its cell, or only has cells asked again."""
+    def _permitted(self, one: MemberState, update: CellUpdate) -> CellUpdate | None:
+        """Return an update that the member may make, or None.
+
+        A member may change cells that it decides, or have cells decided again.
+        """
         answer, graphs = update.decision, self._graphs
         if answer is None and update.up_to:
-            return update  # harmless: cells that another member decides get the same answer
+            return update  # harmless: other members decide their cells in the same way again
         if graphs is None:
             return None
         for other in self._active():
@@ -230,38 +235,38 @@ class CompositePolicy:
             return update
         return attrs.evolve(update, decision=attrs.evolve(answer, policy=_label(one, answer)))
 
-    def _guarded(self, one: Seat, method: str, ask: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, one: MemberState, method: str, ask: Callable[..., Any], *args: Any) -> Any:
         try:
             answer = ask(one.policy, *args)
         except Exception as error:  # noqa: BLE001 - a member may raise anything; it is logged
-            self._blame(one, method, f"{type(error).__name__}: {error}")
+            self._record_fault(one, method, f"{type(error).__name__}: {error}")
             return None
         one.faults_in_a_row[method] = 0
         return answer
 
-    def _blame(self, one: Seat, method: str, problem: str) -> None:
+    def _record_fault(self, one: MemberState, method: str, problem: str) -> None:
         one.faults += 1
         one.faults_in_a_row[method] += 1
         one.last_fault = f"{method}: {problem}"
         one.suspended = one.faults_in_a_row[method] >= self.max_faults
         if one.faults == 1 or one.suspended:
-            end = " It is suspended; call resume() to ask it again." if one.suspended else ""
+            end = " It is suspended until resume() is called." if one.suspended else ""
             _log.warning("Composite member %r failed in %s.%s", one.name, one.last_fault, end)
 
 
-def _learns(one: Seat) -> bool:
+def _learns(one: MemberState) -> bool:
     return callable(getattr(one.policy, "observe", None))
 
 
-def _declared(policy: Policy, config: DispatchConfig) -> list[GraphKey]:
+def _checked_keys(policy: Policy, config: DispatchConfig) -> list[GraphKey]:
     keys = list(policy.declare(config))
     for key in keys:
         if not isinstance(key, GraphKey):
-            raise TypeError(f"returned {key!r}; only GraphKeys are allowed")
+            raise TypeError(f"declare() must return GraphKeys, got {key!r}")
     return keys
 
 
-def _decided(policy: Policy, batch: Batch, graphs: GraphView) -> Decision | None:
+def _checked_decision(policy: Policy, batch: Batch, graphs: GraphView) -> Decision | None:
     answer = policy.decide(batch, graphs)
     problem = None if answer is None else broken_constraint(answer, batch, graphs)
     if problem is not None:
@@ -269,17 +274,17 @@ def _decided(policy: Policy, batch: Batch, graphs: GraphView) -> Decision | None
     return answer
 
 
-def _learnt(policy: Any, outcome: Outcome) -> list[CellUpdate]:
+def _checked_updates(policy: Any, outcome: Outcome) -> list[CellUpdate]:
     updates = list(policy.observe(outcome) or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
-            raise TypeError(f"returned {update!r}; only CellUpdates are allowed")
+            raise TypeError(f"observe() must return CellUpdates, got {update!r}")
     return updates
 
 
-def _wanted(policy: Any, graphs: GraphView) -> list[Any]:
+def _requested_runs(policy: Any, graphs: GraphView) -> list[Any]:
     return list(policy.calibration_runs(graphs))
 
 
-def _label(one: Seat, answer: Decision) -> str:
+def _label(one: MemberState, answer: Decision) -> str:
     return f"{one.name}/{answer.policy}" if answer.policy else one.name

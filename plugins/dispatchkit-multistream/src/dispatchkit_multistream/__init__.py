@@ -1,4 +1,4 @@
-"""Lane policies: in turn, by load, by graph key, or by the priority of the step."""
+"""Lane policies: round-robin, by load, by graph key, and by priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""Register the lane policies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dispatchkit_multistream.policies import ByKey, LeastLoaded, Priority, Round
 
 @hookimpl
 def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:
-    """Register the four lane policies."""
+    """Return the four lane policies."""
     return [
-        LanePolicySpec("round-robin", RoundRobin, summary="All lanes in turn"),
+        LanePolicySpec("round-robin", RoundRobin, summary="Uses all lanes in turn"),
         LanePolicySpec(
-            "least-loaded", LeastLoaded, summary="The lane with the least unfinished work"
+            "least-loaded", LeastLoaded, summary="Uses the lane with the least unfinished work"
         ),
-        LanePolicySpec("by-key", ByKey, summary="Each graph on its own lane, to save memory"),
-        LanePolicySpec("priority", Priority, summary="Lanes reserved for urgent steps"),
+        LanePolicySpec("by-key", ByKey, summary="Assigns each graph to one lane, to save memory"),
+        LanePolicySpec("priority", Priority, summary="Reserves lanes for urgent steps"),
     ]

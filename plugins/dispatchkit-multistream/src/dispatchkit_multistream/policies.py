@@ -1,4 +1,4 @@
-"""The four lane policies; none of them touches a device."""
+"""The lane policies, which need no device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.keys import check_count
 
 
 class RoundRobin:
-    """Use all lanes in turn, however busy they are."""
+    """Uses all lanes in turn, regardless of their load."""
 
     name = "round-robin"
     traits: ClassVar[frozenset[str]] = frozenset({"spreads"})
@@ -22,20 +22,20 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the lane after the one chosen last."""
+        """Return the lane after the previously chosen one."""
         lane = self._next % len(lanes)
         self._next = lane + 1
         return lane
 
 
 class LeastLoaded:
-    """Use the lane with the least unfinished work; among equals, the next in turn.
+    """Uses the lane with the least unfinished work; ties are broken in turn.
 
     Args:
-        by: The measure of work: ``tokens`` or ``steps``.
+        by: Unit of work, ``tokens`` or ``steps``.
 
     Raises:
-        ConfigError: ``by`` is neither.
+        ConfigError: ``by`` has another value.
     """
 
     name = "least-loaded"
@@ -53,9 +53,9 @@ class LeastLoaded:
         return self._last
 
     def least(self, lanes: Sequence[LaneState]) -> int:
-        """Return the index of the least busy of the given lanes."""
+        """Return the index of the least loaded of the given lanes."""
         last = self._last
-        # Lanes after the one chosen last come first, then the others.
+        # Lanes after the previously chosen one come first.
         order = sorted(lanes, key=lambda lane: (lane.index <= last, lane.index))
         return min(order, key=self._load).index
 
@@ -64,17 +64,17 @@ class LeastLoaded:
 
 
 class ByKey:
-    """Assign each graph to fixed lanes and run its steps there: stream-local graph caching.
+    """Runs all steps of a graph on fixed lanes, so that few lanes capture it.
 
-    The lanes of a key depend only on its name, so they are the same in every process. Steps that
-    run eager use the least busy lane.
+    The lanes of a key depend only on its name, so they are the same in every process. Eager steps
+    use the least loaded lane.
 
     Args:
         copies: Number of lanes on which each graph is captured. More copies balance the load
-            better and take more memory.
+            better, but need more memory.
 
     Raises:
-        ConfigError: ``copies`` is not a whole number of at least 1.
+        ConfigError: ``copies`` is not an integer of at least 1.
     """
 
     name = "by-key"
@@ -91,7 +91,7 @@ class ByKey:
         return [(first + more) % num_lanes for more in range(min(self._copies, num_lanes))]
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the least busy lane that has the graph; if none has, one assigned to it."""
+        """Return the least loaded lane with the graph, or else assigned to it."""
         if step.key is None:
             return self._least.choose(step, lanes)
         assigned = [lanes[index] for index in self.lanes_for_key(step.key, len(lanes))]
@@ -100,17 +100,17 @@ class ByKey:
 
 
 class Priority:
-    """Reserve the last lanes, on high-priority streams, for urgent steps.
+    """Reserves the last lanes, on high-priority streams, for urgent steps.
 
-    Urgent steps use the least busy lane, among equals a reserved one. Other steps share the
-    remaining lanes. A single lane is shared by all steps.
+    Urgent steps use the least loaded lane, preferring reserved lanes. Other steps share the
+    remaining lanes. If there is only one lane, all steps share it.
 
     Args:
         reserved: Number of reserved lanes; at least one lane is left for other steps.
-        threshold: Least priority of an urgent step.
+        threshold: Minimum priority of urgent steps.
 
     Raises:
-        ConfigError: ``reserved`` or ``threshold`` is not a whole number of at least 1.
+        ConfigError: ``reserved`` or ``threshold`` is not an integer of at least 1.
     """
 
     name = "priority"
@@ -127,7 +127,7 @@ class Priority:
         return [0] * (num_lanes - kept) + [1] * kept
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the least busy of the lanes that the step may use."""
+        """Return the least loaded lane that the step may use."""
         kept = min(self._reserved, len(lanes) - 1)
         usual, free = lanes[: len(lanes) - kept], lanes[len(lanes) - kept :]
         if step.priority < self._threshold or not free:

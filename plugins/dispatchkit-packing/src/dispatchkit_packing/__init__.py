@@ -1,4 +1,4 @@
-"""Packers: which items of a call share a step."""
+"""Packers, which choose the items of a call that share a step."""
 
 from __future__ import annotations
 

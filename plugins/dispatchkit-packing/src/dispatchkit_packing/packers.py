@@ -1,8 +1,8 @@
-"""First-fit decreasing, and the cheapest of its answers over the captured sizes.
+"""Pack items into steps by first-fit decreasing, at the cheapest captured size.
 
-Bin packing is NP-hard. First-fit decreasing takes at most 11/9 of the fewest bins and 6/9 of one
-more (Dósa, 2007). But bins are padded to a captured size, and a step has a cost of its own, so the
-fewest bins are not always the cheapest: 33 tokens take one step of 64, or two of 32 and 1.
+Bin packing is NP-hard. First-fit decreasing uses at most 11/9 of the minimum number of bins plus
+6/9 (Dósa, 2007). However, bins are padded to captured sizes and each step has a fixed cost, so the
+fewest bins are not always the cheapest: 33 tokens fit into one step of 64, or into two of 32 and 1.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from dispatchkit.errors import ConfigError
 
 __all__ = ["CheapestPacking", "first_fit_decreasing"]
 
-#: What a step costs beside its tokens, in tokens. A guess for an encoder of a hundred million
+#: Fixed cost of a step, in tokens. The value is an estimate for an encoder of a hundred million
 #: parameters on a large GPU, where a token takes about half a microsecond; measure your own.
 STEP_TOKENS = 64
 
 
 def first_fit_decreasing(lengths: Sequence[int], limits: PackingLimits) -> list[list[int]]:
-    """Put the longest items first, each into the first bin with room.
+    """Put items, longest first, into the first bin with room.
 
     Args:
-        lengths: Tokens of each item.
-        limits: What a bin may hold; an item above its ``max_tokens`` has a bin of its own.
+        lengths: Number of tokens of each item.
+        limits: Limits of a bin. An item of more than ``max_tokens`` gets a separate bin.
+
+    Returns:
+        The indices of the items in each bin.
     """
     return _first_fit(lengths, limits.max_tokens, limits.max_items)
 
@@ -47,17 +50,18 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 
 
 class CheapestPacking:
-    """The cheapest first-fit decreasing packing, over bins of each captured size.
+    """The cheapest of several first-fit decreasing packings, one for each captured size.
 
-    Never costs more than ``first_fit_decreasing``, one of the packings that it compares.
+    Its packings never cost more than those of ``first_fit_decreasing``, which are among those
+    compared.
 
     Args:
-        cost: Returns the cost of a step from its number of tokens, in any unit, for example a cost
-            model's ``graph_us``. Called for captured sizes, and for the length of an item that no
-            graph serves. Default: the number of tokens plus 64.
+        cost: Function that returns the cost of a step from its number of tokens, in any unit, such
+            as ``graph_us`` of a cost model. It is called with captured sizes, and with the length
+            of an item that no graph serves. By default, the cost is the number of tokens plus 64.
 
     Raises:
-        ConfigError: The cost cannot be called.
+        ConfigError: ``cost`` is not callable.
     """
 
     def __init__(self, cost: Callable[[int], float] | None = None) -> None:
@@ -66,7 +70,7 @@ class CheapestPacking:
         self._cost: Callable[[int], float] = _tokens_and_step if cost is None else cost
 
     def __call__(self, lengths: Sequence[int], limits: PackingLimits) -> list[list[int]]:
-        """Return the bins; see ``first_fit_decreasing``."""
+        """Return the indices of the items in each bin, like ``first_fit_decreasing``."""
         longest = max(lengths, default=0)
         capacities = [size for size in limits.sizes if size >= longest] or [limits.max_tokens]
         answers = [_first_fit(lengths, size, limits.max_items) for size in capacities]

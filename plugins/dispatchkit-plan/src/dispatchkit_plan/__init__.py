@@ -1,7 +1,7 @@
-"""Capture sizes that fit the traffic: planner, simulation, calibration, reports.
+"""Capture sizes for real traffic: planning, simulation, calibration and reports.
 
-Names are imported on first use. Only calibration imports torch, since it runs a model.
-Hints, cost models and the memory forecast do not import numpy either. Reports are in
+Names are imported on first use. Only calibration imports torch, because it runs a model. Hints,
+cost models and the memory forecast do not import numpy either. Reports are in
 ``dispatchkit_plan.report``.
 """
 

@@ -1,4 +1,4 @@
-"""Budgets of a plan: a number of graphs, or a limit on their memory or capture time."""
+"""Budgets of a plan: a number of graphs, or a limit on memory or capture time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Budget", "make_budget"]
 
 @attrs.frozen(eq=False)
 class Budget:
-    """One limit: a number of graphs, or a maximum sum with a price for each candidate size."""
+    """A number of graphs, or a limit on the sum of the prices of candidate sizes."""
 
     graphs: int | None
     setting: str = ""
@@ -36,19 +36,19 @@ def make_budget(
     model: CostModel | None,
     candidates: IntArray,
 ) -> Budget:
-    """Validate the budget and return it.
+    """Return the validated budget.
 
     Args:
         graphs: Number of graphs.
-        memory_bytes: Memory for all graphs.
-        capture_time_s: Time for all captures.
-        bytes_per_graph: Memory of each graph; overrides the cost model's.
-        capture_s_per_graph: Time of each capture; overrides the cost model's.
-        model: A cost model, which may have prices by size.
+        memory_bytes: Memory of all graphs.
+        capture_time_s: Time of all captures.
+        bytes_per_graph: Memory of each graph; overrides the cost model.
+        capture_s_per_graph: Time of each capture; overrides the cost model.
+        model: Cost model, which may contain the memory and capture time of each size.
         candidates: Sizes that may be captured.
 
     Raises:
-        ConfigError: No budget or several were given, one is invalid, or a price is missing.
+        ConfigError: Not exactly one budget is given, it is invalid, or a price is missing.
     """
     given = {
         name: value
@@ -64,9 +64,9 @@ def make_budget(
             "budget",
             given or None,
             "exactly one of graphs, memory_bytes and capture_time_s",
-            "Plan for the tightest of them."
+            "Pass only the tightest budget."
             if given
-            else "For example graphs=24, or --graphs 24 on the command line.",
+            else "Pass graphs=24, for example, or --graphs 24 on the command line.",
         )
     if graphs is not None:
         graphs = check_count(graphs, "graphs")
@@ -75,7 +75,7 @@ def make_budget(
                 "graphs",
                 graphs,
                 f"at most {len(candidates)}, the number of candidate sizes",
-                "Lower it, raise max_size, or plan with a smaller alignment.",
+                "Lower it, raise max_size, or use a smaller alignment.",
             )
         return Budget(graphs)
     if memory_bytes is not None:
@@ -112,6 +112,6 @@ def _prices(
         return np.full(len(candidates), float(flat))
     if curve is None:
         raise ConfigError(
-            per, None, f"given with {setting}", "Or use a calibrated cost model that has it."
+            per, None, f"given with {setting}", "Or use a calibrated cost model that includes it."
         )
     return np.array([curve(int(size)) * scale for size in candidates])

@@ -1,23 +1,22 @@
-"""Cost models: the time of a step, eager at its own size or replayed at a captured one.
+"""Cost models: the time of a step, eager or replayed, by its number of tokens.
 
-A model has two measured curves, microseconds over tokens, interpolated linearly between the
-points. It is stored as a JSON file::
+A model has two measured curves of microseconds over tokens, interpolated linearly between points.
+It is stored as a JSON file::
 
     {"format": "dispatchkit-cost-model", "version": 1, "name": "lm-decode-h100",
      "source": "who measured what, where, with which versions",
      "eager_us": [[1, 4182.0], [64, 6489.0]],
      "graph_us": [[1, 1167.0], [64, 1942.0]]}
 
-Optional: ``piecewise_us``, the same kind of curve for steps whose graphs are pieces with eager
-work between them; ``graph_bytes`` and ``capture_us``, the memory and the capture time of one
-more graph of a size; ``clock``: ``device``, or ``host`` if there was no device to measure.
+Optional fields are ``piecewise_us``, the curve of steps with eager pieces between graphs;
+``graph_bytes`` and ``capture_us``, the memory and the capture time of one more graph; and
+``clock``, which is ``device``, or ``host`` if the times were measured without a device.
 
-The curves are times of whole steps. ``covers`` reports whether a size is within the measured
-ones.
+All curves describe whole steps. ``covers`` returns whether a size is in the measured range.
 
-A step whose time depends on a second quantity (a sequence length, an image size) has curves for
-several values of that axis: ``"axis": "length", "at": [[16, {"eager_us": ..., "graph_us": ...}],
-...]``. The curves outside ``at`` are then those of the largest value.
+If the time of a step also depends on another quantity (a sequence length, an image size), the file
+has curves for several values of that axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
+"graph_us": ...}], ...]``. The curves outside ``at`` are then those of the largest value.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ __all__ = [
 COST_MODEL_FORMAT = "dispatchkit-cost-model"
 COST_MODEL_VERSION = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
-_LARGEST = 1 << 53  # largest integer that floats represent exactly: 285 years in µs, 9 petabytes
+_LARGEST = 1 << 53  # largest integer that floats represent exactly: 285 years in µs, 9 PB
 _CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
 
 
 @attrs.frozen
 class Curve:
-    """Linear interpolation between measured points (tokens, value).
+    """A curve through measured points, interpolated linearly.
 
-    Below the first point, the first value is used. Above the last one, the last segment is
-    extended, but never downwards; a single point is a constant.
+    Sizes below the first point have its value. Above the last point, the last segment is extended,
+    but never downward; a single point is a constant.
 
     Attributes:
-        points: (tokens, value), ascending in tokens.
+        points: (tokens, value) pairs, sorted by tokens.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -77,25 +76,25 @@ class Curve:
         return self.points[-1][0]
 
     def __call__(self, num_tokens: float) -> float:
-        """Return the value at a size."""
+        """Return the value for a number of tokens."""
         points = self.points
         if num_tokens <= points[0][0] or len(points) == 1:
             return points[0][1]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if num_tokens == x1:
-                return y1  # exactly; interpolating from y0 would round
+                return y1  # exact; interpolation from y0 could round
             if num_tokens < x1:
                 return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
         slope = max(0.0, (y1 - y0) / (x1 - x0))
         return y1 + slope * (num_tokens - x1)
 
     def table(self, max_tokens: int) -> list[float]:
-        """Return the values at 0..max_tokens."""
+        """Return the values for 0 to ``max_tokens`` tokens."""
         return [self(n) for n in range(max_tokens + 1)]
 
 
 def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | None:
-    """Interpolate between two curves at ``share``; above 1 the result never falls."""
+    """Interpolate between two curves; if ``share`` is above 1, the result never falls."""
     if low is None or high is None:
         return None
     points = []
@@ -106,7 +105,7 @@ def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | Non
 
 
 def _curve(setting: str, points: Any) -> Curve:
-    allowed = "a list of [tokens, value] pairs, each size once, values finite and not negative"
+    allowed = "a list of [tokens, value] pairs with distinct sizes and finite values of at least 0"
     if isinstance(points, Curve):
         points = points.points
     try:
@@ -154,24 +153,24 @@ def _capture(points: Any) -> Curve | None:
 
 @attrs.frozen(kw_only=True)
 class CostModel:
-    """The cost of a step, eager and replayed, by its tokens.
+    """Costs of eager and replayed steps, by number of tokens.
 
     Attributes:
         name: Name for tables and messages.
         eager_us: Time of an eager step at its exact size.
-        graph_us: Time of replaying a graph captured at that size; of the whole step as one
-            graph if it can be captured so.
-        piecewise_us: Time of a step of that size as graphs with eager pieces between them;
-            None: the same as ``graph_us``.
-        graph_bytes: Memory of one more graph of that size; None: not measured.
-        capture_us: Time to capture one; None: not measured.
+        graph_us: Time of the replay of a graph of a size. The whole step is one graph if it can be
+            captured as one.
+        piecewise_us: Time of a step of a size with eager pieces between graphs; None to use
+            ``graph_us``.
+        graph_bytes: Memory of one more graph of a size; None if not measured.
+        capture_us: Time of the capture of a graph of a size; None if not measured.
         source: Who measured what, on which device, with which versions.
-        clock: ``device``, or ``host`` for times measured without a device, which do not
-            predict those of one.
-        axis: Name of the axis that was measured besides tokens; empty: tokens only.
-        along: (value, model) for each measured value of the axis, ascending.
+        clock: ``device``, or ``host`` for times measured without a device, which do not predict
+            device times.
+        axis: Name of the measured axis; empty if only the number of tokens was varied.
+        along: (value, model) pairs for each measured value of the axis, sorted by value.
 
-    Units: microseconds, bytes.
+    Times are in microseconds, memory is in bytes.
     """
 
     name: str = attrs.field(validator=attrs.validators.instance_of(str))
@@ -194,18 +193,20 @@ class CostModel:
     def __attrs_post_init__(self) -> None:
         values = [value for value, _ in self.along]
         if bool(self.axis) != bool(values):
-            raise ConfigError("axis", self.axis, "given exactly if there are models along it")
+            raise ConfigError(
+                "axis", self.axis, "a name if there are models along an axis, else empty"
+            )
         for value in values:
             if whole_number(value) is None or not 1 <= value <= _LARGEST:
-                raise ConfigError("axis", value, "whole numbers of at least 1")
+                raise ConfigError("axis", value, "an integer of at least 1")
         if sorted(set(values)) != values:
-            raise ConfigError("axis", values, "each value once, in ascending order")
+            raise ConfigError("axis", values, "distinct values in ascending order")
 
     def at(self, value: int) -> CostModel:
-        """Return the model for one value of the axis; the model itself if it has no axis.
+        """Return the model for a value of the axis, or the model itself if it has no axis.
 
-        Curves are interpolated linearly between measured values. Below the first value, its
-        curves are used; above the last one, the last two are extrapolated, never downwards.
+        Curves are interpolated linearly between measured values. Values below the first one use its
+        curves. Above the last one, the last two are extrapolated, but never downward.
         """
         along = self.along
         if not along:
@@ -225,7 +226,7 @@ class CostModel:
         return attrs.evolve(low, **curves)
 
     def scaled(self, factor: int) -> CostModel:
-        """Return the model of steps with ``factor`` tokens for each one counted."""
+        """Return the model of steps that have ``factor`` tokens per unit of size."""
         curves: dict[str, Any] = {}
         for field in _CURVES:
             curve = getattr(self, field)
@@ -239,7 +240,7 @@ class CostModel:
     def from_measurements(
         cls, name: str, rows: Iterable[tuple[int, float, float]], *, source: str = ""
     ) -> CostModel:
-        """Return a model of (size, eager_us, graph_us) rows, each measured at that size."""
+        """Return the model of (size, eager_us, graph_us) rows."""
         measured = list(rows)
         return cls(
             name=name,
@@ -249,7 +250,7 @@ class CostModel:
         )
 
     def covers(self, num_tokens: int) -> bool:
-        """Whether both curves were measured up to that size."""
+        """Return whether the eager and the graph curve were measured up to a size."""
         return num_tokens <= min(self.eager_us.last, self.graph_us.last)
 
     def step_us(
@@ -263,10 +264,10 @@ class CostModel:
         """Return the time of one step.
 
         Args:
-            num_tokens: Tokens of the step.
-            captured: Size of the graph that serves it; None runs eager.
-            best: Run eager where that is faster than the graph.
-            piecewise: The graph is pieces with eager work between them.
+            num_tokens: Number of tokens of the step.
+            captured: Size of the graph that serves the step; None runs it eager.
+            best: Whether to run eager if that is faster than the graph.
+            piecewise: Whether the step has eager pieces between its graphs.
         """
         eager = self.eager_us(num_tokens)
         if captured is None:
@@ -276,7 +277,7 @@ class CostModel:
         return min(graph, eager) if best else graph
 
     def to_json(self) -> dict[str, Any]:
-        """Return the model as its file stores it."""
+        """Return the content of the model's file."""
         data: dict[str, Any] = {
             "format": COST_MODEL_FORMAT,
             "version": COST_MODEL_VERSION,
@@ -299,11 +300,11 @@ class CostModel:
 
     @classmethod
     def from_json(cls, data: Any, *, where: str = "cost model") -> CostModel:
-        """Return the model from a file's content.
+        """Return the model described by the content of a file.
 
         Raises:
-            ConfigError: It is not a cost model, has an unknown version, or has invalid points.
-            UnknownNameError: It has an unknown field.
+            ConfigError: The content is not a cost model, or its version or points are invalid.
+            UnknownNameError: The content has an unknown field.
         """
         if not isinstance(data, Mapping) or data.get("format") != COST_MODEL_FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
@@ -318,7 +319,8 @@ class CostModel:
                 f"{where}: version",
                 data.get("version"),
                 str(COST_MODEL_VERSION),
-                "Another version of dispatchkit wrote it; calibrate again.",
+                "It was written by another version of dispatchkit. Run `dispatchkit calibrate` "
+                "again.",
             )
         known = {"format", "version", "name", "source", "clock", "axis", "at", *_CURVES}
         odd = sorted(set(data) - known)
@@ -326,7 +328,8 @@ class CostModel:
             raise UnknownNameError(f"{where}: field", odd[0], known)
         missing = [field for field in ("name", "eager_us", "graph_us") if field not in data]
         if missing:
-            raise ConfigError(f"{where}: {missing[0]}", None, "present", "Calibrate again.")
+            hint = "Run `dispatchkit calibrate` again."
+            raise ConfigError(f"{where}: {missing[0]}", None, "present", hint)
         try:
             return cls(
                 name=data["name"],
@@ -338,13 +341,13 @@ class CostModel:
             )
         except (TypeError, ConfigError) as error:
             if isinstance(error, TypeError):
-                raise ConfigError(f"{where}: name", data["name"], "text") from None
+                raise ConfigError(f"{where}: name", data["name"], "a string") from None
             error.add_note(f"In {where}.")
             raise
 
     @classmethod
     def _along(cls, data: Mapping[str, Any]) -> list[tuple[int, CostModel]]:
-        """Return the models along the axis from a file's content."""
+        """Return the models along the axis described by the content of a file."""
         allowed = "a list of [value, {curves}] pairs"
         pairs = data.get("at", [])
         if not isinstance(pairs, list):
@@ -357,18 +360,18 @@ class CostModel:
             missing = {"eager_us", "graph_us"} - set(curves)
             odd = set(curves) - set(_CURVES)
             if missing or odd:
-                raise ConfigError("at", sorted(curves), f"curves, of {', '.join(_CURVES)}")
+                raise ConfigError("at", sorted(curves), f"curves among {', '.join(_CURVES)}")
             shared = {"name": data["name"], "source": data.get("source", "")}
             found.append((value, cls(**shared, clock=data.get("clock", "device"), **curves)))
         return found
 
 
 def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
-    """Return a built-in cost model by its name, or the one in a file.
+    """Return a built-in cost model by name, or load one from a file.
 
     Raises:
-        UnknownNameError: Neither a built-in model nor a file has that name.
-        ConfigError: The file is not a cost model; the message names it.
+        UnknownNameError: There is no built-in model and no file of this name.
+        ConfigError: The file is not a cost model; the message contains its path.
     """
     name = os.fspath(name_or_path)
     if name in BUILTIN_COST_MODELS:
@@ -378,23 +381,26 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except (FileNotFoundError, ValueError):
         raise UnknownNameError(
-            "cost model", name, BUILTIN_COST_MODELS, "Or give the path of a file."
+            "cost model",
+            name,
+            BUILTIN_COST_MODELS,
+            "Pass one of these names, or the path of a file.",
         ) from None
     except OSError as error:
-        raise ConfigError(
-            "cost model", name, f"a file that can be read ({error.strerror})"
-        ) from error
+        raise ConfigError("cost model", name, f"a readable file ({error.strerror})") from error
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(name, f"over {_MAX_FILE_BYTES} bytes", "a cost model file")
+        raise ConfigError(
+            name, f"over {_MAX_FILE_BYTES} bytes", "a cost model file of at most 16 MiB"
+        )
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(name, "a file that is not JSON", f"JSON ({error})") from error
+        raise ConfigError(name, "invalid JSON", f"a JSON file ({error})") from error
     return CostModel.from_json(data, where=name)
 
 
 def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
-    """Write a model to a file, atomically.
+    """Write a model to a file atomically.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -417,7 +423,7 @@ BUILTIN_COST_MODELS: Mapping[str, CostModel] = {
         _LM_ROWS,
         source=_H100.format(
             "Decode step of a 16-layer decoder, model width 2048, at 1 to 512 sequences. "
-            "Nothing was measured above 512 tokens."
+            "Not measured above 512 tokens."
         ),
     ),
     "mlp-h100": CostModel(
@@ -425,9 +431,9 @@ BUILTIN_COST_MODELS: Mapping[str, CostModel] = {
         eager_us=[(385, 1135.0), (513, 1445.0), (769, 1946.0), (1025, 2507.0)],
         graph_us=[(512, 1330.0), (768, 1900.0), (1024, 2425.0), (2048, 4890.0)],
         source=_H100.format(
-            "8-layer MLP, width 4096: eager just above a bucket, graph at the next one. "
-            "Below 385 (eager) and 512 (graph) tokens nothing was measured."
+            "8-layer MLP, width 4096: eager just above a bucket, graph at the next bucket. "
+            "Not measured below 385 (eager) and 512 (graph) tokens."
         ),
     ),
 }
-"""Built-in models, measured on the hardware that their source names."""
+"""Built-in models by name; the ``source`` of each names the hardware."""

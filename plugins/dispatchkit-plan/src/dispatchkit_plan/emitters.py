@@ -1,8 +1,8 @@
-"""A plan as settings of an engine, ready to paste.
+"""Convert a plan to settings of an engine.
 
-Engines count different things in their lists, and each emitter states which: vLLM's sizes
-count tokens of any step, SGLang's and TensorRT-LLM's count requests of decode steps. With a
-drafter the two differ by the tokens per request.
+Engines count different units in their lists, and each emitter documents its unit: vLLM's sizes
+count tokens of any step, those of SGLang and TensorRT-LLM count requests of decode steps. With a
+drafter, the two differ by a factor, the tokens per request.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class EngineSettings:
 
     Attributes:
         engine: Name of the engine.
-        text: The text to paste.
-        sizes: The sizes in it.
-        means: What the sizes count, in words.
-        notes: Further advice, one sentence each.
-        source: Where the format is documented.
+        text: Text to paste.
+        sizes: Sizes in the text.
+        means: Unit of the sizes.
+        notes: Further advice, one sentence per entry.
+        source: Documentation of the format.
     """
 
     engine: str
@@ -43,22 +43,22 @@ class EngineSettings:
     source: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain values, for JSON."""
+        """Return the settings as JSON values."""
         return attrs.asdict(self)
 
 
 def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> EngineSettings:
-    """Return a plan as settings of an engine.
+    """Return the settings of an engine for a plan.
 
     Args:
-        plan: A plan, whose hedged sizes are used, or sizes in tokens.
+        plan: Plan, whose hedged sizes are used, or sizes in tokens.
         engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
-        query_len: Tokens of a request in a uniform decode step: 1, and with a drafter 1 plus
-            its tokens. Engines that count requests get sizes divided by it.
+        query_len: Number of tokens per request in a uniform decode step: 1, or 1 plus the number of
+            draft tokens. For engines that count requests, sizes are divided by it.
 
     Raises:
         UnknownNameError: The engine is unknown.
-        ConfigError: There are no sizes.
+        ConfigError: The plan has no sizes.
     """
     try:
         make = EMITTERS[engine]
@@ -76,8 +76,8 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
             else:
                 notes = (
                     (
-                        "The plan is by kind of step; this engine takes one list for all kinds, "
-                        "so it captures more graphs than planned."
+                        "The plan has separate sizes for each kind of step, but this engine "
+                        "accepts one list for all kinds, so it captures more graphs than planned."
                     ),
                 )
     else:
@@ -89,7 +89,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
 
 
 def emit_grid(plan: GridPlan) -> EngineSettings:
-    """Return a plan of sizes and an axis, the hedged one, as arguments of a ``GraphRunner``."""
+    """Return a plan of sizes and an axis as arguments of a ``GraphRunner``, hedged."""
     chosen = plan.robust
     grid = ", ".join(f"{bucket}: {_tuple(sizes)}" for bucket, sizes in chosen.grid.items())
     sizes = tuple(sorted({size for row in chosen.grid.values() for size in row}))
@@ -99,12 +99,12 @@ def emit_grid(plan: GridPlan) -> EngineSettings:
         f"sizes={_tuple(sizes)},\n"
         f"policy=GridPolicy({{{grid}}}),\n",
         sizes=sizes,
-        means=f"rows of a step, {chosen.axis} apart",
+        means=f"rows of a step, separately for each bucket of {chosen.axis}",
         notes=(
             (
-                "Arguments of a GraphRunner; the step names the axis in its inputs or in its "
-                "signature. Imports: from dispatchkit import Axis; from dispatchkit_plan import "
-                "GridPolicy."
+                "These are arguments of a GraphRunner; the step must name the axis in its inputs "
+                "or its signature. Imports: from dispatchkit import Axis; from dispatchkit_plan "
+                "import GridPolicy."
             ),
         ),
         source="dispatchkit_plan.GridPolicy",
@@ -125,7 +125,7 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         engine="dispatchkit",
         text=f"DispatchConfig(sizes={_tuple(sizes)}{query})",
         sizes=sizes,
-        means="tokens of a step, of any kind",
+        means="tokens of a step of any kind",
         notes=(),
         source="dispatchkit.keys.DispatchConfig",
     )
@@ -134,22 +134,22 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     config = json.dumps({"cudagraph_capture_sizes": list(sizes)})
     notes = [
-        "Leave max_cudagraph_capture_size unset: with a list it must equal the last size.",
+        "Leave max_cudagraph_capture_size unset: with a list, it must equal the last size.",
         (
-            "With FULL_AND_PIECEWISE each size is captured for mixed steps and, up to "
+            "With FULL_AND_PIECEWISE, each size is captured for mixed steps and, up to "
             "max_num_seqs x tokens per request, again for uniform decode."
         ),
     ]
     if query_len > 1:
         notes.append(
-            f"With {query_len} tokens per request vLLM rounds every size up to a multiple of "
-            f"{query_len}: plan with align={query_len}."
+            f"With {query_len} tokens per request, vLLM rounds every size up to a multiple of "
+            f"{query_len}, so plan with align={query_len}."
         )
     return EngineSettings(
         engine="vllm",
         text=f"--compilation-config '{config}'",
         sizes=sizes,
-        means="tokens of a step, of any kind",
+        means="tokens of a step of any kind",
         notes=tuple(notes),
         source="docs.vllm.ai, api/vllm/config/compilation: CompilationConfig."
         "cudagraph_capture_sizes (0.11 to 0.19 read)",
@@ -157,8 +157,11 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 
 
 _SGLANG_NOTES = (
-    "Decode steps only: plan from those alone (the uniform family of a keyed plan).",
-    "With data-parallel attention each rank counts its own requests.",
+    (
+        "The list is for decode steps only, so plan on these alone (the uniform family of a keyed "
+        "plan)."
+    ),
+    "With data-parallel attention, each rank counts its own requests.",
 )
 
 
@@ -171,8 +174,8 @@ def _sglang(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         means="requests of a decode step",
         notes=(
             (
-                "Releases before the flags were split by phase (up to 0.5.12 or so) call it "
-                "--cuda-graph-bs; emit sglang-legacy for them."
+                "Releases up to about 0.5.12, before flags were split by phase, call the flag "
+                "--cuda-graph-bs. Emit sglang-legacy for these."
             ),
             *_SGLANG_NOTES,
         ),
@@ -187,7 +190,7 @@ def _sglang_legacy(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         text=f"--cuda-graph-bs {' '.join(map(str, requests))}",
         sizes=requests,
         means="requests of a decode step",
-        notes=("Newer releases call it --cuda-graph-bs-decode.", *_SGLANG_NOTES),
+        notes=("Newer releases call the flag --cuda-graph-bs-decode.", *_SGLANG_NOTES),
         source="docs.sglang.ai, advanced_features/server_arguments: --cuda-graph-bs",
     )
 
@@ -201,10 +204,13 @@ def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         sizes=requests,
         means="requests of a decode (generation-only) step",
         notes=(
-            "YAML for `trtllm-serve --config FILE` (older releases: --extra_llm_api_options).",
-            "Without enable_padding only exactly these batch sizes replay a graph.",
             (
-                "Leave max_batch_size of cuda_graph_config unset: with a list it must equal the "
+                "Use this YAML with `trtllm-serve --config FILE` (older releases: "
+                "--extra_llm_api_options)."
+            ),
+            "Without enable_padding, only batches of exactly these sizes replay a graph.",
+            (
+                "Leave max_batch_size of cuda_graph_config unset: with a list, it must equal the "
                 "largest size."
             ),
         ),
@@ -219,6 +225,6 @@ EMITTERS: Mapping[str, Callable[[tuple[int, ...], int], EngineSettings]] = {
     "sglang-legacy": _sglang_legacy,
     "tensorrt-llm": _tensorrt_llm,
 }
-"""Emitters by engine name."""
+"""Emitter of each engine."""
 
 _DECODE_ONLY = frozenset({"sglang", "sglang-legacy", "tensorrt-llm"})

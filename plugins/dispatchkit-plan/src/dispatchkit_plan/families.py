@@ -1,14 +1,14 @@
-"""Plan graphs of several kinds from one budget: (size, uniform, LoRA count) together.
+"""Plan graphs for several kinds of steps within one budget.
 
-A graph for uniform decode does not serve a mixed batch, and a graph captured for two adapters
-does not serve three. So the steps are divided into families, each with its own sizes, which
-share one number of graphs. Each family's curve of least cost over number of sizes is exact
-(``optimal``), and so is their sum at each total: the best split of k graphs over two families
-is the minimum over all splits.
+A graph for uniform decode does not serve mixed batches, and a graph captured for two adapters does
+not serve three. The steps are therefore divided into families by kind and LoRA count. Each family
+has its own sizes, and all share one number of graphs. Each family's curve of minimum cost over
+number of sizes is exact (``optimal``). The joint curve is exact as well: the best split of k graphs
+over two families is the minimum over all splits.
 
-LoRA counts are covered in the same way: counts 1 to 8 may share graphs captured for 8, or 1
-to 3 may have their own. Every grouping of neighbouring counts is compared. Without an extra
-cost per adapter, one group for all counts is always best, and is the result.
+LoRA counts form a similar choice: counts 1 to 8 may share graphs captured for 8, or counts 1 to 3
+may have separate graphs. Every grouping of adjacent counts is compared. Without an extra cost per
+adapter, one group for all counts is always best.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Family:
     """Steps that the same graphs may serve.
 
     Attributes:
-        uniform: Uniform decode (True), mixed (False), or not distinguished (None).
-        loras: Adapters that its graphs are captured for; None if not distinguished.
-        demand: Steps per size 0..max_size.
+        uniform: True for uniform decode, False for mixed, None if not distinguished.
+        loras: Number of adapters that the graphs are captured for; None if not distinguished.
+        demand: Number of steps of each size, 0 to max_size.
     """
 
     uniform: bool | None
@@ -43,26 +43,26 @@ class Family:
     demand: FloatArray
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields that identify the family."""
+        """Return the kind of the family as JSON values."""
         return {"uniform": self.uniform, "num_active_loras": self.loras}
 
 
 def split_families(
     work: Workload, max_size: int, *, by_uniform: bool, by_loras: bool
 ) -> list[Family]:
-    """Return the steps by kind of graph, uniform or mixed, each by ascending LoRA count.
+    """Return the families of a workload: mixed and uniform, by ascending LoRA count.
 
-    Both classes are returned even if one has no steps: such steps may still occur.
+    Both kinds are returned even if one has no steps, because such steps may still occur.
 
     Raises:
-        ConfigError: Uniform decode is requested but not recorded.
+        ConfigError: Planning by kind is requested, but the kind is not recorded.
     """
     if by_uniform and work.uniform is None:
         raise ConfigError(
             "keyed",
             "uniform",
-            "off for a workload without the column uniform_decode",
-            "Record that column.",
+            "omitted for a workload without the column uniform_decode",
+            "Record that column to plan by kind of step.",
         )
     classes: Sequence[bool | None] = (False, True) if by_uniform else (None,)
     families = []
@@ -81,7 +81,7 @@ def split_families(
 
 @attrs.frozen(eq=False)
 class _Group:
-    """One set of sizes in the joint plan."""
+    """A set of sizes in the joint plan."""
 
     uniform: bool | None
     loras: int | None
@@ -94,8 +94,8 @@ class JointCurve:
     """The best joint plan for each total number of graphs.
 
     Attributes:
-        costs: Least cost with k graphs, at index k; inf if k graphs are too few.
-        choices: For each k with a finite cost, (group, its number of sizes).
+        costs: Minimum cost with k graphs at index k; inf if k graphs are too few.
+        choices: (group, number of its sizes) pairs for each k; None if the cost is infinite.
     """
 
     costs: FloatArray
@@ -103,21 +103,21 @@ class JointCurve:
 
     @property
     def fewest(self) -> int:
-        """Smallest number of graphs that covers every family."""
+        """Minimum number of graphs that covers every family."""
         return int(np.flatnonzero(np.isfinite(self.costs))[0])
 
     def plan(self, num_graphs: int) -> list[tuple[bool | None, int | None, tuple[int, ...]]]:
-        """Return (uniform, loras, sizes) of each group of the best plan with ``num_graphs``.
+        """Return (uniform, loras, sizes) for each group of the best plan.
 
         Raises:
-            ConfigError: ``num_graphs`` cannot cover every family.
+            ConfigError: ``num_graphs`` graphs cannot cover every family.
         """
         chosen = self.choices[num_graphs] if 0 < num_graphs < len(self.choices) else None
         if chosen is None:
             raise ConfigError(
                 "graphs",
                 num_graphs,
-                f"{self.fewest} to {len(self.choices) - 1} when planned by kind of step",
+                f"{self.fewest} to {len(self.choices) - 1} when planning by kind of step",
                 "Each kind of step needs at least its largest size.",
             )
         return [(g.uniform, g.loras, g.curve.sizes(count)) for g, count in chosen]
@@ -136,14 +136,14 @@ def joint_curve(
     """Return the best joint plan for each number of graphs up to a maximum.
 
     Args:
-        families: Steps by kind.
-        candidates: Sizes that may be captured; the last is in every group.
-        objective: What is minimised.
-        hedge: The hedge, applied to each group's steps.
-        max_graphs: Maximum number of graphs in total.
-        lora_overhead: Extra cost of a graph for each adapter it is captured for, as a share:
-            at 0.02 a step in a graph for 8 adapters costs 16% more.
-        separate_base: Never run steps without adapters in graphs captured with adapters.
+        families: Families of steps.
+        candidates: Sizes that may be captured; the last one is in every group.
+        objective: Objective to minimize.
+        hedge: Hedge applied to the steps of each group.
+        max_graphs: Maximum total number of graphs.
+        lora_overhead: Extra cost of a graph for each of its adapters, as a share. At 0.02, a step
+            in a graph for 8 adapters costs 16% more.
+        separate_base: Whether steps without adapters never run in graphs captured with adapters.
     """
 
     def group(uniform: bool | None, loras: int | None, members: Sequence[Family]) -> _Group:
@@ -168,7 +168,7 @@ def joint_curve(
             total = _with_group(total, group(uniform, 0, [alone]))
         if not rest:
             continue
-        # ends[e]: best plans for the first e counts, each range of counts as one group.
+        # ends[e]: the best plans for the first e counts, with each range of counts as one group.
         ends: list[JointCurve] = [total]
         for end in range(1, len(rest) + 1):
             options = []
@@ -211,7 +211,7 @@ def served_excess_pct(
     families: Sequence[Family],
     objective: Objective,
 ) -> float:
-    """Return the excess over exact sizes of all families under their plans, in percent."""
+    """Return the excess of all families' plans over exact sizes, in percent."""
     cost = floor = 0.0
     for family in families:
         top = len(family.demand) - 1
@@ -237,6 +237,6 @@ def _plan_for(
     )
     if larger:
         return plans[larger[0][1]]
-    # A kind without steps to plan on falls back to its largest group.
+    # A family that was not planned for uses the sizes of the largest LoRA count.
     same = [key for key in plans if key[0] == family.uniform] or list(plans)
     return plans[max(same, key=lambda key: key[1] or 0)]

@@ -1,15 +1,15 @@
-"""Plan capture sizes and buckets of one axis together, from a trace.
+"""Plan capture sizes and the buckets of one axis together, from a trace.
 
-A batch of n rows whose longest item has v positions runs at the smallest bucket of the axis that
-holds v, and there at the smallest captured size that holds n. Sizes and buckets could be planned
-separately, with a graph for each combination. But short batches tend to have other sizes than
-long ones, so each bucket deserves its own sizes.
+A batch of n rows whose longest item has v positions runs in the smallest bucket of the axis that
+holds v, with the smallest capture size of that bucket that holds n. Sizes and buckets could be
+planned separately, with a graph for each combination. But short batches tend to have other sizes
+than long ones, so each bucket needs its own sizes.
 
-``plan_grid`` finds the best such plan: for each range of values the best sizes of each count
-(``optimal``), and then the best ranges within one number of graphs, both by dynamic
-programming. The result is the exact optimum of the values and sizes considered. If they are
-fewer than those in the trace, a bound tells how far the plan can be from the optimum: no plan
-beats the best one for the same steps rounded down to the considered values.
+``plan_grid`` finds the best plan in two steps, both by dynamic programming: the best sizes of each
+count for each range of values (``optimal``), and then the best ranges within one number of graphs.
+The result is the exact optimum for the considered values and sizes. If the trace has more than
+those, a bound limits the distance of the plan from the optimum: no plan has a lower cost than the
+best plan for the same steps rounded down to considered values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["GridPlan", "GridProduct", "plan_grid"]
 _MAX_SIZES = 72
 _MAX_VALUES = 44
 
-Grid = Mapping[int, tuple[int, ...]]  # bucket of the axis to its capture sizes, both ascending
+Grid = Mapping[int, tuple[int, ...]]  # capture sizes of each bucket, both ascending
 
 
 @attrs.frozen
@@ -45,7 +45,7 @@ class GridProduct:
     Attributes:
         sizes: Capture sizes of every bucket.
         buckets: Buckets of the axis.
-        waste_pct: Padding in percent of the real work, over the judged steps.
+        waste_pct: Padding on the judged steps, as a percentage of the real work.
     """
 
     sizes: tuple[int, ...]
@@ -58,7 +58,7 @@ class GridProduct:
         return len(self.sizes) * len(self.buckets)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values, for JSON."""
+        """Return the result as JSON values."""
         return {
             "sizes": list(self.sizes),
             "buckets": list(self.buckets),
@@ -69,31 +69,31 @@ class GridProduct:
 
 @attrs.frozen(kw_only=True)
 class GridPlan:
-    """Buckets of an axis, each with its capture sizes, and how good they are.
+    """Buckets of an axis with their capture sizes, and the quality of the plan.
 
     Attributes:
         axis: Name of the axis.
         grid: Capture sizes of each bucket, ascending.
-        num_graphs: Graphs to capture, over all buckets.
-        waste_pct: Padding in percent of the real work, over the judged steps within the limits.
+        num_graphs: Number of graphs of all buckets.
+        waste_pct: Padding on the judged steps within the limits, as a percentage of the real work.
             Work is rows times positions.
-        excess_pct: The objective above its value with a graph for each exact batch, in percent;
-            the same as waste_pct unless there is a cost model.
-        gap_pct: Upper bound on the distance to the optimum of the steps planned on, in percent
-            of the objective; 0: the plan is optimal. None: no bound is known, because the plan
-            is hedged or larger graphs take less time in the cost model.
-        product: The best combination of sizes and buckets planned separately that takes no more
+        excess_pct: Excess of the objective over its value with a graph for each exact batch, in
+            percent. Equal to ``waste_pct`` without a cost model.
+        gap_pct: Upper bound on the distance from the optimum for the planning steps, as a
+            percentage of the objective; 0 if the plan is optimal. None if no bound is known,
+            because the plan is hedged or larger graphs take less time in the cost model.
+        product: Best combination of separately planned sizes and buckets with at most as many
             graphs, judged on the same steps.
-        future: With ``fit_on="all"``, the hedged plan: for traffic similar to the trace instead
-            of exactly the trace. None if the plan itself is hedged.
+        future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
+            itself is hedged.
         max_size: Largest size; larger steps run eager.
-        max_value: Largest bucket; steps beyond it run eager.
-        fit_on: The steps planned on: ``all`` or ``first-half``.
-        judged_on: The steps judged on, in words.
-        num_steps: Steps judged, of any size.
-        num_steps_over: Judged steps beyond a limit.
-        objective: What was minimised, in words.
-        warnings: What to know before relying on the plan.
+        max_value: Largest bucket; steps with larger values run eager.
+        fit_on: Steps used for planning, ``all`` or ``first-half``.
+        judged_on: Description of the judged steps.
+        num_steps: Number of judged steps of any size.
+        num_steps_over: Number of judged steps above a limit.
+        objective: Description of the objective.
+        warnings: Caveats about the plan.
     """
 
     axis: str
@@ -115,11 +115,11 @@ class GridPlan:
 
     @property
     def robust(self) -> GridPlan:
-        """The plan to capture for future traffic: the hedged one."""
+        """Plan to capture for future traffic: ``future`` if present, else this plan."""
         return self.future or self
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values, for JSON."""
+        """Return the plan as JSON values."""
         return {
             "axis": self.axis,
             "grid": [[bucket, list(sizes)] for bucket, sizes in self.grid.items()],
@@ -151,27 +151,27 @@ def plan_grid(
     hedge: Hedge = FALLBACK_HEDGE,
     cost_model: CostModel | None = None,
 ) -> GridPlan:
-    """Return the best buckets of an axis with their capture sizes, for a number of graphs.
+    """Return the best buckets of an axis and their capture sizes.
 
-    Planned on all steps, ``grid`` is the optimum of those steps, and ``future`` is hedged. Planned
-    on the first half, the plan is hedged, and judged on the second half.
+    With ``fit_on="all"``, the plan is optimal for the steps of the trace, and ``future`` is a
+    hedged plan. With ``"first-half"``, the plan is hedged and judged on the second half.
 
     Args:
-        trace: Steps with a value of the axis each (column ``axis.NAME``).
+        trace: Steps with a value of the axis (column ``axis.NAME``).
         axis: Name of the axis.
-        graphs: Number of graphs, over all buckets.
-        max_size: Largest size, captured in every bucket; the largest step's by default.
-        max_value: Largest bucket; the largest value by default.
-        fit_on: ``all``, or ``first-half``.
-        hedge: The mixture that hedged sizes are planned for.
-        cost_model: Minimise time instead of padding. If it was not measured along the axis, a
-            step of n rows at value v is assumed to take the time of n * v tokens.
+        graphs: Number of graphs of all buckets.
+        max_size: Largest size, captured in every bucket; by default, the size of the largest step.
+        max_value: Largest bucket; by default, the largest value.
+        fit_on: ``all`` or ``first-half``.
+        hedge: Mixture of steps for which hedged sizes are planned.
+        cost_model: Cost model, to minimize time instead of padding. If it was not measured along
+            the axis, a step of n rows with value v is assumed to take the time of n * v tokens.
 
     Raises:
         ConfigError: A setting is out of range.
-        TraceError: The trace does not have the axis, or no step within the limits.
+        TraceError: The trace does not have the axis, or no step is within the limits.
 
-    Units: rows for sizes; positions, or whatever the axis counts, for values.
+    Sizes are in rows. Values are in positions, or whatever the axis counts.
     """
     graphs = check_count(graphs, "graphs")
     work = _Batches.of(trace, axis)
@@ -182,15 +182,15 @@ def plan_grid(
         raise TraceError(
             trace.source,
             None,
-            f"no step planned on is within max_size {max_size} and max_value {max_value} of "
-            f"{axis}. Raise them.",
+            f"has no step within max_size {max_size} and max_value {max_value} of {axis} to plan "
+            "on. Raise them.",
         )
     if cost_model is not None and cost_model.along and cost_model.axis != axis:
         raise ConfigError(
             "cost_model",
             cost_model.name,
             f"measured along {axis!r} or without an axis",
-            f"It was measured along {cost_model.axis!r}.",
+            f"It was measured along {cost_model.axis!r}. Calibrate along {axis!r}.",
         )
     planner = _GridPlanner(
         axis=axis,
@@ -210,7 +210,7 @@ def plan_grid(
 
 @attrs.frozen(eq=False)
 class _Batches:
-    """Steps as arrays: rows and value of the axis of each. Shapes: (steps,)."""
+    """Rows and axis values of steps, as arrays of shape (steps,)."""
 
     sizes: IntArray
     values: IntArray
@@ -219,22 +219,23 @@ class _Batches:
 
     @classmethod
     def of(cls, trace: StepTrace, axis: str) -> _Batches:
-        """Return the steps of a trace, except those without rows."""
+        """Return the steps of a trace, excluding steps without rows."""
         if axis not in trace.axes:
             named = ", ".join(trace.axes) or "none"
-            raise TraceError(trace.source, None, f"has no column 'axis.{axis}'; its axes: {named}.")
+            problem = f"has no column 'axis.{axis}'; its axes are: {named}."
+            raise TraceError(trace.source, None, problem)
         sizes = np.array(trace.column("num_tokens"), dtype=np.int64)
         values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)
         some = sizes > 0
         if not some.any():
-            raise TraceError(trace.source, None, "has no step with tokens in it; nothing to plan.")
+            raise TraceError(trace.source, None, "has no step with tokens, so there is no plan.")
         return cls(sizes[some], values[some], trace.source, trace.has_order)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def chosen(self, which: slice | BoolArray) -> _Batches:
-        """Return some of the steps."""
+        """Return the selected steps."""
         return attrs.evolve(self, sizes=self.sizes[which], values=self.values[which])
 
     def within(self, max_size: int, max_value: int) -> _Batches:
@@ -242,9 +243,9 @@ class _Batches:
         return self.chosen((self.sizes <= max_size) & (self.values <= max_value))
 
     def split(self, fit_on: FitOn) -> tuple[_Batches, _Batches, str]:
-        """Return (steps to plan on, steps to judge on, the latter in words)."""
+        """Return the steps to plan on, the steps to judge on, and a description of the latter."""
         if fit_on == "all":
-            return self, self, "all steps, the ones planned on"
+            return self, self, "all steps, as planned on"
         if fit_on != "first-half":
             raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
         middle = len(self) // 2
@@ -252,21 +253,21 @@ class _Batches:
             raise TraceError(
                 self.source,
                 None,
-                "cannot be split into halves: that needs at least 2 batches, in the order of "
-                "the steps. Plan on all steps.",
+                "cannot be split into halves: this needs at least 2 batches in the order of the "
+                "steps. Use fit_on='all'.",
             )
-        return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "second half"
+        return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
 
 class _Costs:
-    """The cost of a batch in a bucket: padded work or time."""
+    """Costs of batches in a bucket, as padded work or as time."""
 
     def __init__(self, model: CostModel | None) -> None:
         self._model = model
         self.name = "padding" if model is None else f"time under {model.name}"
 
     def objective(self, value: int) -> tuple[Objective, float]:
-        """Return the objective of sizes in one bucket, and the factor of its costs."""
+        """Return the objective of sizes in a bucket, and the factor for its costs."""
         model = self._model
         if model is None:
             return PaddingObjective(), float(value)
@@ -275,7 +276,7 @@ class _Costs:
         return TimeObjective(model.scaled(value)), 1.0
 
     def of_grid(self, grid: Grid, work: _Batches) -> float:
-        """Return the cost of steps within the limits, each in its bucket."""
+        """Return the total cost of steps within the limits, each in its bucket."""
         buckets = np.array(list(grid), dtype=np.int64)
         at = np.searchsorted(buckets, work.values)
         total = 0.0
@@ -286,7 +287,7 @@ class _Costs:
         return total
 
     def of_exact(self, work: _Batches) -> float:
-        """Return the cost of the steps with a graph for each exact batch."""
+        """Return the total cost of the steps with a graph for each exact batch."""
         total = 0.0
         for value in np.unique(work.values).tolist():
             objective, factor = self.objective(value)
@@ -295,7 +296,7 @@ class _Costs:
         return total
 
     def excess_pct(self, grid: Grid, work: _Batches) -> float:
-        """Return the cost of a grid above that of exact batches, in percent."""
+        """Return the excess cost of a grid over exact batches, in percent."""
         exact = self.of_exact(work)
         return 100.0 * (self.of_grid(grid, work) / exact - 1.0) if exact > 0 else 0.0
 
@@ -306,7 +307,7 @@ def _demand(sizes: IntArray, top: int = 0) -> FloatArray:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _GridPlanner:
-    """Data that the exact and the hedged plan of one request share."""
+    """Data shared by the exact and the hedged plan of a request."""
 
     axis: str
     fit: _Batches
@@ -353,16 +354,16 @@ class _GridPlanner:
         if len(self.fit) >= 1000:
             return []
         short = (
-            f"Too short: {len(self.fit)} steps within the limits to plan on, fewer than 1000. "
-            "Record longer before relying on the plan."
+            f"The trace is short: {len(self.fit)} steps within the limits to plan on, fewer than "
+            "1000. Record a longer trace before you rely on the plan."
         )
         return [short]
 
     def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
-        """Return how far the plan may be from the optimum, in percent.
+        """Return an upper bound on the plan's distance from the optimum, in percent.
 
-        Round the steps down to the considered values. Any plan, rounded down likewise, serves
-        the rounded steps at no higher cost, so the best plan for those is a lower bound.
+        The steps are rounded down to considered values. Any plan, rounded down likewise, serves the
+        rounded steps at no higher cost, so the best plan for the rounded steps is a lower bound.
         """
         rounded = attrs.evolve(
             self.fit,
@@ -373,7 +374,7 @@ class _GridPlanner:
         return 100.0 * max(0.0, cost / bound - 1.0)
 
     def _product(self, hedge: Hedge) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (sizes, buckets) planned separately, for the best split of the graphs."""
+        """Return the best separately planned sizes and buckets."""
         apart = PaddingObjective()
         curves = []
         for found, top, most in (
@@ -400,8 +401,8 @@ class _GridPlanner:
         at = np.searchsorted(values, work.values)
         top = int(sizes[-1])
         by_value = [_demand(work.sizes[at == index], top) for index in range(len(values))]
-        # At [end, k], for the first `end` values with k graphs: the least cost, where their last
-        # bucket begins, and its number of sizes.
+        # At [end, k], for the first `end` values and k graphs: the minimum cost, the start of their
+        # last bucket, and its number of sizes.
         least = np.full((len(values) + 1, most + 1), np.inf)
         least[0, 0] = 0.0
         begins, counts = np.zeros((2, len(values) + 1, most + 1), dtype=np.int64)
@@ -414,7 +415,7 @@ class _GridPlanner:
             for begin in range(end - 1, -1, -1):
                 demand = demand + by_value[begin]
                 if begin and not by_value[begin].any():
-                    continue  # no worse if the bucket begins above
+                    continue  # a bucket that begins at a later value is at least as good
                 curve = size_curve(
                     sizes,
                     factor * objective.costs(sizes, hedge.apply(demand)),
@@ -445,10 +446,10 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return the considered values: all that occur if they are few, else quantiles of the steps."""
+    """Return all distinct values if they are few, otherwise quantiles of the steps."""
     different = np.unique(found)
     if len(different) > most:
-        # Choose some by frequency and some by position: rare large values cost much each.
+        # Choose half by frequency and half by value, because rare large values are expensive.
         shares = np.quantile(found, np.linspace(0, 1, most // 2), method="higher")
         lying = np.quantile(different, np.linspace(0, 1, most // 2), method="higher")
         different = np.concatenate([shares, lying, different[:1]])

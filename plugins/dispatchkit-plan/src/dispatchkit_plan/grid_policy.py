@@ -22,23 +22,23 @@ __all__ = ["GridPolicy"]
 
 
 class GridPolicy:
-    """Replays the smallest sufficient graph of the batch's bucket; each bucket has its own sizes.
+    """Replays the smallest sufficient graph; each bucket of an axis has its own sizes.
 
-    The configuration must have one axis with the buckets of the grid. Its ``sizes`` determine
-    the size of static inputs, and must reach the largest size of the grid.
+    The configuration must have exactly one axis, with the buckets of the grid. Its ``sizes`` set
+    the size of the static inputs and must reach the largest size of the grid.
 
     Args:
-        grid: Capture sizes by bucket of the axis, as ``plan_grid`` finds them.
+        grid: Capture sizes of each bucket of the axis, as returned by ``plan_grid``.
 
     Raises:
-        ConfigError: The grid is empty, or a bucket or size is not a whole number of at least 1.
+        ConfigError: The grid is empty, or a bucket or size is not an integer of at least 1.
     """
 
     name = "grid"
     traits = frozenset({"smallest_bucket", "monotone", "stateless"})
 
     def __init__(self, grid: Mapping[Any, Iterable[int]]) -> None:
-        allowed = "capture sizes by bucket, such as {16: [1, 2, 4], 64: [1, 3]}"
+        allowed = "capture sizes of each bucket, such as {16: [1, 2, 4], 64: [1, 3]}"
         given: Any = grid
         if not isinstance(given, Mapping) or not given:
             raise ConfigError("grid", given, allowed)
@@ -55,8 +55,8 @@ class GridPolicy:
         """Return a key for each size of each bucket.
 
         Raises:
-            ConfigError: The configuration does not have exactly one axis with these buckets, or
-                its largest size is smaller than the grid's.
+            ConfigError: The configuration does not have exactly one axis with the buckets of the
+                grid, or its largest size is smaller than that of the grid.
         """
         buckets = tuple(self.grid)
         if len(config.axes) != 1 or config.axes[0].buckets != buckets:
@@ -66,7 +66,9 @@ class GridPolicy:
         largest = max(sizes[-1] for sizes in self.grid.values())
         if config.max_num_tokens < largest:
             raise ConfigError(
-                "max_num_tokens", config.max_num_tokens, f"at least {largest}, as in the grid"
+                "max_num_tokens",
+                config.max_num_tokens,
+                f"at least {largest}, the largest size of the grid",
             )
         mode = config.mode.mixed_mode()
         if not mode.has_full_cudagraphs() and not mode.has_piecewise_cudagraphs():
@@ -81,7 +83,7 @@ class GridPolicy:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the smallest graph that covers the batch."""
+        """Return a replay of the smallest graph that covers the batch, or eager."""
         obstacle: str = Reason.NO_KEY
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             for key in graphs.covering(batch, mode):

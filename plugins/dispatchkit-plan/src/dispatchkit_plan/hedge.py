@@ -1,14 +1,14 @@
-"""Hedging: plan for traffic similar to the trace, not for exactly the trace.
+"""Hedging: plan for traffic similar to the trace instead of exactly the trace.
 
-The optimal sizes of a trace overfit it. Planned on one minute and used in the next, they may
-pad an unseen size to the largest graph. So the planner optimises for a mixture instead: the
-trace's own histogram, the same histogram with each size spread over its neighbourhood, and a
-little of every size (more of small ones: proportional to 1/size).
+The optimal sizes of a trace overfit it. If they are planned on one minute and used in the next, an
+unseen size may be padded to the largest graph. The planner therefore optimizes for a mixture of
+three histograms: the trace's own, the same with each size spread over its neighborhood, and a small
+share of every size, proportional to 1/size.
 
-The shares are not constants. The trace is cut into blocks; each mixture of a short list is
-planned on the first blocks and judged on the next one, and so on through the trace. The best
-mixtures are averaged: one that is 3% worse has about a third of the weight. Only the steps
-that are planned on are used.
+The shares are found by validation. The trace is divided into blocks. Each mixture of a short list
+is planned on the first blocks and judged on the next one, and so on through the trace. The best
+mixtures are averaged: a mixture that is 3% worse has about a third of the weight. Only steps used
+for planning are used for validation.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 MIN_VALIDATION_STEPS = 300
-"""Minimum number of steps for validation: fifty in each of six blocks."""
+"""Minimum number of steps for validation: 50 in each of 6 blocks."""
 
 _BLOCKS = 6
-_PLAN_SIZES = range(8, 65)  # numbers of sizes at which a hedge is judged
-_SHARPNESS = 30.0  # weight exp(-30 x) of a mixture whose excess is larger by a factor e^x
-_SMOOTH_PCT = 0.3  # added before the logarithm, so that 0 and 0.1% are nearly equal
+_PLAN_SIZES = range(8, 65)  # numbers of sizes for which a hedge is judged
+_SHARPNESS = 30.0  # a mixture with an excess larger by a factor e^x has weight exp(-30 x)
+_SMOOTH_PCT = 0.3  # added before the logarithm, to make 0 and 0.1% nearly equal
 _MAX_CANDIDATES = 512
 
 
@@ -50,8 +50,9 @@ class Hedge:
 
     Attributes:
         own: Share of the trace's own histogram.
-        spread: (width, share) pairs: each size spread evenly over ±width of itself.
-        prior: Share of a histogram proportional to 1/size over all sizes.
+        spread: (width, share) pairs. Each size is spread evenly over the sizes within ±width, a
+            share of the size.
+        prior: Share of a histogram of all sizes, proportional to 1/size.
     """
 
     own: float
@@ -61,17 +62,17 @@ class Hedge:
     def __attrs_post_init__(self) -> None:
         shares = [self.own, self.prior, *(share for _, share in self.spread)]
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ConfigError("hedge", shares, "shares of at least 0 that add up to 1")
+            raise ConfigError("hedge", shares, "shares of at least 0 with a sum of 1")
         for width, _ in self.spread:
             if not 0 < width < 1:
-                raise ConfigError("hedge spread width", width, "between 0 and 1")
+                raise ConfigError("hedge spread width", width, "a number between 0 and 1")
 
     def apply(self, demand: FloatArray, *, weight: float | None = None) -> FloatArray:
-        """Return the demand to plan for, of the same total.
+        """Return the demand to plan for, with the same total.
 
         Args:
-            demand: Batches per size, index 0..N.
-            weight: Total weight of the prior; that of the demand by default.
+            demand: Number of batches of each size, 0 to N. Shape (N + 1,).
+            weight: Total weight of the prior; by default, the total demand.
         """
         top = len(demand) - 1
         total = float(demand[1:].sum())
@@ -90,7 +91,7 @@ class Hedge:
         return mixed
 
     def to_json(self) -> dict[str, object]:
-        """Return the shares, rounded for reading."""
+        """Return the rounded shares as JSON values."""
         return {
             "own": round(self.own, 4),
             "spread": [[width, round(share, 4)] for width, share in self.spread if share],
@@ -99,7 +100,7 @@ class Hedge:
 
 
 def _spread(demand: FloatArray, width: float) -> FloatArray:
-    """Spread each size evenly over the whole numbers within ±width of it."""
+    """Spread each size evenly over the integers within ±width of it."""
     top = len(demand) - 1
     sizes = np.flatnonzero(demand[1:]) + 1
     low = np.maximum(1, np.ceil(sizes * (1 - width) - 1e-9)).astype(np.int64)
@@ -116,7 +117,7 @@ NO_HEDGE = Hedge(own=1.0)
 """No hedge: plan for exactly the trace."""
 
 FALLBACK_HEDGE = Hedge(own=0.6, spread=((0.25, 0.38),), prior=0.02)
-"""The hedge used without validation: the order of the steps is unknown, or they are too few."""
+"""Hedge without validation, for steps in unknown order or too few steps."""
 
 _WIDTHS = (0.12, 0.25, 0.5)
 HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(
@@ -127,19 +128,19 @@ HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(
         *((width, share) for width in _WIDTHS for share in (0.4, 1.0)),
     ]
 )
-"""Mixtures that validation chooses from; all include a little of every size."""
+"""Candidates for validation; all include a small share of every size."""
 
 
 @attrs.frozen
 class HedgeChoice:
-    """The hedge of a plan, and why it was chosen.
+    """The hedge of a plan, and the reason for its choice.
 
     Attributes:
         hedge: The mixture.
-        validated: Whether it was chosen on held-out blocks of the trace.
-        expected_excess_pct: Mean excess of the best mixture on the held-out blocks, by number
-            of sizes; empty if not validated.
-        reason: The reason, as a sentence.
+        validated: Whether it was validated on held-out blocks of the trace.
+        expected_excess_pct: (number of sizes, mean excess) pairs of the best mixture on the
+            held-out blocks, in percent; empty if not validated.
+        reason: Sentence that explains the choice.
     """
 
     hedge: Hedge
@@ -149,19 +150,22 @@ class HedgeChoice:
 
 
 def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) -> HedgeChoice:
-    """Return the average of the hedges that do best on later blocks of the same steps.
+    """Return the average of the hedges that perform best on later blocks of the steps.
 
     Args:
-        steps: Tokens of each step in order, none above the largest candidate.
+        steps: Number of tokens of each step, in order, at most the largest candidate. Shape
+            (steps,).
         candidates: Sizes that may be captured.
-        objective: The objective of a plan.
+        objective: Objective of the plan.
     """
     if len(steps) < MIN_VALIDATION_STEPS:
         return HedgeChoice(
             FALLBACK_HEDGE,
             validated=False,
-            reason=f"{len(steps)} steps are too few to validate a hedge "
-            f"({MIN_VALIDATION_STEPS} needed); the standard one is used.",
+            reason=(
+                f"{len(steps)} steps are too few to validate a hedge, which needs "
+                f"{MIN_VALIDATION_STEPS}; the default hedge is used."
+            ),
         )
     top = int(candidates[-1])
     considered = _thinned(candidates, steps)
@@ -189,8 +193,10 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
     return HedgeChoice(
         _average(HEDGE_CANDIDATES, weights),
         validated=True,
-        reason=f"{len(HEDGE_CANDIDATES)} mixtures, each planned on the first blocks of the "
-        f"trace and judged on the next, {_BLOCKS - 1} times.",
+        reason=(
+            f"Average of {len(HEDGE_CANDIDATES)} mixtures, weighted by {_BLOCKS - 1} validations "
+            "of each on the next block of the trace."
+        ),
         expected_excess_pct=tuple(
             (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)
         ),
@@ -204,7 +210,7 @@ def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
 
 
 def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
-    """Return few enough candidates to plan with seventy times."""
+    """Return a subset of the candidates that is small enough to plan with 70 times."""
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)

@@ -1,8 +1,7 @@
-"""Hints for schedulers: how much more fits into a step at no cost.
+"""Hints for schedulers: the number of tokens that fit into a step at no cost.
 
-A step that is padded to a bucket costs the same if the padding is filled with real tokens. A
-scheduler with waiting work can ask how many tokens or requests it may add before the bucket
-changes.
+A padded step costs the same if real tokens take the place of padding. A scheduler with waiting work
+can ask how many tokens or requests it may add before the step needs a larger bucket.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ __all__ = ["Hint", "free_tokens", "hint"]
 
 @attrs.frozen
 class Hint:
-    """What fits into the bucket of a step.
+    """Free capacity in the bucket of a step.
 
     Attributes:
-        bucket: Size that the step is padded to; None if it is too large for any.
-        free_tokens: Tokens that can be added at no cost.
-        free_requests: Requests of ``query_len`` tokens each that can be added at no cost.
-        shrink_by: Tokens to leave out to reach the next smaller bucket; None if there is no
-            smaller one.
+        bucket: Size that the step is padded to; None if it exceeds all buckets.
+        free_tokens: Number of tokens that can be added at no cost.
+        free_requests: Number of requests of ``query_len`` tokens that can be added at no cost.
+        shrink_by: Number of tokens to remove to reach the next smaller bucket; None if there is
+            none.
     """
 
     bucket: int | None
@@ -35,13 +34,13 @@ class Hint:
 
 
 def free_tokens(table: Sequence[int], num_tokens: int) -> int:
-    """Return how many tokens fit into the bucket at no cost; 0 above the largest bucket.
+    """Return the number of tokens that fit into the bucket; 0 above the largest bucket.
 
-    It takes one list access and a subtraction, cheap enough for every scheduling decision.
+    The call is one list access and one subtraction, cheap enough for every scheduling decision.
 
     Args:
-        table: Padding table, index 0..largest size (``dispatchkit.keys.padding_table``).
-        num_tokens: Tokens of the step so far, at least 0.
+        table: Padding table for sizes 0 to the largest (``dispatchkit.keys.padding_table``).
+        num_tokens: Number of tokens of the step so far, at least 0.
 
     Example:
         >>> from dispatchkit.keys import padding_table
@@ -63,17 +62,18 @@ def hint(
     num_reqs: int | None = None,
     max_num_seqs: int | None = None,
 ) -> Hint:
-    """Return what fits into the bucket of a step.
+    """Return the free capacity in the bucket of a step.
 
     Args:
-        table: Padding table, index 0..largest size (``dispatchkit.keys.padding_table``).
-        num_tokens: Tokens of the step so far.
-        query_len: Tokens of one more request.
-        num_reqs: Requests of the step so far; used only with ``max_num_seqs``.
+        table: Padding table for sizes 0 to the largest (``dispatchkit.keys.padding_table``).
+        num_tokens: Number of tokens of the step so far.
+        query_len: Number of tokens of each added request.
+        num_reqs: Number of requests of the step so far; required with ``max_num_seqs``, otherwise
+            ignored.
         max_num_seqs: Maximum number of requests of a step.
 
     Raises:
-        DescriptorError: A number is negative, or query_len is not at least 1.
+        DescriptorError: A number is negative, or ``query_len`` is below 1.
     """
     if query_len < 1:
         raise DescriptorError("query_len", query_len, "at least 1")
@@ -89,7 +89,7 @@ def hint(
 
 
 def _shrink(table: Sequence[int], num_tokens: int) -> int | None:
-    """Return the distance to the next smaller bucket, by bisection of the table."""
+    """Return the distance to the next smaller bucket, found by bisection."""
     if num_tokens >= len(table):
         return num_tokens - (len(table) - 1) if len(table) > 1 else None
     bucket = table[num_tokens]

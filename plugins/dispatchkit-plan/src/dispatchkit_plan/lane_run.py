@@ -1,4 +1,4 @@
-"""One lane of a simulation: runs its steps through one dispatcher and counts them."""
+"""Simulate the steps of one lane with one dispatcher, and count them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dispatchkit_plan.scenario import Scenario
 
 __all__ = ["PENDING", "LaneRun", "Steps", "Tally"]
 
-#: The runner's reason for steps that run eager because their graph is captured later.
+#: Reason of the runner for eager steps whose graph has not been captured yet.
 PENDING = "capture_pending"
-_NO_GRAPH = object()  # placeholder of a captured graph
+_NO_GRAPH = object()  # placeholder for a captured graph
 _MAX_DENSE_CELLS = 1 << 24
 
 
 @attrs.frozen(eq=False)
 class Steps:
-    """The arguments of each step's ``dispatch``, as arrays (steps,).
+    """Arguments of ``dispatch`` for each step, as arrays of shape (steps,).
 
-    With axes, ``loras`` are variants. ``values`` are those of the axis that costs depend on, or 0
-    if there is none.
+    If there are axes, ``loras`` contains indices of variants. ``values`` contains the values of the
+    axis that costs depend on, or 0 if there is no such axis.
     """
 
     num_tokens: IntArray
@@ -48,13 +48,13 @@ class Steps:
         """Return the steps of a trace that have tokens.
 
         Args:
-            trace: Steps.
-            config: The configuration they are dispatched under.
-            axis: The axis that costs depend on; empty: none.
+            trace: Steps of the trace.
+            config: Configuration of the dispatcher.
+            axis: Name of the axis that costs depend on; empty for none.
 
         Raises:
             ConfigError: A step is larger than the configuration allows.
-            TraceError: An axis of the configuration has no column.
+            TraceError: An axis of the configuration has no column in the trace.
         """
         names = trace.columns
 
@@ -88,7 +88,7 @@ class Steps:
         )
 
     def every(self, first: int, stride: int) -> Steps:
-        """Return the steps that one lane gets."""
+        """Return every ``stride``-th step, from the step with index ``first``."""
         part = slice(first, None, stride)
         return Steps(
             self.num_tokens[part],
@@ -101,7 +101,7 @@ class Steps:
 
 @attrs.define(eq=False)
 class Tally:
-    """A decision, how often it was taken, and the cost of a step under it."""
+    """A decision, the time of a step under it, and the number of these steps."""
 
     decision: Decision
     time_us: float
@@ -109,7 +109,7 @@ class Tally:
 
 
 class LaneRun:
-    """One lane's steps through one dispatcher."""
+    """The simulation of one lane."""
 
     dispatcher: Dispatcher
     model: CostModel
@@ -132,10 +132,10 @@ class LaneRun:
         self._axis = next((i for i, axis in enumerate(axes) if axis.name == model.axis), None)
         self.measured = self.captures = self.evictions = 0
         self.capture_us = self.live_bytes = self.peak_bytes = 0.0
-        # Eager steps before a capture, by tokens and value of the axis.
+        # Numbers of eager steps before a capture, by tokens and value of the axis.
         self.pending: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[GraphKey] = Counter()
-        self._live: OrderedDict[GraphKey, int] = OrderedDict()  # key to its replays
+        self._live: OrderedDict[GraphKey, int] = OrderedDict()  # number of replays of each key
         if not scenario.is_lazy:
             largest_first = sorted(dispatcher.registry, key=lambda key: -key.num_tokens)
             for key in largest_first:
@@ -143,7 +143,7 @@ class LaneRun:
                 dispatcher.registry.captured(key, _NO_GRAPH)
 
     def serve(self, steps: Steps) -> None:
-        """Run the lane's steps."""
+        """Simulate the steps of the lane."""
         if self.dispatcher.policy_parts.learns:
             self._serve_learning(steps)
         elif self.scenario.is_lazy:
@@ -154,13 +154,13 @@ class LaneRun:
             for tally, count in zip(tallies, counts, strict=True):
                 tally.count += count
 
-    # -- a policy that does not learn: every distinct batch once --------------------------
+    # -- policies that do not learn: each distinct batch is decided once ------------------
 
     def decide_all(self, steps: Steps) -> tuple[list[Tally], IntArray]:
         """Decide each distinct batch once.
 
         Returns:
-            The tallies, and for each step the index of its tally.
+            The tallies, and the index of the tally of each step.
         """
         num_uniform, num_loras = int(steps.uniform.max()) + 1, int(steps.loras.max()) + 1
         num_values = int(steps.values.max()) + 1
@@ -178,7 +178,7 @@ class LaneRun:
         for packed in cells.tolist():
             tokens, uniform, loras, value = batch_of(packed)
             tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
-        # A cell's decision holds up to a number of requests; dispatch larger batches one by one.
+        # A decision holds up to a number of requests. Dispatch batches with more separately.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
         if len(beyond):
@@ -201,7 +201,7 @@ class LaneRun:
             else:
                 self.pending[tally.decision.num_tokens, value] += 1
 
-    # -- a policy that learns: every step, in order ---------------------------------------
+    # -- policies that learn: every step is decided, in order -----------------------------
 
     def _serve_learning(self, steps: Steps) -> None:
         dispatch, tallies = self.dispatcher.dispatch, self.tallies
@@ -221,7 +221,7 @@ class LaneRun:
             tally = tallies.get((id(decision), value)) or self._tally(decision, tokens, value)
             if is_lazy and not self._has_all(decision.keys):
                 self.pending[tokens, value] += 1
-                continue  # it ran eager, so nothing is learned about its graph
+                continue  # the step ran eager, so nothing is learned about its graph
             tally.count += 1
             if decision.timed and (decision.one_shot or step - last_sample >= sample_every):
                 last_sample = step
@@ -230,14 +230,14 @@ class LaneRun:
                 batch = self.dispatcher.batch(tokens, reqs, uniform, loras)
                 self.dispatcher.observe(Outcome(batch, decision, time_us, step=step + 1))
 
-    # -- both -----------------------------------------------------------------------------
+    # -- all policies ---------------------------------------------------------------------
 
     def _tally(self, decision: Decision, num_tokens: int, value: int) -> Tally:
-        # Compare by identity: a bound decision belongs to one cell, so it has one time for each
-        # value of the axis. The tally keeps it alive, so its id stays unique.
+        # Keyed by identity: a bound decision belongs to one cell, so it has one time for each value
+        # of the axis. The tally keeps the object alive, so its id stays unique.
         tally = self.tallies.get((id(decision), value))
         if tally is None:
-            key = decision.key  # all parts have keys of the same bucket of the axis
+            key = decision.key  # the keys of all parts have the same bucket of the axis
             model = self._model_at(value) if key is None else self._model_of(key)
             tally = Tally(decision, decided_us(model, decision, num_tokens))
             self.tallies[id(decision), value] = tally
@@ -259,20 +259,23 @@ class LaneRun:
         return self._model_at(0 if self._axis is None else key.descriptor.axes[self._axis])
 
     def _has_all(self, keys: tuple[GraphKey, ...]) -> bool:
-        """Use a step's graphs, capturing missing ones; return False if the step runs eager."""
+        """Use the graphs of a step; return False if the step runs eager.
+
+        Missing graphs are captured if they are due.
+        """
         live, most = self._live, self.scenario.max_graphs
         if most is not None and most < len(set(keys)):
-            return False  # they do not fit into the budget together
+            return False  # the graphs exceed the limit together
         for key in keys:
             if key in live:
                 live[key] += 1
                 live.move_to_end(key)
             elif not self._use(key):
                 return False
-        return all(key in live for key in keys)  # one part may have evicted another
+        return all(key in live for key in keys)  # the capture for one part may evict another
 
     def _use(self, key: GraphKey) -> bool:
-        """Capture a requested graph after making room for it; return False if not yet."""
+        """Capture a graph after making room for it; return False if it is not due yet."""
         scenario, live = self.scenario, self._live
         self._asked[key] += 1
         if self._asked[key] < scenario.capture_after:
@@ -314,9 +317,9 @@ class LaneRun:
 
 
 def _numbered(values: IntArray) -> tuple[IntArray, IntArray]:
-    """Return (the index of each entry's value, the distinct values)."""
+    """Return the index of each entry's value, and the distinct values."""
     top = int(values.max()) + 1
-    if top <= _MAX_DENSE_CELLS:  # by counting, which avoids the sort of np.unique
+    if top <= _MAX_DENSE_CELLS:  # count, which avoids the sort of np.unique
         different = np.flatnonzero(np.bincount(values, minlength=top))
         table = np.zeros(top, dtype=np.int64)
         table[different] = np.arange(len(different))

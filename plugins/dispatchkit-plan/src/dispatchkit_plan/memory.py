@@ -1,17 +1,17 @@
-"""Forecast the memory of a set of graphs from a few that were captured.
+"""Forecast the memory of a set of graphs from a few captured ones.
 
-Graphs of one lane share one pool, and reuse each other's temporary memory: the pool grows only
-when a graph needs more at once than any before it. That is the largest graph, which is captured
-first, and sometimes a small one that uses another kernel. Memory that a graph keeps (tensors
-that outlive its capture) is added for each graph. So the forecast is the pool's size after the
-sampled captures, plus what each other size will keep. Between two measured sizes, that amount
-lies between theirs.
+Graphs of one lane share a pool and reuse each other's temporary memory. The pool grows only when a
+graph needs more memory at a time than all earlier graphs: the largest graph, which is captured
+first, and sometimes a small graph that uses another kernel. Memory that a graph keeps (tensors that
+outlive its capture) is added for each graph. The forecast is therefore the size of the pool after
+the sampled captures, plus the memory that each other size will keep. Between two measured sizes,
+this amount lies between theirs.
 
-Without ``held_bytes`` the two cannot be distinguished, and all growth counts as kept: safe, but
-far too high if the pool has grown once for all graphs.
+Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all growth counts as
+kept memory. This is safe, but far too high if the pool has grown once for all graphs.
 
-``high_bytes`` is the amount to keep free. It is never too low as long as no unsampled size
-needs more memory at once than the sampled ones; capture more samples if that is in doubt.
+Keep ``high_bytes`` free. This bound is never too low as long as no unsampled size needs more memory
+at a time than the sampled sizes. If in doubt, capture more samples.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = [
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Smallest unit in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
 
-# Samples needed after the driver's first block to measure how fast it takes more.
+# Number of samples after the driver's first block that suffice to measure its growth.
 _ENOUGH_BLOCKS = 3
 
 
 @attrs.frozen
 class MemorySample:
-    """Memory growth up to one more captured graph, counted from before the first.
+    """Total memory growth after one more captured graph.
 
     Attributes:
-        size: Capture size of that graph.
-        reserved_bytes: Memory of the pool, in whole segments.
-        held_bytes: The part of it in use while no graph runs; None if not known.
-        driver_bytes: Memory that the driver took in addition.
+        size: Capture size of the graph.
+        reserved_bytes: Growth of the pool, in whole segments.
+        held_bytes: Part of the growth that is in use while no graph runs; None if unknown.
+        driver_bytes: Memory that the driver allocated in addition.
     """
 
     size: int
@@ -58,17 +58,17 @@ class MemorySample:
 
 @attrs.frozen
 class MemoryForecast:
-    """Forecast memory of a set of graphs.
+    """Memory forecast for a set of graphs.
 
     Attributes:
         expected_bytes: Best estimate for the pool.
-        low_bytes: Lower bound from the samples.
-        high_bytes: Upper bound from the samples; keep this much free.
-        per_graph_bytes: Expected increment of each size except the largest.
-        driver_bytes: Memory that the driver will take in addition to the pool, in proportion
-            to the samples.
-        driver_high_bytes: Its upper bound: the driver takes whole blocks, so the bound is wide
-            if the samples took few of them.
+        low_bytes: Lower bound derived from the samples.
+        high_bytes: Upper bound derived from the samples; keep this much memory free.
+        per_graph_bytes: (size, expected increment) pairs for all sizes except the largest.
+        driver_bytes: Memory that the driver will allocate in addition to the pool, extrapolated
+            from the samples.
+        driver_high_bytes: Upper bound of ``driver_bytes``. The driver allocates whole blocks, so
+            the bound is wide if the samples include few blocks.
     """
 
     expected_bytes: int
@@ -90,8 +90,8 @@ class MemoryForecast:
             )
         )
         return (
-            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), and the "
-            f"driver {driver} MiB (up to {driver_high})"
+            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), and for "
+            f"the driver {driver} MiB (up to {driver_high})"
         )
 
 
@@ -101,19 +101,18 @@ def forecast_memory(
     *,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> MemoryForecast:
-    """Return the forecast memory of graphs of all sizes, from a few that were captured.
+    """Return the memory forecast for graphs of all sizes, from a few captured ones.
 
     Args:
-        samples: Samples in the order of capture, largest size first; the first one must be
-            the largest of ``sizes``. Include the smallest size, and others about half the one
-            before: libraries choose other kernels around powers of two, which may grow the
-            pool.
+        samples: Samples in the order of capture, largest size first. The first one must be the
+            largest of ``sizes``. Include the smallest size, and sizes about half the previous one:
+            libraries choose other kernels around powers of two, which may grow the pool.
         sizes: All sizes that will be captured.
         segment_bytes: Unit in which the pool and the driver's memory grow.
 
     Raises:
-        ConfigError: There are fewer than two samples, they are not largest first, memory
-            shrinks, or the largest size was not captured.
+        ConfigError: There are fewer than two samples, they are not sorted by descending size,
+            memory shrinks, or the largest size was not captured.
     """
     taken = list(samples)
     wanted = sorted({check_count(size, "size") for size in sizes}, reverse=True)
@@ -128,7 +127,7 @@ def forecast_memory(
     first, last = taken[0].reserved_bytes, taken[-1].reserved_bytes
     expected = low = high = float(last)
     if any(size not in wanted for size in grown):
-        low = float(first)  # samples of other sizes may hold memory these graphs do not need
+        low = float(first)  # samples of other sizes may hold memory that these graphs do not need
     per_graph, is_guessed = [], False
     for size in wanted[1:]:
         if size in grown:
@@ -139,7 +138,7 @@ def forecast_memory(
         expected, low, high = expected + guess, low + below, high + above
         per_graph.append((size, round(guess)))
     if is_guessed:
-        # The next graph may fit into a segment reserved for this one, or need a new one.
+        # The next graph may fit into a segment reserved for this one, or need a new segment.
         low = max(float(last if low >= last else first), low - segment_bytes)
         high += segment_bytes
     driver, driver_high = _driver(taken, len(wanted), segment_bytes)
@@ -149,10 +148,10 @@ def forecast_memory(
 
 
 def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Return about ``count`` of the sizes, largest first, in even ratios down to the smallest.
+    """Return about ``count`` sizes with even ratios, largest first, down to the smallest.
 
-    Ratios are used because libraries choose other kernels, which need other amounts of memory,
-    around powers of two.
+    Ratios are even because libraries choose other kernels, with other memory requirements, around
+    powers of two.
     """
     largest, smallest = sizes[0], sizes[-1]
     wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
@@ -160,11 +159,10 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
-    """Return (expected, maximum) memory that the driver takes for ``num_sizes`` sizes.
+    """Return the expected and the maximum driver memory for ``num_sizes`` sizes.
 
-    The driver takes whole blocks, and a new one only when the current one is full. How full that
-    was at the start is unknown, so only growth after the first new block shows how fast
-    blocks fill.
+    The driver allocates whole blocks, each when the current one is full. The fill of the first
+    block is unknown, so only growth after the next new block shows how fast blocks fill.
     """
     seen = [sample.driver_bytes for sample in taken]
     rest = max(0, num_sizes - len(taken))
@@ -181,9 +179,9 @@ def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> 
 
 def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
     if len(taken) < 2:
-        raise ConfigError("samples", len(taken), "at least 2 captured sizes")
+        raise ConfigError("samples", len(taken), "at least 2 captured sizes", "Capture more sizes.")
     if any(a.size <= b.size for a, b in itertools.pairwise(taken)):
-        raise ConfigError("samples", [s.size for s in taken], "captured largest size first")
+        raise ConfigError("samples", [s.size for s in taken], "in order of descending size")
     if any(a.reserved_bytes > b.reserved_bytes for a, b in itertools.pairwise(taken)):
         raise ConfigError(
             "samples",
@@ -194,15 +192,15 @@ def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
         raise ConfigError(
             "samples",
             taken[0].size,
-            f"first the largest size to forecast ({wanted[0] if wanted else 'none'})",
+            f"captured from the largest size ({wanted[0] if wanted else 'none given'}) down",
         )
 
 
 def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, float, float]:
-    """Return (minimum, expected, maximum) for a size that was not captured."""
+    """Return the minimum, expected and maximum increment of a size without a sample."""
     smaller = [(s, value) for s, value in increments if s < size]
     larger = [(s, value) for s, value in increments if s > size]
-    # Increments should grow with size; if measured ones do not, the bounds include them all.
+    # Increments should grow with size; if the measured ones do not, the bounds include all of them.
     least = min((value for _, value in smaller), default=0)
     most = max((value for _, value in increments), default=0)
     if larger:
@@ -211,8 +209,8 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
         (s0, v0), (s1, v1) = smaller[-1], larger[0]
         guess = v0 + (v1 - v0) * (size - s0) / (s1 - s0)
         return float(min(least, v1)), guess, float(most)
-    if larger:  # below the smallest captured size
+    if larger:  # the size is below the smallest captured size
         return 0.0, float(larger[0][1]), float(most)
-    # Above every captured increment; only the largest graph, the pool itself, is larger.
+    # The size is above all increments; only the largest graph, the pool itself, is larger.
     s1, v1 = increments[-1]
     return float(least), float(v1), float(most) * max(1.0, size / s1)

@@ -1,8 +1,8 @@
-"""Objectives of a plan: padded tokens, or the time of a cost model.
+"""Objectives of a plan: padded tokens, or time according to a cost model.
 
-Both give the cost of a batch of n tokens at a captured size, and its cost with a graph of
-exactly its size. The excess of the first over the second, in percent, measures how good a set
-of sizes is; counted in tokens, it is the padding waste.
+Both define the cost of a batch of n tokens at a captured size, and its cost with a graph of exactly
+its size. The excess of the first over the second, in percent, measures the quality of a set of
+sizes. In tokens, it is the padding waste.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ __all__ = ["Objective", "PaddingObjective", "TimeObjective", "padded_sizes", "wa
 
 
 def padded_sizes(sizes: Sequence[int], max_size: int) -> IntArray:
-    """Return the captured size that serves each batch of 0..max_size tokens.
+    """Return the captured size that serves each batch of 0 to ``max_size`` tokens.
 
     Args:
-        sizes: Ascending captured sizes; the last is at least ``max_size``.
-        max_size: Largest batch.
+        sizes: Captured sizes, ascending; the last one is at least ``max_size``.
+        max_size: Number of tokens of the largest batch.
+
+    Returns:
+        Array of shape (max_size + 1,).
     """
     ladder = np.asarray(sizes, dtype=np.int64)
     padded = ladder[np.searchsorted(ladder, np.arange(max_size + 1))]
@@ -41,7 +44,7 @@ def padded_sizes(sizes: Sequence[int], max_size: int) -> IntArray:
 
 
 class PaddingObjective:
-    """Minimises the tokens run, padding included."""
+    """Minimizes the number of tokens, including padding."""
 
     monotone = True
     name = "padding"
@@ -51,26 +54,26 @@ class PaddingObjective:
         return padding_costs(candidates, demand)
 
     def at_sizes(self, sizes: Sequence[int], max_size: int) -> FloatArray:
-        """Return the cost of one batch of each size 0..max_size under captured sizes."""
+        """Return the cost of a batch of each size, 0 to ``max_size``, at captured sizes."""
         return padded_sizes(sizes, max_size).astype(np.float64)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of one batch of each size with a graph at exactly that size."""
+        """Return the cost of a batch of each size with a graph of exactly that size."""
         return np.arange(max_size + 1, dtype=np.float64)
 
     def excess_pct(self, sizes: Sequence[int], demand: FloatArray) -> float:
-        """Return the cost above that of exact sizes, in per cent; 0 without demand."""
+        """Return the excess cost over exact sizes, in percent; 0 without demand."""
         return _excess(self, sizes, demand)
 
 
 @attrs.frozen
 class TimeObjective:
-    """Minimises the time under a cost model.
+    """Minimizes the time according to a cost model.
 
     Attributes:
-        model: The cost model.
-        dispatch: ``always`` replays a graph whenever one is large enough; ``best`` runs
-            eager if that is faster by the model.
+        model: Cost model.
+        dispatch: ``always`` to replay a graph whenever one is large enough, ``best`` to run eager
+            if that is faster according to the model.
     """
 
     model: CostModel
@@ -82,12 +85,12 @@ class TimeObjective:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """Name of the objective in messages."""
         return f"time under {self.model.name}, graph {self.dispatch}"
 
     @property
     def monotone(self) -> bool:
-        """Whether a larger graph never takes less time, up to the last measured size."""
+        """Whether larger graphs never take less time, up to the last measured size."""
         values = [value for _, value in self.model.graph_us.points]
         return values == sorted(values)
 
@@ -100,14 +103,14 @@ class TimeObjective:
         return served_costs(candidates, demand, np.minimum(graph[:, None], eager[None, :]))
 
     def at_sizes(self, sizes: Sequence[int], max_size: int) -> FloatArray:
-        """Return the cost of one batch of each size 0..max_size under captured sizes."""
+        """Return the cost of a batch of each size, 0 to ``max_size``, at captured sizes."""
         by_size = {int(size): self.model.graph_us(int(size)) for size in sizes}
         padded = padded_sizes(sizes, max_size)
         cost = np.array([by_size.get(int(size), 0.0) for size in padded])
         return self._choose(cost, max_size)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of each size with a graph at that size, or eager if faster."""
+        """Return the cost of each size with a graph of that size, or eager if faster."""
         graph = np.array(self.model.graph_us.table(max_size))
         eager = np.array(self.model.eager_us.table(max_size))
         exact: FloatArray = np.minimum(graph, eager)
@@ -115,7 +118,7 @@ class TimeObjective:
         return exact
 
     def excess_pct(self, sizes: Sequence[int], demand: FloatArray) -> float:
-        """Return the cost above that of exact sizes, in per cent; 0 without demand."""
+        """Return the excess cost over exact sizes, in percent; 0 without demand."""
         return _excess(self, sizes, demand)
 
     def _choose(self, graph: FloatArray, max_size: int) -> FloatArray:
@@ -146,10 +149,10 @@ def _excess(objective: Objective, sizes: Sequence[int], demand: FloatArray) -> f
 
 
 def waste_pct(sizes: Sequence[int], demand: FloatArray) -> float:
-    """Return padding in percent of the real tokens.
+    """Return the padding as a percentage of the real tokens.
 
     Args:
-        sizes: Ascending captured sizes, the last at least the largest size with demand.
-        demand: Batches per size, index 0..N.
+        sizes: Captured sizes, ascending; the last one covers all sizes with demand.
+        demand: Number of batches of each size, 0 to N. Shape (N + 1,).
     """
     return _excess(PaddingObjective(), sizes, demand)

@@ -1,15 +1,15 @@
-"""Exact optimal sets of capture sizes, by dynamic programming.
+"""Find exactly optimal sets of capture sizes by dynamic programming.
 
-The problem: batches have many sizes, few sizes can be captured, and a batch runs at the
-smallest captured size that holds it. Which sizes cost least? Let ``cost[i, j]`` be the cost of
-all batches that the i-th candidate size serves if the next smaller captured size is
-candidate ``j - 1`` (``j = 0``: none). The best set of k sizes that ends at candidate i is the
-best set of k - 1 sizes that ends at ``j - 1`` plus ``cost[i, j]``, minimised over j. The last
-size is always the largest candidate, so every set covers the same batches.
+Batches have many sizes, few sizes can be captured, and a batch runs at the smallest captured size
+that holds it. Which sizes have the lowest cost? Let ``cost[i, j]`` be the cost of all batches that
+candidate i serves if the next smaller captured size is candidate ``j - 1`` (no smaller size if ``j
+= 0``). The best set of k sizes that ends at candidate i consists of i and the best set of k - 1
+sizes that ends at ``j - 1``, for the j with the lowest total cost. The last size is always the
+largest candidate, so that every set covers the same batches.
 
-One pass gives the whole curve k = 1..K in K x M^2 / 2 steps for M candidates. If costs grow
-with the padded size, the best ``j`` never decreases, neither along i nor along k, and most of
-that work is skipped.
+One pass computes the whole curve for k = 1 to K in K x M^2 / 2 steps for M candidates. If costs
+grow with the padded size, the best ``j`` never decreases along i or k, so most of this work is
+skipped.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_ROWS = 64  # rows per block: more lose the benefit of narrow windows, fewer are mostly overhead
+_ROWS = 64  # rows per block: larger blocks make windows wider, smaller ones add overhead
 
 
 def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
-    """Return the cost matrix in tokens run, padding included.
+    """Return the cost matrix in tokens, including padding.
 
     Args:
-        candidates: Ascending sizes that may be captured.
-        demand: Batches per size, index 0..largest candidate; entry 0 is ignored.
+        candidates: Sizes that may be captured, ascending. Shape (M,).
+        demand: Number of batches of each size, 0 to the largest candidate; entry 0 is ignored.
+            Shape (N + 1,).
 
-    Shapes: candidates (M,), demand (N + 1,) -> (M, M); entry [i, j] is inf for j > i.
+    Returns:
+        Matrix of shape (M, M); entry [i, j] is inf for j > i.
     """
     below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]  # batches <= candidate
     before = np.concatenate([[0.0], below[:-1]])
@@ -59,18 +61,19 @@ def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
 
 
 def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) -> FloatArray:
-    """Return the cost matrix for any cost of running a batch of n at candidate i.
+    """Return the cost matrix for given costs of running a batch at a candidate.
 
     Args:
-        candidates: Ascending sizes that may be captured.
-        demand: Batches per size, index 0..largest candidate.
-        cost_at: Cost of one batch of size n when candidate i serves it; entries with
-            n > candidate are ignored.
+        candidates: Sizes that may be captured, ascending. Shape (M,).
+        demand: Number of batches of each size, 0 to the largest candidate. Shape (N + 1,).
+        cost_at: Cost of one batch of size n at candidate i; entries with n above the candidate are
+            ignored. Shape (M, N + 1).
 
-    Shapes: candidates (M,), demand (N + 1,), cost_at (M, N + 1) -> (M, M).
+    Returns:
+        Matrix of shape (M, M); entry [i, j] is inf for j > i.
     """
     total = np.cumsum(cost_at * demand[None, :], axis=1)  # (M, N + 1), over sizes <= n
-    before = np.concatenate([[0], candidates[:-1]])  # smaller candidates serve sizes up to here
+    before = np.concatenate([[0], candidates[:-1]])  # smaller candidates serve up to this size
     served = total[np.arange(len(candidates)), candidates]
     cost: FloatArray = served[:, None] - total[:, before]
     close_upper(cost)
@@ -78,15 +81,15 @@ def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) 
 
 
 def close_upper(cost: FloatArray) -> None:
-    """Set infinite costs where a candidate's predecessor is not smaller than it."""
+    """Set the cost to inf where a candidate's predecessor would not be smaller."""
     order = np.arange(len(cost))
     cost[order[:, None] < order[None, :]] = np.inf
 
 
 def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int]) -> FloatArray:
-    """Return the costs under which every optimal set contains the required sizes.
+    """Return costs for which every optimal set contains the required sizes.
 
-    Skipping a required size has infinite cost.
+    Sets that skip a required size have infinite cost.
 
     Raises:
         ConfigError: A required size is not a candidate.
@@ -94,9 +97,9 @@ def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int
     wanted = np.isin(candidates, np.asarray(required, dtype=np.int64))
     if wanted.sum() != len(set(required)):
         odd = sorted(set(required) - set(candidates.tolist()))
-        raise ConfigError("required sizes", odd, "among the candidate sizes")
-    passed = np.concatenate([[0], np.cumsum(wanted)])  # required ones among the first j
-    skips = passed[:-1, None] - passed[None, :-1]  # required ones in candidates j..i-1
+        raise ConfigError("required sizes", odd, f"among the candidate sizes {candidates.tolist()}")
+    passed = np.concatenate([[0], np.cumsum(wanted)])  # required sizes among the first j
+    skips = passed[:-1, None] - passed[None, :-1]  # required sizes among candidates j..i-1
     return np.where(skips > 0, np.inf, cost)
 
 
@@ -105,9 +108,9 @@ class SizeCurve:
     """The best set of sizes for each number of sizes.
 
     Attributes:
-        candidates: Sizes that were considered.
-        costs: Least cost with k sizes, at index k - 1; inf if k sizes are not possible.
-        back: For each k and each last candidate, where its predecessor ends (the j above).
+        candidates: Considered sizes.
+        costs: Minimum cost with k sizes at index k - 1; inf if k sizes are not possible.
+        back: For each k, the best ``j`` of each last candidate, as defined in the module docstring.
     """
 
     candidates: IntArray
@@ -130,26 +133,27 @@ class SizeCurve:
 def size_curve(
     candidates: IntArray, cost: FloatArray, max_sizes: int, *, monotone: bool = True
 ) -> SizeCurve:
-    """Return the best sets of 1..max_sizes sizes.
+    """Return the best sets of 1 to ``max_sizes`` sizes.
 
     Args:
-        candidates: Ascending sizes that may be captured; the last one is in every set.
-        cost: Cost matrix as from ``padding_costs`` or ``served_costs``.
-        max_sizes: Largest number of sizes, at most the number of candidates.
-        monotone: Whether a batch never costs less at a larger candidate. Then the best
-            predecessor is monotone, and most candidates are skipped. Must be False otherwise,
-            and with required sizes.
+        candidates: Sizes that may be captured, ascending; the last one is in every set. Shape (M,).
+        cost: Cost matrix, as returned by ``padding_costs`` or ``served_costs``. Shape (M, M).
+        max_sizes: Maximum number of sizes, at most the number of candidates.
+        monotone: Whether a batch never costs less at a larger candidate. In that case, the best
+            predecessor is monotone, and most candidates are skipped. Must be False otherwise, and
+            with required sizes.
 
-    Shapes: candidates (M,), cost (M, M).
+    Raises:
+        ConfigError: ``max_sizes`` is out of range.
     """
     count = len(candidates)
     if not 1 <= max_sizes <= count:
-        raise ConfigError("max_sizes", max_sizes, f"1 to {count}, the candidate sizes")
+        raise ConfigError("max_sizes", max_sizes, f"1 to {count}, the number of candidate sizes")
     best = cost[:, 0].copy()
     back = np.zeros(count, dtype=np.int64)
     backs, costs = [back], [best[-1]]
     for _ in range(1, max_sizes):
-        # reach[j]: cost of the best set of one size fewer that ends at candidate j - 1.
+        # reach[j]: cost of the best set of one fewer size that ends at candidate j - 1.
         reach = np.concatenate([[np.inf], best[:-1]])
         best = np.empty(count)
         previous, back = back, np.empty(count, dtype=np.int64)
@@ -176,36 +180,34 @@ def best_sizes_within(
     setting: str = "budget",
     units: int = 128,
 ) -> tuple[tuple[int, ...], float]:
-    """Return the sizes of least cost whose prices sum to at most a budget, and that cost.
+    """Return the best sizes whose prices sum to at most a budget, and their cost.
 
-    The budget is never exceeded. The result is exact if all prices are equal, or if the best
-    set for prices rounded down to 1/units of the budget fits it; otherwise it is exact for
+    The budget is never exceeded. The result is exact if all prices are equal, or if the best set
+    for prices rounded down to 1/``units`` of the budget fits the budget. Otherwise, it is exact for
     prices rounded up.
 
     Args:
-        candidates: Ascending sizes that may be captured; the last one is always taken.
-        cost: Cost matrix.
-        price: Price of capturing each candidate (bytes, seconds), at least 0.
-        budget: Maximum sum, above 0.
-        setting: Name of the budget, for the message.
-        units: Steps that the budget is divided into.
+        candidates: Sizes that may be captured, ascending; the last one is always included. Shape
+            (M,).
+        cost: Cost matrix. Shape (M, M).
+        price: Price of the capture of each candidate (bytes, seconds), at least 0. Shape (M,).
+        budget: Maximum sum of prices, above 0.
+        setting: Name of the budget in error messages.
+        units: Number of parts that the budget is divided into.
 
     Raises:
-        ConfigError: The budget is below the price of the largest size alone.
-
-    Shapes: candidates (M,), cost (M, M), price (M,).
+        ConfigError: The budget is below the price of the largest size.
     """
     if not price[-1] <= budget:
         raise ConfigError(
             setting,
             budget,
-            f"at least {price[-1]:g}, the price of the largest size alone "
-            f"({int(candidates[-1])} tokens)",
+            f"at least {price[-1]:g}, the price of the largest size ({int(candidates[-1])} tokens)",
             "Raise it, or lower the largest size.",
         )
     count = len(candidates)
     if price.min() == price.max():
-        # Round up values just below an integer: 3 x 0.1 is 0.30000000000000004.
+        # Round up values just below an integer: 3 * 0.1 is 0.30000000000000004.
         affordable = count if not price[0] else int(budget / price[0] + 1e-9)
         curve = size_curve(candidates, cost, min(count, affordable), monotone=False)
         best = int(curve.costs.argmin())
@@ -214,14 +216,14 @@ def best_sizes_within(
     sizes, least = _knapsack(candidates, cost, np.floor(scaled + 1e-9), units)
     by_size = dict(zip(candidates.tolist(), price.tolist(), strict=True))
     if sum(by_size[size] for size in sizes) <= budget * (1 + 1e-12):
-        return sizes, least  # the best of a superset of the allowed sets, and allowed itself
+        return sizes, least  # the best of a superset of the allowed sets, and itself allowed
     return _knapsack(candidates, cost, np.ceil(scaled - 1e-9), units)
 
 
 def _knapsack(
     candidates: IntArray, cost: FloatArray, weights: FloatArray, units: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the sizes of least cost whose whole-number weights add up to at most units."""
+    """Return the best sizes whose integer weights sum to at most ``units``, and their cost."""
     weight = np.maximum(weights, 0).astype(np.int64)
     count = len(candidates)
     best = np.full((units + 1, count), np.inf)
@@ -232,7 +234,7 @@ def _knapsack(
         for w, rows in by_weight:
             if w <= spent:
                 _relax(rows, cost, best[spent - w], best, back, spent)
-        for row in free:  # free candidates extend sets of the same price, smaller ones first
+        for row in free:  # free candidates extend sets of the same price, in ascending order
             _relax(np.array([row]), cost, best[spent], best, back, spent)
         if spent:  # unspent budget is allowed
             cheaper = best[spent - 1] < best[spent]
@@ -258,7 +260,7 @@ def _relax(
     back: IntArray,
     spent: int,
 ) -> None:
-    reach = np.concatenate([[0.0], smaller[:-1]])  # without smaller sizes the cost is 0
+    reach = np.concatenate([[0.0], smaller[:-1]])  # the cost without smaller sizes is 0
     first, last = int(rows[0]), int(rows[-1]) + 1
     block = cost[first:last] if last - first == len(rows) else cost[rows]
     sums = block[:, :last] + reach[:last]  # a candidate has no predecessor above itself

@@ -1,9 +1,9 @@
-"""Sizes that deserve a graph of their own, in addition to graphs that are captured anyway.
+"""Choose sizes that deserve their own graph, in addition to existing graphs.
 
-A batch without a graph of its size is padded to a larger one, or runs eager. How much a graph of
-exactly its size saves depends on the traffic (its frequency), the device (the cost of padding or
-eager) and the other graphs chosen, since a graph also serves smaller batches. So all sizes are
-chosen together, by the dynamic program of ``optimal``: graphs that are captured anyway are
+A batch without a graph of its size is padded to a larger one, or runs eager. The time that a graph
+of its exact size saves depends on the traffic (the frequency of the size), the device (the cost of
+padding or eager) and the other chosen graphs, because a graph also serves smaller batches. All
+sizes are therefore chosen together, by the dynamic program in ``optimal``: existing graphs are
 required and free, and batches that no graph may serve run eager.
 """
 
@@ -37,17 +37,17 @@ __all__ = ["OwnSize", "OwnSizesPlan", "plan_own_sizes"]
 
 _MAX_CANDIDATES = 512
 _ROUNDING = 1e-9
-"""Graphs that save at most this share of the time are rounding errors, and left out."""
+"""Graphs that save at most this share of the time are dropped as rounding errors."""
 
 
 @attrs.frozen
 class OwnSize:
-    """A size that deserves a graph of its own.
+    """A size that deserves its own graph.
 
     Attributes:
-        size: Tokens.
-        num_steps: Judged steps of exactly this size.
-        saved_us: Extra time of the judged steps without this graph, with the others kept.
+        size: Number of tokens.
+        num_steps: Number of judged steps of exactly this size.
+        saved_us: Time that the graph saves on the judged steps, compared with all others alone.
         num_bytes: Memory of the graph; None if the budget is a number of graphs.
     """
 
@@ -59,21 +59,21 @@ class OwnSize:
 
 @attrs.frozen(kw_only=True)
 class OwnSizesPlan:
-    """Sizes that deserve a graph of their own, and what they save.
+    """Sizes that deserve their own graph, and the time that they save.
 
     Attributes:
-        own: The sizes chosen, ascending.
-        beside: Sizes that are captured anyway, ascending.
-        max_waste: Largest share of a graph that may be padding.
-        before_us: Time of the judged steps with only the graphs of ``beside``.
-        after_us: Their time with the chosen graphs as well.
-        num_steps: Steps judged, of any size.
-        num_steps_over: Judged steps not considered because they are too large.
-        judged_on: The steps judged on, in words.
-        objective: What was minimised, in words.
-        warnings: What to know before relying on the plan.
+        own: Chosen sizes, ascending.
+        beside: Sizes of existing graphs, ascending.
+        max_waste: Maximum share of a graph that may be padding.
+        before_us: Time of the judged steps with the graphs of ``beside`` only.
+        after_us: Time of the judged steps with the chosen graphs as well.
+        num_steps: Number of judged steps of any size.
+        num_steps_over: Number of judged steps that are too large to be considered.
+        judged_on: Description of the judged steps.
+        objective: Description of the objective.
+        warnings: Caveats about the plan.
 
-    Units: tokens, microseconds, bytes.
+    Sizes are in tokens, times in microseconds, memory in bytes.
     """
 
     own: tuple[OwnSize, ...]
@@ -94,11 +94,11 @@ class OwnSizesPlan:
 
     @property
     def saved_pct(self) -> float:
-        """Time that the chosen graphs save, in percent of the time before."""
+        """Time that the chosen graphs save, as a percentage of the time without them."""
         return 100 * (1 - self.after_us / self.before_us) if self.before_us else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values, for JSON."""
+        """Return the plan as JSON values."""
         return {
             **attrs.asdict(self),
             "own": [attrs.asdict(one) for one in self.own],
@@ -119,31 +119,31 @@ def plan_own_sizes(
     max_size: int | None = None,
     fit_on: FitOn = "all",
 ) -> OwnSizesPlan:
-    """Return the sizes of a trace that deserve a graph of their own, under one budget.
+    """Return the sizes of a trace that deserve their own graph, within one budget.
 
-    The result is exact if the budget is a number of graphs or all graphs take the same memory.
-    Otherwise memory is rounded up to 1/128 of the budget while sizes are chosen, and the rest of
-    the budget is filled with the graphs that save most for their memory.
+    The result is exact if the budget is a number of graphs or if all graphs take the same memory.
+    Otherwise, memory is rounded up to 1/128 of the budget while sizes are chosen, and the rest of
+    the budget is filled with the graphs that save the most time for their memory.
 
     Args:
-        data: A step trace or a histogram.
-        cost_model: The time of a step, eager and replayed.
-        beside: Sizes that are captured anyway; they do not count towards the budget.
-        max_waste: Largest share of a graph that may be padding, as for the policy ``threshold``:
-            at 0 only exact sizes replay, and all other batches run eager.
-        graphs: Number of graphs to add; this or ``memory_bytes``.
-        memory_bytes: Memory that the added graphs may take. Needs ``bytes_per_graph``, or a cost
-            model that has ``graph_bytes``.
-        bytes_per_graph: Memory per graph, for ``memory_bytes``.
-        max_size: Larger steps are not considered. By default the largest size whose replay the
-            cost model measured, or of ``beside``.
-        fit_on: ``all``, or ``first-half`` (judged on the second half).
+        data: Step trace or histogram.
+        cost_model: Cost model for eager and replayed steps.
+        beside: Sizes of existing graphs, which do not count toward the budget.
+        max_waste: Maximum share of a graph that may be padding, as for the policy ``threshold``. At
+            0, only exact sizes replay, and all other batches run eager.
+        graphs: Number of graphs to add. Pass either this or ``memory_bytes``.
+        memory_bytes: Memory for the added graphs. Requires ``bytes_per_graph``, or a cost model
+            with ``graph_bytes``.
+        bytes_per_graph: Memory of each graph, for ``memory_bytes``.
+        max_size: Size above which steps are not considered; by default, the largest replay size in
+            the cost model or the largest of ``beside``.
+        fit_on: ``all``, or ``first-half`` to plan on the first half and judge on the second.
 
     Raises:
-        ConfigError: A setting is out of range, or the budget holds no graph at all.
-        TraceError: No step has at most max_size tokens.
+        ConfigError: A setting is out of range, or the budget is too small for any graph.
+        TraceError: No step has at most ``max_size`` tokens.
 
-    Units: tokens, bytes.
+    Sizes are in tokens, memory is in bytes.
     """
     kept = tuple(sorted({check_count(size, "beside") for size in beside}))
     if isinstance(max_waste, bool) or not 0 <= max_waste <= 1:
@@ -157,13 +157,13 @@ def plan_own_sizes(
         raise TraceError(
             work.source,
             None,
-            f"no step planned on has at most {max_size} tokens; the smallest has "
+            f"has no step of at most {max_size} tokens to plan on; the smallest has "
             f"{int(fit.num_tokens.min())}. Raise max_size.",
         )
     warnings = []
     if fit.axes:
         warnings.append(
-            f"The steps have values of {', '.join(fit.axes)}: each size takes a graph for each "
+            f"The steps have values of {', '.join(fit.axes)}. Each size needs a graph for every "
             "combination of buckets, but the budget counts sizes."
         )
     steps = _Steps.of(fit, max_size, kept, cost_model, max_waste)
@@ -212,16 +212,14 @@ def plan_own_sizes(
 
 @attrs.frozen(eq=False)
 class _Steps:
-    """Steps by size, and their times under captured sizes.
+    """Steps by size, and their times with given capture sizes.
 
     Attributes:
-        batches: Sizes that occur or are captured anyway, ascending.
-        counts: Steps of each.
-        eager_us: Time of one eager step of each.
-        graph_us: Time of a replay at a captured size.
-        max_waste: Largest share of a graph that may be padding.
-
-    Shapes: all arrays (P,).
+        batches: Sizes that occur or have an existing graph, ascending. Shape (P,).
+        counts: Number of steps of each size. Shape (P,).
+        eager_us: Time of one eager step of each size. Shape (P,).
+        graph_us: Function that returns the time of a replay at a captured size.
+        max_waste: Maximum share of a graph that may be padding.
     """
 
     batches: IntArray
@@ -239,7 +237,7 @@ class _Steps:
         model: CostModel,
         max_waste: float,
     ) -> _Steps:
-        """Return the steps up to a largest size."""
+        """Return the steps of at most ``max_size`` tokens."""
         small = work.num_tokens <= max_size
         batches = np.union1d(work.num_tokens[small], np.asarray(kept, dtype=np.int64))
         counts = np.bincount(
@@ -255,12 +253,12 @@ class _Steps:
         return int(self.counts[self.batches == size].sum())
 
     def served_us(self, size: int) -> FloatArray:
-        """Return the time of a step of each size if ``size`` is the smallest graph covering it."""
+        """Return the time of a step of each size, if the next larger graph has ``size``."""
         wastes = size - self.batches > self.max_waste * size
         return np.where(wastes, self.eager_us, self.graph_us(size))
 
     def time_us(self, graphs: set[int]) -> float:
-        """Return the time of all steps, each by the smallest graph that covers it, or eager."""
+        """Return the time of all steps, each in the smallest graph that covers it or eager."""
         ladder = sorted(graphs)
         place = np.searchsorted(np.array(ladder, dtype=np.int64), self.batches)
         size = np.array([*ladder, 0], dtype=np.int64)[place]
@@ -277,7 +275,7 @@ def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntA
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     warnings.append(
-        f"Of {len(candidates)} different sizes the {_MAX_CANDIDATES} most frequent are considered."
+        f"Only the {_MAX_CANDIDATES} most frequent of {len(candidates)} sizes are considered."
     )
     order = np.argsort(-steps.counts[is_open], kind="stable")
     return np.sort(candidates[order[:_MAX_CANDIDATES]])
@@ -290,7 +288,7 @@ def _choose(
     if not price:
         return set()
     sizes = sorted({*price, *kept})
-    # By rank: 0 stands for no size; the last one stands for eager, which covers everything.
+    # Sizes by rank: 0 means no size; the last rank means eager, which covers everything.
     last = len(steps.batches) + 1
     ranks = np.append(1 + np.searchsorted(steps.batches, sizes), last)
     demand = np.concatenate([[0.0], steps.counts, [0.0]])
@@ -299,7 +297,7 @@ def _choose(
     required = [*np.flatnonzero(np.isin(sizes, kept)).tolist(), len(sizes)]
     cost = require_sizes(served_costs(ranks, demand, served), ranks, ranks[required].tolist())
     if len(set(price.values())) == 1:
-        # Round up values just below an integer: 3 x 0.1 is 0.30000000000000004.
+        # Round up values just below an integer: 3 * 0.1 is 0.30000000000000004.
         affordable = int(min(limit / next(iter(price.values())) + 1e-9, len(price)))
         curve = size_curve(ranks, cost, len(required) + affordable, monotone=False)
         found = curve.sizes(int(curve.costs.argmin()) + 1)
@@ -322,7 +320,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add the sizes that still fit, the largest saving for its price first."""
+    """Add the sizes that still fit, those with the best saving per price first."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

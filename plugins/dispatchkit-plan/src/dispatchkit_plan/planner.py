@@ -1,4 +1,4 @@
-"""The planner: capture sizes for a trace, how good they are, and their assumptions."""
+"""Plan the capture sizes for a trace."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["Plan", "PlannedFamily", "RivalResult", "plan_sizes"]
 
 MAX_SIZE_LIMIT = 1 << 20
 MIN_STEPS = 1000
-"""With fewer steps than this the planner warns that they are too few."""
+"""Number of planning steps below which the planner warns."""
 
 _SAME_STEPS = (
-    "Planned and judged on the same steps, so `sizes` fit just these. For later traffic, use "
-    "the hedged sizes in `future`."
+    "The plan was judged on the steps it was planned on, so `sizes` fit only these. For later "
+    "traffic, use the hedged sizes in `future`."
 )
 _MAX_CANDIDATES = 1024
 _DENSE_UP_TO = 256
@@ -64,45 +64,48 @@ def plan_sizes(
     max_uniform_size: int | None = None,
     curve_to: int = 64,
 ) -> Plan:
-    """Return the best capture sizes for a trace under one budget.
+    """Return the best capture sizes for a trace within one budget.
 
-    Planned on all steps, ``sizes`` are the exact optimum of those steps, and ``future`` has
-    hedged ones. Planned on the first half, they are hedged, and judged on the second half,
-    which planning does not use.
+    With ``fit_on="all"``, ``sizes`` are the exact optimum for the steps of the trace, and
+    ``future`` contains hedged sizes. With ``"first-half"``, the sizes are hedged, and judged on the
+    second half, which is not used for planning.
 
     Args:
-        data: A step trace or a histogram.
-        graphs: Number of graphs; exactly one of this and the next two.
-        memory_bytes: Maximum memory of the graphs. Needs ``bytes_per_graph``, or a cost model
+        data: Step trace or histogram.
+        graphs: Number of graphs. Pass exactly one of ``graphs``, ``memory_bytes`` and
+            ``capture_time_s``.
+        memory_bytes: Maximum memory of the graphs. Requires ``bytes_per_graph``, or a cost model
             with ``graph_bytes``.
-        capture_time_s: Maximum time of all captures. Needs ``capture_s_per_graph``, or a cost
+        capture_time_s: Maximum time of all captures. Requires ``capture_s_per_graph``, or a cost
             model with ``capture_us``.
-        max_size: Largest size, always captured and counted among the graphs; larger steps
-            run eager.
-        fit_on: ``all``, or ``first-half``.
-        keyed: Plan uniform decode and mixed steps separately (``True`` or ``"uniform"``), or
-            also by LoRA count (``"uniform+loras"``), within one number of graphs.
-        hedge: ``auto`` (validated on the steps planned on), ``none``, or a mixture.
-        cost_model: Minimise time instead of padding.
-        dispatch: With a cost model: ``always`` replay, or ``best``: run eager if that is faster.
-        align: Use only multiples of this many tokens; ``max_size`` must be one.
-        token_budget: A size above max_size to consider one graph for; ``auto`` is the most
-            frequent one. It is captured only if it saves time by the cost model, and considered
-            only if the budget is a number of graphs, one of which it replaces.
-        bytes_per_graph: Memory per graph, for ``memory_bytes``.
-        capture_s_per_graph: Time per graph, for ``capture_time_s``.
-        lora_overhead: Extra cost of a graph per adapter it is captured for, as a share.
-        separate_base: Never run steps without adapters in graphs captured with adapters.
-        max_uniform_size: Largest uniform batch (vLLM: max_num_seqs x query_len); limits the
-            number of graphs counted for the keyed rivals.
-        curve_to: Extend the curve at least to this number of graphs.
+        max_size: Largest size, always captured and counted as one of the graphs. Larger steps run
+            eager.
+        fit_on: ``all`` or ``first-half``.
+        keyed: Whether to plan uniform decode and mixed steps separately (``True`` or
+            ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one number of
+            graphs.
+        hedge: ``auto`` to validate hedges on the planning steps, ``none``, or a ``Hedge``.
+        cost_model: Cost model, to minimize time instead of padding.
+        dispatch: With a cost model, ``always`` to replay, or ``best`` to run eager if that is
+            faster.
+        align: Divisor of all sizes, in tokens, including ``max_size``.
+        token_budget: Size above ``max_size`` to consider one graph for; ``auto`` for the most
+            frequent one. It takes the place of another graph if that saves time according to the
+            cost model. Only considered if the budget is a number of graphs.
+        bytes_per_graph: Memory of each graph, for ``memory_bytes``.
+        capture_s_per_graph: Time of each capture, for ``capture_time_s``.
+        lora_overhead: Extra cost of a graph for each of its adapters, as a share.
+        separate_base: Whether steps without adapters never run in graphs captured with adapters.
+        max_uniform_size: Largest uniform batch (vLLM: max_num_seqs x query_len), which limits the
+            number of graphs of the lists compared with a keyed plan.
+        curve_to: Minimum number of graphs that the curve extends to.
 
     Raises:
         ConfigError: A setting is out of range, several budgets are given, or the largest graph
             alone exceeds the budget.
-        TraceError: No step has at most max_size tokens.
+        TraceError: No step has at most ``max_size`` tokens.
 
-    Units: tokens, bytes, seconds.
+    Sizes are in tokens, memory in bytes, times in seconds.
     """
     max_size = check_count(max_size, "max_size")
     if max_size > MAX_SIZE_LIMIT:
@@ -117,7 +120,7 @@ def plan_sizes(
         raise TraceError(
             work.source,
             None,
-            f"no step planned on has at most {max_size} tokens, the largest size; the "
+            f"has no step of at most {max_size} tokens, the largest size, to plan on; the "
             f"smallest has {int(fit.num_tokens.min())}. Raise max_size.",
         )
     warnings = _warnings(fit, demand, max_size)
@@ -159,7 +162,7 @@ def plan_sizes(
         warnings.append(choice.reason)
     if fit_on == "all" and hedge == "auto":
         exact = HedgeChoice(
-            NO_HEDGE, validated=False, reason="The exact optimum of the steps planned on."
+            NO_HEDGE, validated=False, reason="The plan is the exact optimum for its own steps."
         )
         future = planner.plan(choice, warnings, future=None)
         warnings = [
@@ -178,7 +181,7 @@ def _hedge_choice(
     objective: Objective,
 ) -> HedgeChoice:
     if isinstance(hedge, Hedge):
-        return HedgeChoice(hedge, validated=False, reason="The given mixture.")
+        return HedgeChoice(hedge, validated=False, reason="The hedge was given.")
     if hedge == "none":
         return HedgeChoice(NO_HEDGE, validated=False, reason="Hedging is turned off.")
     if hedge != "auto":
@@ -187,8 +190,10 @@ def _hedge_choice(
         return HedgeChoice(
             FALLBACK_HEDGE,
             validated=False,
-            reason="A histogram has no order, so no hedge can be validated on later steps; "
-            "the standard one is used.",
+            reason=(
+                "A histogram has no order, so hedges cannot be validated on later steps; the "
+                "default hedge is used."
+            ),
         )
     return choose_hedge(fit.num_tokens[fit.num_tokens <= max_size], candidates, objective)
 
@@ -198,18 +203,18 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     usable, total = int(demand[1:].sum()), fit.num_steps
     if fit.axes:
         warnings.append(
-            f"The steps have values of {', '.join(fit.axes)}: each size takes a graph for each "
+            f"The steps have values of {', '.join(fit.axes)}. Each size needs a graph for every "
             "combination of buckets, but the budget counts sizes."
         )
     if usable < MIN_STEPS:
         warnings.append(
-            f"Too short: {usable} steps of at most {max_size} tokens to plan on, fewer than "
-            f"{MIN_STEPS}. Record longer before relying on the plan."
+            f"The trace is short: {usable} steps of at most {max_size} tokens to plan on, fewer "
+            f"than {MIN_STEPS}. Record a longer trace before you rely on the plan."
         )
     if usable < total / 2:
         warnings.append(
-            f"{total - usable} of {total} steps are above {max_size} tokens and run eager "
-            "under every plan; a larger max_size may be worth more than other sizes."
+            f"{total - usable} of {total} steps have more than {max_size} tokens and run eager "
+            "with any plan. A larger max_size may be worth more than other sizes."
         )
     return warnings
 
@@ -222,7 +227,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
             "align",
             align,
             f"a divisor of max_size ({max_size}), which is always captured",
-            f"With this alignment, max_size may be {' or '.join(str(n) for n in near if n)}.",
+            f"With this alignment, set max_size to {' or '.join(str(n) for n in near if n)}.",
         )
     every = np.arange(align, max_size + 1, align, dtype=np.int64)
     if len(every) <= _MAX_CANDIDATES:
@@ -236,7 +241,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
         )
     )
     warnings.append(
-        f"Of {len(every)} possible sizes {len(kept)} are considered: the smallest, the most "
+        f"Only {len(kept)} of {len(every)} possible sizes are considered: the smallest, the most "
         "frequent, and an even grid."
     )
     considered: IntArray = every[kept]
@@ -245,7 +250,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Planner:
-    """Data that all plans of one request share, whatever their hedge."""
+    """Data shared by all plans of a request, independent of their hedge."""
 
     fit: Workload
     judged: Workload
@@ -276,8 +281,8 @@ class _Planner:
         distinct = int((self.fit.demand(self.max_size)[1:] > 0).sum())
         if num_graphs > distinct * len(families):
             warnings.append(
-                f"{num_graphs} graphs for {distinct} different sizes in the steps planned "
-                "on: the rest guards against sizes not seen yet."
+                f"There are {num_graphs} graphs for {distinct} distinct sizes in the planning "
+                "steps; the others serve sizes that have not occurred yet."
             )
         over = self.judged.num_tokens > self.max_size
         padding = PaddingObjective()
@@ -357,7 +362,7 @@ class _Planner:
             families = [PlannedFamily(*group) for group in joint.plan(k)]
             curve.append((k, self._judge(families, padding)))
             if graphs is None and self._price(families) <= self.budget.limit:
-                within = families  # keep the largest that fits: more graphs are never worse
+                within = families  # keep the largest plan that fits: more graphs are never worse
         if graphs is not None:
             return [PlannedFamily(*group) for group in joint.plan(graphs)], curve
         if within is None:
@@ -365,6 +370,7 @@ class _Planner:
                 self.budget.setting,
                 self.budget.limit,
                 f"enough for {joint.fewest} graphs, one for each kind of step",
+                "Raise it, or plan without keyed.",
             )
         return within, curve
 

@@ -1,4 +1,4 @@
-"""Hook implementations that register a policy, and commands that are imported on use."""
+"""Register the policy ``grid`` and the planning commands, which are imported on use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _loader(module: str, name: str) -> Callable[[], Any]:
 
 @hookimpl
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:
-    """Register the policy for plans of sizes and an axis."""
+    """Return the policy ``grid``."""
     return [
         PolicySpec("grid", GridPolicy, summary="Separate capture sizes for each bucket of an axis")
     ]
@@ -25,22 +25,22 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
 
 @hookimpl
 def dispatchkit_register_commands() -> Sequence[CommandSpec]:
-    """Register the planning and reporting commands."""
+    """Return the planning and reporting commands."""
     return [
         CommandSpec(
             "calibrate",
             _loader("calibrating", "calibrate"),
-            summary="Measure step times on this device, and write a cost-model file.",
+            summary="Measure step times on this device and write a cost model file.",
         ),
         CommandSpec(
             "plan",
             _loader("planning", "plan"),
-            summary="Find the capture sizes that fit a trace.",
+            summary="Find the best capture sizes for a trace.",
         ),
         CommandSpec(
             "report",
             _loader("reporting", "report"),
-            summary="Write one HTML file about a trace, simulations or live statistics.",
+            summary="Write an HTML report of a trace, simulations or live statistics.",
         ),
         CommandSpec(
             "simulate",

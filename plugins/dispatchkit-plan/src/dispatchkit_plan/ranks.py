@@ -1,16 +1,17 @@
-"""Simulate ranks that run each step together: time lost to the slowest, padding and agreement.
+"""Simulate ranks that run each step together.
 
-A model of dispatchkit-ranks with a policy that does not learn: each rank decides for its own batch,
-and all run the maximum of tokens, requests and adapters in the most restrictive mode of any rank.
-The real dispatcher decides; these are the assumptions on which batches meet and on the exchange:
+The result separates the time lost to the slowest rank, to padding and to agreement. The model is
+dispatchkit-ranks with a policy that does not learn: each rank decides for its own batch, and all
+run the maximum of tokens, requests and adapters, in the most restrictive mode of any rank. The real
+dispatcher decides. The simulation assumes the following:
 
-* The steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form
-  one common step. So a trace of one rank meets itself a little later.
-* An exchange is a chain of messages, each of which waits for the one before:
-  ``2 * ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its
-  256 bytes take no additional time.
-* Ranks reach it together, except for the time of their last step: that wait is counted as the
-  slowest rank's.
+* Steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form one
+  common step.
+* An exchange is a chain of messages, each of which waits for the previous one: ``2 *
+  ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its 256 bytes
+  take no additional time.
+* Ranks reach the exchange at the same time, except for the time of their last step. This wait is
+  attributed to the slowest rank.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ __all__ = ["Exchange", "RankSimulation", "simulate_ranks"]
 
 @attrs.frozen(kw_only=True)
 class Exchange:
-    """The cost of one agreement.
+    """Cost of one agreement.
 
     Attributes:
         shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).
-        hop_us: Microseconds of one message to another rank, including the wake-up of its process.
-        own_us: Microseconds of this rank's own work for it.
+        hop_us: Microseconds for one message to another rank, including the wake-up of its process.
+        own_us: Microseconds of this rank's own work.
     """
 
     shape: Literal["tree", "ring"] = "tree"
@@ -56,7 +57,7 @@ class Exchange:
         for name in ("hop_us", "own_us"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ConfigError(name, value, "microseconds, 0 or more")
+                raise ConfigError(name, value, "microseconds, at least 0")
 
     def num_hops(self, ranks: int) -> int:
         """Return the number of messages in the chain."""
@@ -65,7 +66,7 @@ class Exchange:
         return 2 * math.ceil(math.log2(ranks))
 
     def time_us(self, ranks: int) -> float:
-        """Return the microseconds of one agreement; 0 for a single rank."""
+        """Return the duration of one agreement in microseconds; 0 for a single rank."""
         return 0.0 if ranks == 1 else self.own_us + self.num_hops(ranks) * self.hop_us
 
 
@@ -73,24 +74,24 @@ class Exchange:
 class RankSimulation:
     """Result of simulating a trace on several ranks.
 
-    Times are those of one rank; multiply by ``ranks`` for all ranks together.
+    Times are per rank; multiply them by ``ranks`` for the total of all ranks.
 
     Attributes:
-        label: The scenario's name.
+        label: Name of the scenario.
         policy: Name of the policy.
         ranks: Number of ranks.
-        num_steps: Steps of all ranks together.
-        modes: Those steps by the runtime mode they ran in.
-        changed_modes: Steps of a rank that ran in another mode because of another rank.
-        real_tokens: Tokens of all ranks, before padding.
-        rank_padding: Tokens added to make every batch as large as the largest.
-        graph_padding: Tokens added after that to fit graphs.
-        own_s: Time of a rank's steps by themselves, averaged over ranks.
-        slowest_s: Time waiting for the rank whose own step takes longest.
+        num_steps: Total number of steps of all ranks.
+        modes: Number of these steps in each runtime mode.
+        changed_modes: Number of steps whose mode was changed by another rank.
+        real_tokens: Number of real tokens of all ranks.
+        rank_padding: Number of tokens added to make every batch as large as the largest.
+        graph_padding: Number of tokens added after that to fit graphs.
+        own_s: Time of a rank's own steps, averaged over ranks.
+        slowest_s: Time spent waiting for the rank with the slowest step.
         padding_s: Extra time of the agreed size and mode over the slowest rank's own step.
         exchange_s: Time of the agreements.
         cost_model: Name of the cost model.
-        notes: What to know about the numbers.
+        notes: Caveats about the numbers.
     """
 
     label: str
@@ -111,11 +112,11 @@ class RankSimulation:
 
     @property
     def time_s(self) -> float:
-        """Time of all steps, which is the same on every rank."""
+        """Time of all steps in seconds, which is the same on every rank."""
         return self.own_s + self.slowest_s + self.padding_s + self.exchange_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON holds it."""
+        """Return the result as JSON values."""
         return {**attrs.asdict(self), "notes": list(self.notes), "time_s": self.time_s}
 
 
@@ -130,18 +131,19 @@ def simulate_ranks(
     """Simulate a trace whose steps run together on several ranks.
 
     Args:
-        trace: Steps, which are assigned to the ranks in turn; those without tokens are left
-            out, and so are the last ones that do not fill a common step.
+        trace: Steps, which are assigned to the ranks in turn. Steps without tokens are skipped, as
+            are the last ones if they do not fill a common step.
         ranks: Number of ranks.
-        scenario: Policy, sizes and costs; without budgets, lanes, axes and split batches.
-        exchange: The cost of an agreement.
-        plugins: Plugins that provide policies by name; loaded if not given.
+        scenario: Policy, sizes and costs. Limits on graphs, lanes, axes and split batches are not
+            supported.
+        exchange: Cost of an agreement.
+        plugins: Plugins that provide policies by name; loaded by default.
 
     Raises:
         TraceError: There are fewer steps with tokens than ranks.
-        ConfigError: A setting cannot be used with ranks.
+        ConfigError: A setting is not supported with ranks.
         UnknownNameError: The policy is not installed, or the cost model is unknown.
-        PolicyError: The policy refuses the configuration.
+        PolicyError: The policy rejects the configuration.
     """
     scenario, exchange = scenario or Scenario(), exchange or Exchange()
     ranks = check_count(ranks, "ranks")
@@ -156,8 +158,8 @@ def simulate_ranks(
         raise ConfigError(
             "policy",
             dispatcher.policy_name,
-            "one that does not learn, with ranks",
-            "Pass the policy that its leader starts from.",
+            "a policy that does not learn if ranks are simulated",
+            "Pass the policy that the leader starts with.",
         )
     steps = Steps.of(trace, config)
     num_rounds = len(steps) // ranks
@@ -203,8 +205,11 @@ def simulate_ranks(
         exchange_s=num_rounds * exchange.time_us(ranks) / 1e6,
         cost_model=model.name,
         notes=(
-            f"Steps of the trace meet in turn, {ranks} at a time.",
-            f"Agreeing takes {exchange.num_hops(ranks)} messages of {exchange.hop_us:g} us each.",
+            f"Steps of the trace are combined in order, {ranks} at a time.",
+            (
+                f"An agreement takes {exchange.num_hops(ranks)} messages of {exchange.hop_us:g} us "
+                "each."
+            ),
         ),
     )
 
@@ -233,7 +238,7 @@ def _first(steps: Steps, count: int) -> Steps:
 
 
 def _agreed(steps: Steps, care: IntArray, ranks: int, config: DispatchConfig) -> IntArray:
-    """Return the agreed arguments of ``dispatch`` for each common step: (5, steps)."""
+    """Return the agreed arguments of ``dispatch`` for each common step. Shape (5, steps)."""
 
     def most(values: IntArray) -> IntArray:
         found: IntArray = values.reshape(-1, ranks).max(axis=1)

@@ -1,4 +1,4 @@
-"""Results of the planner: sizes, how good they are, and their assumptions."""
+"""Results of the planner: sizes, their quality, and their assumptions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["Plan", "PlannedFamily", "RivalResult"]
 
 @attrs.frozen
 class PlannedFamily:
-    """The sizes of one kind of step.
+    """Sizes for one kind of step.
 
     Attributes:
-        uniform: Uniform decode (True), mixed (False), not distinguished (None).
-        num_active_loras: Adapters that the graphs are captured for; None: not distinguished.
+        uniform: True for uniform decode, False for mixed, None if not distinguished.
+        num_active_loras: Number of adapters that the graphs are captured for; None if not
+            distinguished.
         sizes: Sizes to capture, ascending.
     """
 
@@ -29,7 +30,7 @@ class PlannedFamily:
     sizes: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the family as JSON holds it."""
+        """Return the family as JSON values."""
         return {
             "uniform": self.uniform,
             "num_active_loras": self.num_active_loras,
@@ -39,13 +40,13 @@ class PlannedFamily:
 
 @attrs.frozen
 class RivalResult:
-    """Result of a known list of sizes on the judged steps.
+    """Result of a well-known list of sizes on the judged steps.
 
     Attributes:
         num_graphs: Number of graphs of the list.
-        waste_pct: Its padding in percent of the real tokens.
-        matched_by: Fewest planned graphs from which every larger plan of the curve is at
-            least as good; None if there is no such number.
+        waste_pct: Padding as a percentage of the real tokens.
+        matched_by: Smallest number of planned graphs from which all plans of the curve are at least
+            as good; None if there is no such number.
     """
 
     num_graphs: int
@@ -53,7 +54,7 @@ class RivalResult:
     matched_by: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON holds it."""
+        """Return the result as JSON values."""
         return {
             "graphs": self.num_graphs,
             "waste_pct": _shown(self.waste_pct),
@@ -63,30 +64,32 @@ class RivalResult:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Capture sizes, how good they are, and their assumptions.
+    """Capture sizes, their quality, and their assumptions.
 
     Attributes:
-        sizes: Sizes to capture, ascending; those of all families together when keyed. The
-            largest size is always one of them.
-        families: The sizes by kind of step; one entry when not keyed.
-        num_graphs: Graphs to capture, over all families.
-        max_size: Largest size asked for; larger steps run eager.
-        waste_pct: Padding in percent of real tokens, over the judged steps up to max_size.
-        excess_pct: The objective above its value with a graph at every exact size, in
-            percent, over the same steps; the same as waste_pct unless there is a cost model.
-        curve: (graphs, waste_pct) for every number of graphs, planned and judged alike.
-        rivals: Known lists on the same steps.
-        fit_on: The steps planned on: ``all`` or ``first-half``.
-        judged_on: The steps judged on, in words.
-        hedge: The mixture planned for, and why.
-        future: With ``fit_on="all"``, the hedged sizes: for traffic similar to the trace
-            instead of exactly the trace. None if ``sizes`` are hedged.
-        num_steps: Steps judged, of any size.
-        num_steps_over: Judged steps above max_size.
-        token_budget: Whether one more graph at the token budget saves time; None if no step is
-            above max_size or the plan is keyed.
-        objective: What was minimised, in words.
-        warnings: What to know before relying on the plan.
+        sizes: Sizes to capture, ascending, over all families. The largest candidate size is always
+            included.
+        families: Sizes for each kind of step; one entry unless planned by kind.
+        num_graphs: Number of graphs of all families.
+        max_size: Largest size that was allowed; larger steps run eager.
+        waste_pct: Padding on the judged steps up to ``max_size``, as a percentage of the real
+            tokens.
+        excess_pct: Excess of the objective on these steps over its value with a graph for every
+            exact size, in percent. Equal to ``waste_pct`` without a cost model.
+        curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged in the same
+            way.
+        rivals: Results of well-known lists on the same steps.
+        fit_on: Steps used for planning, ``all`` or ``first-half``.
+        judged_on: Description of the judged steps.
+        hedge: Mixture of steps that was planned for, and the reason for its choice.
+        future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
+            itself is hedged.
+        num_steps: Number of judged steps of any size.
+        num_steps_over: Number of judged steps above ``max_size``.
+        token_budget: Whether one more graph at the token budget saves time. None if no step is
+            above ``max_size`` or sizes are planned by kind.
+        objective: Description of the objective.
+        warnings: Caveats about the plan.
     """
 
     sizes: tuple[int, ...]
@@ -109,11 +112,11 @@ class Plan:
 
     @property
     def robust(self) -> Plan:
-        """The plan to capture for future traffic: the hedged one."""
+        """Plan to capture for future traffic: ``future`` if present, else this plan."""
         return self.future or self
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON holds it."""
+        """Return the plan as JSON values."""
         data: dict[str, Any] = {
             "sizes": list(self.sizes),
             "graphs": self.num_graphs,

@@ -1,4 +1,4 @@
-"""Known lists of capture sizes to compare a plan with."""
+"""Well-known lists of capture sizes, for comparison with a plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def _coarse(max_size: int) -> set[int]:
 
 
 def vllm_default_sizes(max_size: int = 512) -> tuple[int, ...]:
-    """Return vLLM's default list up to a maximum: 51 sizes at 512.
+    """Return vLLM's default list up to a maximum: 51 sizes for 512.
 
-    The maximum is added if the grid misses it, so that every list covers the same steps.
+    The maximum is always included, so that all lists cover the same steps.
 
     Source: vLLM 0.13 to 0.33, ``_set_cudagraph_sizes`` in ``vllm/config/vllm.py``.
     """
@@ -24,9 +24,9 @@ def vllm_default_sizes(max_size: int = 512) -> tuple[int, ...]:
 
 
 def vllm_interactivity_sizes(max_size: int = 512) -> tuple[int, ...]:
-    """Return vLLM's list for ``performance_mode="interactivity"``: 76 sizes at 512.
+    """Return vLLM's list for ``performance_mode="interactivity"``: 76 sizes for 512.
 
-    It has every size up to 32 in place of 1, 2, 4.
+    It contains every size up to 32 instead of 1, 2 and 4.
     """
     return tuple(sorted({*range(1, min(max_size, 32) + 1)} | _coarse(max_size) | {max_size}))
 
@@ -37,7 +37,7 @@ def power_sizes(max_size: int = 512) -> tuple[int, ...]:
 
 
 def rival_sizes(max_size: int) -> Mapping[str, tuple[int, ...]]:
-    """Return every list that a plan is compared with, by name."""
+    """Return the lists that a plan is compared with, by name."""
     return {
         "vllm-default": vllm_default_sizes(max_size),
         "vllm-interactivity": vllm_interactivity_sizes(max_size),

@@ -1,4 +1,4 @@
-"""Scenarios of a simulation: a policy, sizes, budgets and costs."""
+"""Scenarios of a simulation: policy, sizes, limits and costs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Eviction = Literal["lru", "benefit"]
 
 @attrs.frozen
 class Noise:
-    """How measured times differ from true ones.
+    """Deviation of measured times from true times.
 
     Attributes:
         relative: Standard deviation, as a share of the time.
         outliers: Share of measurements that are outliers.
-        factor: Factor by which outliers take longer.
+        factor: Factor by which outliers are longer.
     """
 
     relative: float = 0.10
@@ -34,38 +34,40 @@ class Noise:
     factor: float = 10.0
 
     def measured(self, time_us: float, chance: random.Random) -> float:
-        """Return a measurement of a step that takes ``time_us``."""
+        """Return a simulated measurement of a step that takes ``time_us``."""
         seen = time_us * max(0.2, chance.gauss(1.0, self.relative))
         return seen * self.factor if chance.random() < self.outliers else seen
 
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """Settings under which a trace is simulated.
+    """Settings of a simulation.
 
     Attributes:
-        policy: Name of an installed policy, or a policy.
-        policy_options: Its options, if it is given by name.
-        sizes: Capture sizes; the policy's own list by default.
+        policy: Name of an installed policy, or a policy object.
+        policy_options: Options of the policy, if it is given by name.
+        sizes: Capture sizes; by default, the list of the policy.
         mode: Runtime modes of decode and mixed batches.
-        max_graphs: Maximum number of live graphs per lane. With it or ``max_bytes``, graphs are
-            captured when they are first needed, and evicted to make room; otherwise all are
-            captured before the first step.
-        max_bytes: Maximum memory of live graphs per lane, by the cost model's ``graph_bytes``.
-        eviction: The graph to evict first: ``lru``, the least recently used one, or
-            ``benefit``, the one with the fewest replays for its size.
-        capture_after: Number of requests for a graph before it is captured; until then its
-            steps run eager. Above 1, nothing is captured before the first step.
-        lanes: Number of lanes; they get the steps in turn, and each has its own graphs.
-        cost_model: A cost model, or the name of a built-in one or a file.
-        sample_every: Measure one in ``sample_every`` steps of a timed decision;
-            one-shot steps are always measured.
-        rows_independent: Whether the policy may split mixed batches over several graphs; such
-            a step takes the sum of its parts.
-        noise: How measured times differ from true ones.
+        max_graphs: Maximum number of live graphs per lane. With this or ``max_bytes``, graphs are
+            captured when first needed and evicted to make room; otherwise, all are captured before
+            the first step.
+        max_bytes: Maximum memory of live graphs per lane, according to ``graph_bytes`` of the cost
+            model.
+        eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the one
+            with the fewest replays relative to its size.
+        capture_after: Number of requests for a graph before it is captured; until then, its steps
+            run eager. Above 1, nothing is captured before the first step.
+        lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own
+            graphs.
+        cost_model: Cost model, name of a built-in model, or path of a file.
+        sample_every: Interval between measured steps of a timed decision. One-shot steps are always
+            measured.
+        rows_independent: Whether the policy may split mixed batches over several graphs. The time
+            of a split step is the sum of its parts.
+        noise: Deviation of measured times from true times.
         seed: Seed of the noise.
-        config: A whole configuration, in place of ``sizes`` and ``mode``.
-        label: Name in comparisons; the policy's when empty.
+        config: Complete configuration, instead of ``sizes`` and ``mode``.
+        label: Name in comparisons; by default, the name of the policy.
     """
 
     policy: str | Policy = "vllm"
@@ -90,22 +92,22 @@ class Scenario:
     def __attrs_post_init__(self) -> None:
         for setting in ("lanes", "capture_after", "sample_every", "max_graphs", "max_bytes"):
             if getattr(self, setting) is not None:
-                # Converts text as well; the class is frozen.
+                # check_count also converts strings; the class is frozen.
                 object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
         check_flag(self.rows_independent, "rows_independent")
         if self.eviction not in ("lru", "benefit"):
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:
             raise ConfigError(
-                "sizes", self.sizes, "left out with config", "The config has its own sizes."
+                "sizes", self.sizes, "omitted with config", "Set the sizes of the config instead."
             )
 
     @property
     def model(self) -> CostModel:
-        """The cost model itself.
+        """The loaded cost model.
 
         Raises:
-            UnknownNameError: There is no model and no file of that name.
+            UnknownNameError: There is no built-in model and no file of this name.
             ConfigError: The file is not a cost model.
         """
         given = self.cost_model

@@ -1,12 +1,11 @@
 """Simulate a trace under a policy, without a device.
 
-The real dispatcher decides; only the device is simulated. Times come from a cost model, and a
-learning policy sees them with noise, like measured ones. Results are reported in true times.
+The real dispatcher decides; only the device is simulated. Times come from a cost model. A learning
+policy receives them with noise, like measured times, while results contain the exact times.
 
-A policy that does not learn is a function of the batch. So each distinct batch is decided once
-and counted, and a million steps take no longer than their table. With a budget of graphs the
-order matters, so live graphs are tracked step by step. With a learning policy every step is
-decided.
+A policy that does not learn is a function of the batch. Each distinct batch is therefore decided
+only once, so the cost of a million steps is that of a table. With a limit on live graphs, order
+matters, so live graphs are tracked step by step. With a learning policy, every step is decided.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ class Simulation:
     """Result of simulating a trace under a scenario.
 
     Attributes:
-        label: The scenario's name.
+        label: Name of the scenario.
         policy: Name of the policy.
-        num_steps: Steps of the trace.
-        modes: Steps by the runtime mode they ran in.
-        misses: Eager steps by reason.
-        real_tokens: Tokens of the steps that replayed a graph, before padding.
-        padding_tokens: Padding added to those steps.
-        num_graphs: Keys that the policy declared, on all lanes.
-        captures: Captures, including those repeated after an eviction.
-        evictions: Graphs evicted to make room.
-        probes: Steps that ran under a one-shot decision of a learning policy.
-        measured: Steps whose time was reported to a learning policy.
-        policy_errors: Faults of the policy; the affected steps ran eager.
-        time_s: Device time of all steps, by the cost model.
+        num_steps: Number of steps of the trace.
+        modes: Number of steps in each runtime mode.
+        misses: Number of eager steps for each reason.
+        real_tokens: Number of real tokens of the steps that replayed a graph.
+        padding_tokens: Number of padding tokens of these steps.
+        num_graphs: Number of keys that the policy declared, on all lanes.
+        captures: Number of captures, including repeated captures after an eviction.
+        evictions: Number of graphs evicted to make room.
+        probes: Number of steps under a one-shot decision of a learning policy.
+        measured: Number of steps whose time a learning policy received.
+        policy_errors: Number of faults of the policy; the affected steps ran eager.
+        time_s: Device time of all steps according to the cost model.
         eager_time_s: Device time if every step ran eager.
-        busiest_lane_s: Largest device time of a lane: the total time if lanes do not slow each
-            other down.
+        busiest_lane_s: Largest device time of a lane. This is the total time if lanes do not slow
+            each other down.
         capture_time_s: Time of all captures; None if the cost model has no ``capture_us``.
-        memory_bytes: Peak memory of live graphs, all lanes together; None if the cost model
-            has no ``graph_bytes``.
+        memory_bytes: Peak memory of live graphs on all lanes; None if the cost model has no
+            ``graph_bytes``.
         cost_model: Name of the cost model.
-        notes: What to know about the numbers.
+        notes: Caveats about the numbers.
     """
 
     label: str
@@ -89,11 +88,11 @@ class Simulation:
 
     @property
     def waste_pct(self) -> float:
-        """Padding in percent of the real tokens, over the steps that replayed a graph."""
+        """Padding as a percentage of the real tokens of replayed steps."""
         return 100.0 * self.padding_tokens / self.real_tokens if self.real_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON holds it."""
+        """Return the result as JSON values."""
         data = attrs.asdict(self)
         return {
             **data,
@@ -108,7 +107,7 @@ class Simulation:
 def simulate_all(
     trace: StepTrace, scenarios: Iterable[Scenario], *, plugins: PluginSet | None = None
 ) -> list[Simulation]:
-    """Simulate a trace under several scenarios, for comparison."""
+    """Simulate a trace under several scenarios."""
     plugins = plugins or load_plugins()
     return [simulate(trace, scenario, plugins=plugins) for scenario in scenarios]
 
@@ -119,15 +118,15 @@ def simulate(
     """Simulate a trace under a scenario.
 
     Args:
-        trace: Steps; those without tokens are left out.
-        scenario: Policy, sizes, budget, costs; the default policy and its defaults if not given.
-        plugins: Plugins that provide policies by name; loaded if not given.
+        trace: Steps of the trace; steps without tokens are skipped.
+        scenario: Policy, sizes, limits and costs; by default, the default ``Scenario``.
+        plugins: Plugins that provide policies by name; loaded by default.
 
     Raises:
         TraceError: No step has tokens.
-        UnknownNameError: The policy is not installed, or there is no such cost model.
-        ConfigError: A setting cannot be used.
-        PolicyError: The policy refuses the configuration.
+        UnknownNameError: The policy is not installed, or the cost model is unknown.
+        ConfigError: A setting is invalid.
+        PolicyError: The policy rejects the configuration.
     """
     scenario = scenario or Scenario()
     model = scenario.model
@@ -135,13 +134,13 @@ def simulate(
     axis = model.axis if model.axis in [axis.name for axis in config.axes] else ""
     steps = Steps.of(trace, config, axis)
     if not len(steps):
-        raise TraceError(trace.source, None, "has no step with tokens in it.")
+        raise TraceError(trace.source, None, "has no step with tokens.")
     if scenario.max_bytes is not None and model.graph_bytes is None:
         raise ConfigError(
             "max_bytes",
             scenario.max_bytes,
-            f"left out with cost model {model.name!r}, which has no graph_bytes",
-            "Calibrate a model that has it, or set max_graphs.",
+            f"omitted with cost model {model.name!r}, which has no graph_bytes",
+            "Calibrate a model that has graph_bytes, or set max_graphs.",
         )
     lanes = min(scenario.lanes, len(steps))
     runs = []
@@ -157,7 +156,7 @@ def simulate(
 
 
 def _policies(scenario: Scenario, lanes: int, plugins: PluginSet | None) -> list[Policy]:
-    """Return a policy for each lane; each learns only from its own lane."""
+    """Return a policy for each lane, because each lane learns separately."""
     if isinstance(scenario.policy, str):
         found = plugins or load_plugins()
         return [
@@ -247,30 +246,30 @@ def _notes(
 ) -> Iterable[str]:
     if not steps.has_order and (learns or scenario.is_lazy or scenario.lanes > 1):
         yield (
-            "The file counts steps without their order, so they are spread evenly; captures, "
-            "evictions and what a policy learns depend on the order."
+            "The file counts steps without their order, so the simulation spreads them evenly. "
+            "Captures, evictions and learning depend on the order."
         )
     last = min(model.eager_us.last, model.graph_us.last)
     over = int((steps.num_tokens > last).sum())
     if over:
         yield (
-            f"{over} of {len(steps)} steps are above {last} tokens, the last measured size of "
-            f"{model.name}; their times are extrapolated linearly."
+            f"{over} of {len(steps)} steps have more than {last} tokens, the largest size "
+            f"measured for {model.name}. Their times are extrapolated linearly."
         )
     if model.clock != "device":
-        yield f"{model.name} has host times, which do not predict those of a device."
+        yield f"{model.name} has host times, which do not predict device times."
     if model.graph_bytes is None:
-        yield f"{model.name} has no graph_bytes: memory is not predicted."
+        yield f"{model.name} has no graph_bytes, so memory is not predicted."
     if scenario.lanes > 1:
         yield (
-            "Lanes get the steps in turn. The simulation does not model how they slow each other "
-            "down: the real time is between busiest_lane_s and time_s."
+            "Steps are assigned to lanes in turn. The simulation does not model how lanes slow "
+            "each other down: the real time is between busiest_lane_s and time_s."
         )
     free = [axis.name for axis in config.axes if axis.name != model.axis]
     if free:
         yield (
-            f"{model.name} was not measured along {', '.join(free)}: padding along it costs "
-            "nothing here."
+            f"{model.name} was not measured along {', '.join(free)}, so padding along it is free "
+            "in this simulation."
         )
     if not config.sizes:
-        yield "There are no capture sizes: every step runs eager."
+        yield "There are no capture sizes, so every step runs eager."

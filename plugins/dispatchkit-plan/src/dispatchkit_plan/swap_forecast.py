@@ -1,7 +1,7 @@
-"""Forecast the effect of a swap on a serving runner, from steps that it has recorded.
+"""Forecast the effect of a swap on a serving runner, from recorded steps.
 
-The simulator decides each step twice, as the runner does now and as it would after the swap; a
-cost model gives the times. The runner is not changed.
+The simulator decides each step twice, with the current and with the new policy and configuration. A
+cost model provides the times. The runner is not changed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Difference:
     """Steps that would run differently after the swap.
 
     Attributes:
-        active: What runs now, in words.
-        candidate: What would run after the swap.
+        active: Current decision, as text.
+        candidate: Decision after the swap, as text.
         num_steps: Number of these steps.
-        min_tokens: Tokens of the smallest one.
-        max_tokens: Tokens of the largest one.
-        gain_us: Time that they save together; negative if they take longer.
+        min_tokens: Number of tokens of the smallest of these steps.
+        max_tokens: Number of tokens of the largest of these steps.
+        gain_us: Total time that the swap saves on these steps; negative if they take longer.
     """
 
     active: str
@@ -55,20 +55,20 @@ class Difference:
 
 @attrs.frozen(kw_only=True)
 class SwapForecast:
-    """Time of recorded steps now and after a swap.
+    """Time of recorded steps before and after a swap.
 
     Attributes:
-        active: Name of the policy in force.
+        active: Name of the current policy.
         candidate: Name of the policy after the swap.
-        num_steps: Steps compared.
-        same_steps: Steps that would run as they do now.
-        refused_steps: Steps above the candidate's limit, which would raise; all other fields
-            leave them out.
-        active_us: Time of the steps now, by the cost model.
-        candidate_us: Their time after the swap.
-        differences: Steps that would run differently, in groups, most steps first.
+        num_steps: Number of compared steps.
+        same_steps: Number of steps whose decision would not change.
+        refused_steps: Number of steps above the candidate's limit, which would raise. They are
+            excluded from all other fields.
+        active_us: Current time of the steps according to the cost model.
+        candidate_us: Time of the steps after the swap.
+        differences: Groups of steps that would run differently, largest groups first.
         cost_model: Name of the cost model.
-        notes: What to know about the numbers.
+        notes: Caveats about the numbers.
     """
 
     active: str
@@ -84,26 +84,26 @@ class SwapForecast:
 
     @property
     def gain_us(self) -> float:
-        """Time that the swap would have saved; negative if it takes longer."""
+        """Time that the swap saves; negative if the steps take longer."""
         return self.active_us - self.candidate_us
 
     @property
     def ratio(self) -> float:
-        """Time after the swap as a share of the time now; below 1 it is faster."""
+        """Time after the swap divided by the current time; below 1 if the swap is faster."""
         return self.candidate_us / self.active_us if self.active_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecast as plain values, for JSON."""
+        """Return the forecast as JSON values."""
         return {**attrs.asdict(self), "gain_us": self.gain_us, "ratio": self.ratio}
 
     def __str__(self) -> str:
         verb = "saves" if self.gain_us >= 0 else "costs"
-        same = f"{self.num_steps} steps ({self.same_steps} the same)"
-        times = f"{self.candidate_us / 1e3:.2f} ms for {self.active_us / 1e3:.2f} ms"
+        same = f"{self.num_steps} steps ({self.same_steps} unchanged)"
+        times = f"{self.candidate_us / 1e3:.2f} ms instead of {self.active_us / 1e3:.2f} ms"
         change = f"{verb} {abs(self.gain_us) / 1e3:.2f} ms ({abs(1 - self.ratio):.1%})"
         lines = [
-            f"{self.candidate} in place of {self.active}, over {same}",
-            f"   time {times}: {change}, by {self.cost_model}",
+            f"{self.candidate} instead of {self.active}, over {same}",
+            f"   time {times}: {change} according to {self.cost_model}",
         ]
         lines += [
             f"   {one.num_steps} steps of {one.min_tokens} to {one.max_tokens} tokens: "
@@ -123,18 +123,18 @@ def forecast_swap(
     """Forecast the effect of a swap on steps like those of a trace.
 
     Args:
-        runner: A serving runner; it is only read.
-        trace: The steps, as recorded by ``runner.start_recording()`` (``recorder.trace()``).
-        cost_model: A cost model, as measured by ``calibrate(runner)``; or the name of a
-            built-in model or of a file.
-        change: The arguments of the swap: policy, policy_options, sizes, mode, limits of
-            tokens and requests, or config.
+        runner: Serving runner, which is not changed.
+        trace: Recorded steps, from ``recorder.trace()`` of ``runner.start_recording()``.
+        cost_model: Cost model, as measured by ``calibrate(runner)``; or the name of a built-in
+            model, or the path of a file.
+        change: Arguments of the swap: policy, policy_options, sizes, mode, limits of tokens and
+            requests, or config.
 
     Raises:
         ConfigError: The swap changes nothing, or a setting is invalid.
         UnknownNameError: The policy or cost model is unknown.
-        PolicyError: The policy refuses the configuration.
-        TraceError: No step has tokens, or none is within the candidate's limit.
+        PolicyError: The policy rejects the configuration.
+        TraceError: No step has tokens, or no step is within the candidate's limit.
     """
     proposal = runner.swapper.proposed(**change)
     scenario = Scenario(cost_model=cost_model)
@@ -145,7 +145,7 @@ def forecast_swap(
         problem = f"has no step of 1 to {limit} tokens to compare."
         raise TraceError(trace.source, None, problem)
     compared = StepTrace.from_steps(kept, source=trace.source)
-    with runner.registry.lock:  # nothing is learned meanwhile
+    with runner.registry.lock:  # keeps the policy from learning during the copy
         in_force = copy.deepcopy(runner.dispatcher.policy)
     now = _Side(in_force, runner.config, runner.registry, scenario)
     then = _Side(proposal.policy, proposal.config, runner.registry, scenario)
@@ -168,7 +168,7 @@ class _Side:
         for key in registry:
             entry = live.get(key)
             if entry is not None and entry.state is KeyState.FAILED:
-                registry.failed(key, entry.reason)  # it would fail again
+                registry.failed(key, entry.reason)  # because its capture would fail again
 
 
 def _compared(
@@ -225,11 +225,11 @@ def _notes(
     then: _Side, trace: StepTrace, refused: int, faults: int, model: CostModel
 ) -> Iterator[str]:
     if refused:
-        yield f"{refused} steps are above the candidate's limit, would raise, and are left out."
+        yield f"{refused} steps exceed the candidate's limit and would raise; they are excluded."
     if faults:
-        yield f"On {faults} steps the candidate raised or broke a hard constraint: they run eager."
+        yield f"The candidate raised or broke a hard constraint on {faults} steps, which run eager."
     largest = max(trace.column("num_tokens"))
     if not model.covers(largest):
-        yield f"{model.name} was not measured up to {largest} tokens; its times are extrapolated."
+        yield f"{model.name} was not measured up to {largest} tokens, so times are extrapolated."
     if then.dispatcher.policy_parts.learns:
         yield "The candidate learns; the forecast does not include what it would learn."

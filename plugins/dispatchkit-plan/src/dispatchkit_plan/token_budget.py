@@ -1,10 +1,10 @@
 """Decide whether one graph at the token budget saves time.
 
-A busy server fills its steps up to the scheduler's token budget, so many of the steps too large
-for any graph have exactly that size. A graph of that size serves them without padding. It may
-still cost time: it replaces another graph, a large step gains little, and an engine that pads
-every step to the next graph would pad all those in between. Comparing that with eager takes a
-cost model measured up to that size; padding alone is not enough.
+A busy server fills its steps up to the scheduler's token budget. Many steps that are too large for
+all graphs therefore have exactly that size, and a graph of that size serves them without padding.
+It may still cost time: it takes the place of another graph, a large step gains little, and an
+engine that pads every step to the next graph would also pad all steps in between. To compare it
+with eager, a cost model must be measured up to that size; padding alone is not enough.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ __all__ = ["TokenBudget", "weigh_token_budget"]
 
 @attrs.frozen
 class TokenBudget:
-    """Result for a graph at the token budget.
+    """Verdict on a graph at the token budget.
 
     Attributes:
-        size: The size of the graph.
-        share_pct: Steps of exactly that size, in percent of those above the largest graph.
-        pays: Whether a plan with it takes less time by the cost model.
-        saved_pct: Time that it saves, in percent of the whole trace's; None if not known.
-        reason: The reason, as a sentence.
+        size: Size of the graph.
+        share_pct: Steps of exactly that size, as a percentage of the steps above the largest graph.
+        pays: Whether a plan with the graph takes less time according to the cost model.
+        saved_pct: Time that the graph saves, as a percentage of the time of the trace; None if
+            unknown.
+        reason: Sentence that explains the verdict.
     """
 
     size: int
@@ -40,7 +41,7 @@ class TokenBudget:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values, for JSON."""
+        """Return the verdict as JSON values."""
         saved = None if self.saved_pct is None else round(self.saved_pct, 4)
         return {
             "size": self.size,
@@ -62,14 +63,17 @@ def weigh_token_budget(
     """Return whether one of the graphs is better used at the token budget.
 
     Args:
-        work: The steps planned on.
-        max_size: Largest other size.
-        wanted: The size to consider, ``auto`` for the most frequent above max_size, None for
-            no size.
-        objective: The objective of the plan.
-        curve: The plans without it.
-        num_graphs: Graphs in total, of which this graph would take one. None if the budget is
-            not a number of graphs.
+        work: Steps used for planning.
+        max_size: Largest of the other sizes.
+        wanted: Size to consider; ``auto`` for the most frequent size above ``max_size``; None to
+            consider no size.
+        objective: Objective of the plan.
+        curve: Plans without the graph.
+        num_graphs: Total number of graphs, including this graph. None if the budget is not a number
+            of graphs.
+
+    Returns:
+        The verdict, or None if no size is considered or no step is above ``max_size``.
     """
     over = work.chosen(work.num_tokens > max_size)
     if wanted is None or not len(over.num_tokens):
@@ -86,19 +90,20 @@ def weigh_token_budget(
         return verdict(
             False,
             None,
-            "Only a cost model says whether a graph of it pays. Next: run `dispatchkit "
+            "Whether a graph of this size pays depends on time, not padding. Run `dispatchkit "
             "calibrate`, then plan with `--cost-model costs.json`.",
         )
     model = objective.model
     if not model.covers(size):
         last = min(model.eager_us.last, model.graph_us.last)
-        return verdict(False, None, f"The cost model was only measured up to {last} tokens.")
+        reason = f"The cost model was measured only up to {last} tokens. Calibrate larger sizes."
+        return verdict(False, None, reason)
     if num_graphs is None:
         return verdict(
-            False, None, "It would replace another graph; give a number of graphs to compare."
+            False, None, "It would replace another graph. Plan with a number of graphs to compare."
         )
     if num_graphs < 2:
-        return verdict(False, None, "It would be the only graph; plan at least two.")
+        return verdict(False, None, "It would be the only graph. Plan with at least 2 graphs.")
     eager = np.array([model.eager_us(int(n)) for n in sizes])
     graph = np.full(len(sizes), model.graph_us(size))
     if objective.dispatch == "best":
@@ -116,5 +121,5 @@ def weigh_token_budget(
     if after < before:
         return verdict(True, saved, f"It saves {saved:.2f}% of the trace's time.")
     return verdict(
-        False, saved, f"Without it the trace takes {-saved:.2f}% less time, at equal graphs."
+        False, saved, f"With the same number of graphs, it costs {-saved:.2f}% more time."
     )

@@ -1,4 +1,4 @@
-"""The planner's form of a trace: arrays of steps, in order if the order is known."""
+"""Workloads: the arrays of steps that the planner works on."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ FitOn = Literal["all", "first-half"]
 
 @attrs.frozen(eq=False)
 class Workload:
-    """Steps as arrays: one entry a step, or one entry a kind of step with its count.
+    """Steps as arrays, with one entry for each step or for each kind of step.
 
     Attributes:
-        num_tokens: Tokens before padding.
-        counts: Steps that each entry stands for.
-        uniform: 1 for uniform decode, 0 for mixed; None if not recorded.
-        num_active_loras: Active adapters.
-        ordered: Whether entries are single steps in the order they ran.
-        source: Their origin, for messages.
-        axes: Axes that the steps have values of; planned sizes do not depend on them.
-
-    Shapes: all arrays (entries,).
+        num_tokens: Number of real tokens. Shape (entries,).
+        counts: Number of steps of each entry. Shape (entries,).
+        uniform: 1 for uniform decode, 0 for mixed; None if not recorded. Shape (entries,).
+        num_active_loras: Number of active adapters. Shape (entries,).
+        ordered: Whether entries are single steps in the order in which they ran.
+        source: Name of the source in messages.
+        axes: Names of axes for which the steps have values; planned sizes do not depend on these.
     """
 
     num_tokens: IntArray
@@ -48,7 +46,7 @@ class Workload:
         return int(self.counts.sum())
 
     def chosen(self, mask: IntArray | BoolArray | slice) -> Workload:
-        """Return the entries that a mask or slice chooses."""
+        """Return the entries selected by a mask or slice."""
         return attrs.evolve(
             self,
             num_tokens=self.num_tokens[mask],
@@ -58,7 +56,7 @@ class Workload:
         )
 
     def demand(self, max_size: int) -> FloatArray:
-        """Return the number of steps per size 0..max_size; larger ones are left out."""
+        """Return the number of steps of each size, 0 to ``max_size``; skip larger steps."""
         small = self.num_tokens <= max_size
         return np.bincount(
             self.num_tokens[small],
@@ -67,33 +65,34 @@ class Workload:
         ).astype(np.float64)
 
     def split(self, fit_on: FitOn) -> tuple[Workload, Workload, str]:
-        """Return (steps to plan on, steps to judge on, the latter in words).
+        """Return the steps to plan on, the steps to judge on, and a description of the latter.
 
         Raises:
-            ConfigError: Halves are requested of steps without an order.
+            ConfigError: Halves are requested for steps without an order.
+            TraceError: There is only one step.
         """
         if fit_on == "all":
-            return self, self, "all steps, the ones planned on"
+            return self, self, "all steps, as planned on"
         if fit_on != "first-half":
             raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
         if not self.ordered:
             raise ConfigError(
                 "fit_on",
                 fit_on,
-                "'all' for a file of counts, whose order is unknown",
-                "A step trace can be cut into halves.",
+                "'all' for a file of counts, because their order is unknown",
+                "Use a step trace to plan on its first half.",
             )
         middle = len(self.num_tokens) // 2
         if not middle:
-            raise TraceError(self.source, None, "one step has no halves to plan and judge on.")
-        return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "second half"
+            raise TraceError(self.source, None, "has one step, which cannot be split into halves.")
+        return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
 
 def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
-    """Return a trace or histogram as arrays; steps without tokens are left out.
+    """Return a trace or histogram as arrays, excluding steps without tokens.
 
     Raises:
-        TraceError: It has no step with tokens.
+        TraceError: No step has tokens.
     """
     if isinstance(data, Workload):
         return data
@@ -135,5 +134,5 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
         )
     work = work.chosen((work.num_tokens > 0) & (work.counts > 0))
     if not len(work.num_tokens):
-        raise TraceError(work.source, None, "has no step with tokens in it; nothing to plan.")
+        raise TraceError(work.source, None, "has no step with tokens, so there is no plan.")
     return work

@@ -110,7 +110,7 @@ def test_with_an_axis_each_bucket_has_sizes_of_its_own(run: Any, lengths: str) -
     assert done.code == 0
     assert "length 40: " in done.out
     assert "policy=GridPolicy({" in done.out
-    assert "Warning: Too short" in done.err
+    assert "Warning: The trace is short" in done.err
     plan = json.loads(run(*asked, "--json").out)
     assert sum(len(sizes) for _, sizes in plan["grid"]) == plan["graphs"] <= 6
     assert plan["settings"]["text"].startswith("axes=[Axis('length', (")
@@ -143,7 +143,7 @@ def test_sizes_that_deserve_a_graph_are_listed_with_what_they_save(run: Any) -> 
     asked = (*OWN, "--memory-bytes", "40e6", "--bytes-per-graph", "8e6")
     done = run(*asked, "--engine", "dispatchkit")
     assert (done.code, done.err) == (0, "")
-    assert "deserve a graph of their own beside 128, 512" in done.out
+    assert "deserve their own graph in addition to 128, 512" in done.out
     assert max(map(len, done.out.splitlines())) <= 80
     plan = json.loads(run(*asked, "--engine", "dispatchkit", "--json").out)
     assert len(plan["own"]) == 5

@@ -92,7 +92,7 @@ def test_simulations_become_a_page(run: Any, tmp_path: Path) -> None:
         ('{"num_steps": -1}', "num_steps"),
         ('{"format": "dispatchkit-statistics"}', "version"),
         ('{"format": "dispatchkit-statistics", "version": 1}', "samples"),
-        ('{"format": "dispatchkit-statistics", "version": 1, "samples": [3]}', "a table"),
+        ('{"format": "dispatchkit-statistics", "version": 1, "samples": [3]}', "an object"),
         ('{"format": "dispatchkit-statistics", "version": 1, "samples": [{}]}', "steps"),
         ("num_tokens\n3\nx\n", "line 3"),
         ("[" * 5000, "num_tokens"),
@@ -115,7 +115,7 @@ def test_options_that_decide_are_refused_where_it_is_decided(run: Any, tmp_path:
     source.write_text(run("simulate", TRACE, "--json").out)
     done = run("report", str(source), "--policy", "vllm", "-o", str(tmp_path / "page.html"))
     assert done.code == 2
-    assert "left out" in done.err
+    assert "omitted" in done.err
 
 
 @pytest.mark.parametrize("where", ["no/such/folder/page.html", "."])

@@ -91,7 +91,7 @@ def test_progress_is_told_to_the_end(trace: Any, plugins: Any) -> None:
     said: list[tuple[str, int, int]] = []
     config = DispatchConfig(max_num_tokens=4096)
     dispatcher = Dispatcher(plugins.create_policy("vllm"), config, lazy=True)
-    account_for(trace, dispatcher, MODEL, tell=lambda *words: said.append(words))
+    account_for(trace, dispatcher, MODEL, progress=lambda *words: said.append(words))
     assert said[0][1] == 0
     assert said[-1][1] == said[-1][2] > 0
 

@@ -38,12 +38,12 @@ MEASURE = """() => [...document.querySelectorAll('figure')].map(figure => {
   const inside = real.filter(b => b.left >= box.left - 1 && b.right <= box.right + 1
                                && b.top >= box.top - 1 && b.bottom <= box.bottom + 1);
   const texts = svg ? [...svg.querySelectorAll('text')] : [];
-  const colours = new Set(marks.map(m => {
+  const colors = new Set(marks.map(m => {
     const style = getComputedStyle(m);
     return style.fill === 'none' ? style.stroke : style.fill; }));
   return {name: figure.id, shown: seen.length, width: box && box.width, height: box && box.height,
           marks: marks.length, real: real.length, inside: inside.length,
-          colours: [...colours], size: Math.min(...texts.map(t =>
+          colors: [...colors], size: Math.min(...texts.map(t =>
               parseFloat(getComputedStyle(t).fontSize) * box.width / svg.viewBox.baseVal.width)),
           cut: texts.filter(t => { const b = t.getBoundingClientRect();
               return b.left < -1 || b.right > innerWidth + 1; }).map(t => t.textContent)};
@@ -85,7 +85,7 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("where", list(WIDTHS))
 @pytest.mark.parametrize("name", PAGES)
 def test_every_plot_is_drawn(browser: Any, folder: Path, name: str, where: str, theme: str) -> None:
-    """Marks of a size, inside their frame, in the theme's colours; no word cut, nothing to scroll.
+    """Marks of a size, inside their frame, in the theme's colors; no word cut, nothing to scroll.
 
     With SCREENSHOTS set to a folder it leaves pictures there: a look is still needed.
     """
@@ -109,7 +109,7 @@ def test_every_plot_is_drawn(browser: Any, folder: Path, name: str, where: str, 
             assert figure["height"] > 40, figure
             assert figure["real"] > 0, figure
             assert figure["inside"] == figure["real"] >= 0.6 * figure["marks"], figure
-            assert "rgb(0, 0, 0)" not in figure["colours"], figure
+            assert "rgb(0, 0, 0)" not in figure["colors"], figure
             assert figure["size"] >= 10.5, figure
             assert figure["cut"] == [], figure
         wide, inner = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")

@@ -195,7 +195,7 @@ def test_long_tables_say_what_is_left_out_and_long_cells_are_cut() -> None:
         figures=(Figure("f", "F", "c", chart, table),),
     )
     text = render(made, version="1")
-    assert "39 more rows are left out" in text
+    assert "39 more rows are omitted" in text
     assert "x" * 301 not in text
 
 

@@ -1,4 +1,4 @@
-"""Metrics of runners' counters, read only when Prometheus scrapes."""
+"""Metrics of runners' counters, which are read at each scrape by Prometheus."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from dispatchkit.errors import ConfigError
 
 __all__ = ["RunnerCollector", "watch"]
 
-# (metric, what it counts, field of the statistics)
+# (metric, help text, field of the statistics)
 _COUNTS = (
-    ("dispatchkit_captures", "Graphs captured.", "captures"),
-    ("dispatchkit_capture_failures", "Captures that failed.", "capture_failures"),
-    ("dispatchkit_replay_failures", "Replays that failed.", "replay_failures"),
-    ("dispatchkit_evictions", "Graphs evicted.", "evictions"),
-    ("dispatchkit_failed_steps", "Steps that raised an exception.", "failed_steps"),
+    ("dispatchkit_captures", "Number of captured graphs.", "captures"),
+    ("dispatchkit_capture_failures", "Number of failed captures.", "capture_failures"),
+    ("dispatchkit_replay_failures", "Number of failed replays.", "replay_failures"),
+    ("dispatchkit_evictions", "Number of evicted graphs.", "evictions"),
+    ("dispatchkit_failed_steps", "Number of steps that raised an exception.", "failed_steps"),
 )
-# (metric, what it counts, field of the statistics, label of its keys)
+# (metric, help text, field of the statistics, label of its keys)
 _TABLES = (
     (
         "dispatchkit_steps",
-        "Steps that returned a result, by runtime mode.",
+        "Number of steps that returned a result, by runtime mode.",
         "steps_by_mode",
         "mode",
     ),
-    ("dispatchkit_replays", "Steps that replayed a graph, by its key.", "hits", "key"),
-    ("dispatchkit_eager_steps", "Steps run eager, by reason.", "eager_by_reason", "reason"),
+    ("dispatchkit_replays", "Number of steps that replayed a graph, by key.", "hits", "key"),
+    ("dispatchkit_eager_steps", "Number of eager steps, by reason.", "eager_by_reason", "reason"),
 )
 
 
 class RunnerCollector(Collector):
-    """Reads the statistics of runners at each scrape.
+    """Collector that reads the statistics of runners at each scrape.
 
-    Runners are held by weak references: one that was collected is no longer reported.
+    It holds weak references: a runner that was garbage-collected is no longer reported.
 
     Thread safety: any thread may add runners and scrape.
     """
@@ -49,18 +49,18 @@ class RunnerCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, runner: Any) -> None:
-        """Report a runner under a name, the value of its label ``runner``.
+        """Add a runner, whose metrics get the label ``runner`` with the given name.
 
         Raises:
-            ConfigError: Another runner has that name.
+            ConfigError: Another runner has this name.
         """
         with self._lock:
             if self._runners.get(name, runner) is not runner:
                 raise ConfigError(
                     "name",
                     name,
-                    "a different name for each runner",
-                    "Another runner is watched under this name.",
+                    "a name that no other runner has",
+                    "Pass a different name for each watched runner.",
                 )
             self._runners[name] = runner
 
@@ -69,7 +69,7 @@ class RunnerCollector(Collector):
         return _metrics(())
 
     def collect(self) -> Iterable[Metric]:
-        """Read every runner's counters and return them as metrics."""
+        """Return the counters of all runners as metrics."""
         with self._lock:
             runners = sorted(self._runners.items())
         return _metrics(runners)
@@ -77,39 +77,41 @@ class RunnerCollector(Collector):
 
 def _metrics(runners: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
     stats = {name: runner.stats() for name, runner in runners}
-    for metric, says, field in _COUNTS:
-        family = CounterMetricFamily(metric, says, labels=["runner"])
+    for metric, help_text, field in _COUNTS:
+        family = CounterMetricFamily(metric, help_text, labels=["runner"])
         for name, one in stats.items():
             family.add_metric([name], getattr(one, field))
         yield family
-    for metric, says, field, label in _TABLES:
-        family = CounterMetricFamily(metric, says, labels=["runner", label])
+    for metric, help_text, field, label in _TABLES:
+        family = CounterMetricFamily(metric, help_text, labels=["runner", label])
         for name, one in stats.items():
             for value, count in getattr(one, field).items():
                 family.add_metric([name, value], count)
         yield family
     tokens = CounterMetricFamily(
-        "dispatchkit_tokens", "Tokens computed: real ones and padding.", labels=["runner", "kind"]
+        "dispatchkit_tokens",
+        "Number of tokens, by kind: real or padding.",
+        labels=["runner", "kind"],
     )
     for name, one in stats.items():
         tokens.add_metric([name, "real"], one.real_tokens)
         tokens.add_metric([name, "padding"], one.padded_tokens - one.real_tokens)
     yield tokens
-    yield from _of_graphs(runners)
+    yield from _graph_metrics(runners)
 
 
-def _of_graphs(runners: Iterable[tuple[str, Any]]) -> Iterator[Metric]:
+def _graph_metrics(runners: Iterable[tuple[str, Any]]) -> Iterator[Metric]:
     graphs = GaugeMetricFamily(
-        "dispatchkit_graphs", "Keys by the state of their graph.", labels=["runner", "state"]
+        "dispatchkit_graphs", "Number of keys, by state of their graph.", labels=["runner", "state"]
     )
     memory = GaugeMetricFamily(
         "dispatchkit_graph_memory_bytes",
-        "Memory growth caused by the captures of the live graphs.",
+        "Memory growth caused by the captures of live graphs.",
         labels=["runner"],
     )
     info = GaugeMetricFamily(
         "dispatchkit_runner_info",
-        "Always 1; the labels name the policy, the backend and the mode.",
+        "Always 1; labels contain the policy, the backend and the mode.",
         labels=["runner", "policy", "backend", "mode"],
     )
     epoch = GaugeMetricFamily(
@@ -140,23 +142,23 @@ def watch(
     """Report a runner's counters at each scrape of a registry.
 
     Args:
-        runner: A GraphRunner; it is not kept alive.
+        runner: Runner; it is not kept alive.
         name: Value of the label ``runner``, different for each runner.
-        registry: The registry to report to; prometheus-client's default one if not given.
+        registry: Registry to report to; by default, that of prometheus-client.
 
     Returns:
-        The registry's collector, shared by all its runners.
+        The collector of the registry, which is shared by all its runners.
 
     Raises:
-        ConfigError: Another runner is watched under that name.
+        ConfigError: Another runner is watched under this name.
     """
     with _COLLECTORS_LOCK:
         known = _COLLECTORS.get(registry)
         collector = RunnerCollector() if known is None else known
         try:
-            registry.register(collector)  # every time: it may have been unregistered
+            registry.register(collector)  # each time, because it may have been unregistered
         except ValueError:
-            if known is None:  # another collector has these names; a known one is registered
+            if known is None:  # another collector uses these names; a known one is registered
                 raise
         _COLLECTORS[registry] = collector
     collector.add(name, runner)

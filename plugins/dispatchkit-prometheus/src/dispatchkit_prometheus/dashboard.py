@@ -1,4 +1,4 @@
-"""The Grafana dashboard that ships with the plugin."""
+"""The Grafana dashboard of the plugin."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["dashboard"]
 
 
 def dashboard() -> str:
-    """Return the dashboard as JSON text, to import into Grafana or to provision."""
+    """Return the dashboard as JSON text, for import into Grafana or provisioning."""
     return (files("dispatchkit_prometheus") / "grafana.json").read_text(encoding="utf-8")

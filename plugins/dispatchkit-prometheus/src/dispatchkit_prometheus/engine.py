@@ -1,6 +1,6 @@
-"""Export an engine's counters from the worker process, on a port or to a text file.
+"""Export an engine's counters from a worker process, on a port or to a text file.
 
-vLLM's workers serve no ``/metrics``, and its front end does not see a worker's steps, so each
+vLLM's workers do not serve ``/metrics``, and its front end cannot access a worker's steps, so each
 worker exports its own counters.
 """
 
@@ -23,7 +23,7 @@ _PERIOD_S = 5.0
 
 
 class EngineCounts(Protocol):
-    """An engine's counters, such as ``dispatchkit_vllm.engine.counts.StepCounts``."""
+    """Counters of an engine, such as ``dispatchkit_vllm.engine.counts.StepCounts``."""
 
     policy: str
     runner: str
@@ -34,10 +34,10 @@ class EngineCounts(Protocol):
 
 
 class EngineCollector(Collector):
-    """Reads the counters of engines at each scrape.
+    """Collector that reads the counters of engines at each scrape.
 
     Args:
-        rank: Value of the label ``rank`` of every metric.
+        rank: Value of the label ``rank`` of all metrics.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -45,7 +45,7 @@ class EngineCollector(Collector):
         self._engines: list[EngineCounts] = []
 
     def add(self, counts: EngineCounts) -> None:
-        """Add an engine whose counters are reported."""
+        """Add the counters of an engine."""
         self._engines.append(counts)
 
     def describe(self) -> Iterable[Metric]:
@@ -53,22 +53,24 @@ class EngineCollector(Collector):
         return self._metrics(())
 
     def collect(self) -> Iterable[Metric]:
-        """Read the counters and return them as metrics."""
+        """Return the counters as metrics."""
         return self._metrics(tuple(self._engines))
 
     def _metrics(self, engines: tuple[EngineCounts, ...]) -> Iterator[Metric]:
         labels = ["rank", "runner", "mode", "reason"]
         steps = CounterMetricFamily(
-            "dispatchkit_engine_steps", "Steps, by runtime mode and reason.", labels=labels
+            "dispatchkit_engine_steps",
+            "Number of steps, by runtime mode and reason.",
+            labels=labels,
         )
         tokens = CounterMetricFamily(
             "dispatchkit_engine_tokens",
-            "Tokens computed: real ones and padding.",
+            "Number of tokens, by kind: real or padding.",
             labels=[*labels, "kind"],
         )
         info = GaugeMetricFamily(
             "dispatchkit_engine_info",
-            "Always 1; the labels name the policy.",
+            "Always 1; labels contain the policy.",
             labels=["rank", "runner", "policy"],
         )
         totals: dict[tuple[str, ...], list[int]] = {}
@@ -88,12 +90,11 @@ class EngineCollector(Collector):
 
 
 class EngineExport:
-    """An HTTP port or a text file that exposes an engine's metrics.
+    """Export of an engine's metrics on an HTTP port or to a text file.
 
     Args:
-        where: A port, or the path of a text file (``.prom``) for the node exporter's textfile
-            collector.
-        rank: The process's rank; it is added to the port, or to the file's name.
+        where: Port, or path of a text file (``.prom``) for the node exporter's textfile collector.
+        rank: Rank of the process, which is added to the port or to the name of the file.
         world_size: Number of ranks.
         period_s: Seconds between two writes of the file.
 
@@ -126,7 +127,7 @@ class EngineExport:
                 ).start()
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                "metrics", where, "a free port or a path that can be written", f"{error}."
+                "metrics", where, "a free port or the path of a writable file", f"{error}."
             ) from error
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class EngineExport:
             try:
                 self._write()
             except OSError:
-                continue  # for example a full disk; the next write tries again
+                continue  # for example, because the disk is full; the next write tries again
 
     def _write(self) -> None:
         write_to_textfile(str(self.path), self.registry)
@@ -156,12 +157,12 @@ _lock = threading.Lock()
 def export_engine(
     counts: EngineCounts, where: str, *, rank: int = 0, world_size: int = 1
 ) -> EngineExport:
-    """Export an engine's counters; engines of one process share a port or a file.
+    """Export an engine's counters. Engines of one process share a port or a file.
 
     Args:
-        counts: The engine's counters.
-        where: A port, or the path of a text file.
-        rank: The process's rank.
+        counts: Counters of the engine.
+        where: Port, or path of a text file.
+        rank: Rank of the process.
         world_size: Number of ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Metrics of a GraphMemory's account, read only when Prometheus scrapes."""
+"""Metrics of GraphMemory accounts, which are read at each scrape by Prometheus."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["MemoryCollector", "watch_memory"]
 
 
 class MemoryCollector(Collector):
-    """Reads the accounts of memories at each scrape.
+    """Collector that reads the accounts of memories at each scrape.
 
-    Memories are held by weak references: one that was collected is no longer reported.
+    It holds weak references: a memory that was garbage-collected is no longer reported.
 
     Thread safety: any thread may add memories and scrape.
     """
@@ -28,18 +28,18 @@ class MemoryCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, memory: Any) -> None:
-        """Report a memory under a name, the value of its label ``memory``.
+        """Add a memory, whose metrics get the label ``memory`` with the given name.
 
         Raises:
-            ConfigError: Another memory has that name.
+            ConfigError: Another memory has this name.
         """
         with self._lock:
             if self._memories.get(name, memory) is not memory:
                 raise ConfigError(
                     "name",
                     name,
-                    "a different name for each memory",
-                    "Another memory is watched under this name.",
+                    "a name that no other memory has",
+                    "Pass a different name for each watched memory.",
                 )
             self._memories[name] = memory
 
@@ -48,7 +48,7 @@ class MemoryCollector(Collector):
         return _metrics(())
 
     def collect(self) -> Iterable[Metric]:
-        """Read every account and return the metrics."""
+        """Return all accounts as metrics."""
         with self._lock:
             memories = sorted(self._memories.items())
         return _metrics([(name, memory.account()) for name, memory in memories])
@@ -58,19 +58,19 @@ def _metrics(accounts: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
     labels = ["memory", "device"]
     parts = GaugeMetricFamily(
         "dispatchkit_memory_bytes",
-        "Bytes of the device, by purpose.",
+        "Memory of the device in bytes, by purpose.",
         labels=[*labels, "part"],
     )
     pools = GaugeMetricFamily(
         "dispatchkit_memory_pool_bytes",
-        "Bytes of each pool.",
+        "Memory of each pool in bytes.",
         labels=[*labels, "pool"],
     )
     counted = GaugeMetricFamily(
-        "dispatchkit_memory_counted_bytes", "Bytes that count towards the budget.", labels=labels
+        "dispatchkit_memory_counted_bytes", "Bytes that count toward the budget.", labels=labels
     )
     limits = GaugeMetricFamily(
-        "dispatchkit_memory_max_bytes", "The budget, if there is one.", labels=labels
+        "dispatchkit_memory_max_bytes", "Memory budget in bytes, if set.", labels=labels
     )
     for name, devices in accounts:
         for account in devices:
@@ -98,23 +98,23 @@ def watch_memory(
     """Report a memory's account at each scrape of a registry.
 
     Args:
-        memory: A GraphMemory; it is not kept alive.
+        memory: ``GraphMemory``; it is not kept alive.
         name: Value of the label ``memory``, different for each memory.
-        registry: The registry to report to; prometheus-client's default one if not given.
+        registry: Registry to report to; by default, that of prometheus-client.
 
     Returns:
-        The registry's collector, shared by all memories.
+        The collector of the registry, which is shared by all its memories.
 
     Raises:
-        ConfigError: Another memory is watched under that name.
+        ConfigError: Another memory is watched under this name.
     """
     with _COLLECTORS_LOCK:
         known = _COLLECTORS.get(registry)
         collector = MemoryCollector() if known is None else known
         try:
-            registry.register(collector)  # every time: it may have been unregistered
+            registry.register(collector)  # each time, because it may have been unregistered
         except ValueError:
-            if known is None:  # another collector has these names; a known one is registered
+            if known is None:  # another collector uses these names; a known one is registered
                 raise
         _COLLECTORS[registry] = collector
     collector.add(name, memory)

@@ -1,4 +1,4 @@
-"""Hook implementations that this distribution registers with dispatchkit."""
+"""Register the Prometheus observers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make_observer(**options: Any) -> Any:
 
 
 def make_engine_export(**options: Any) -> Any:
-    """Export an engine's counters; see ``export_engine``."""
+    """Export an engine's counters, as ``export_engine`` does."""
     from dispatchkit_prometheus.engine import export_engine
 
     return export_engine(**options)
@@ -24,7 +24,7 @@ def make_engine_export(**options: Any) -> Any:
 
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Register the observer of runners and the exporter of an engine's counters."""
+    """Return the observers of runners and of engines."""
     return [
         ObserverSpec(
             "prometheus",
@@ -34,6 +34,6 @@ def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
         ObserverSpec(
             "prometheus-engine",
             make_engine_export,
-            summary="An engine's modes, padding and reasons, on a port or in a text file",
+            summary="Modes, padding and reasons of an engine, on a port or in a text file",
         ),
     ]

@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""Register the policy ``threshold``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatchkit_threshold.policy import ThresholdPolicy
 
 @hookimpl
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:
-    """Register the one policy."""
+    """Return the policy ``threshold``."""
     return [
         PolicySpec(
             "threshold",

@@ -27,19 +27,19 @@ PADDING_LIMIT = "padding_limit"
 
 
 class ThresholdPolicy:
-    """Replay the smallest graph for batches within fixed limits; run the others eager.
+    """Replays the smallest graph for batches within fixed limits, else runs eager.
 
     Args:
-        min_tokens: Batches of fewer tokens run eager.
-        max_tokens: Batches of more tokens run eager; None for no limit.
-        prefer_piecewise: Try PIECEWISE before FULL.
-        max_waste: Largest share of a bucket that may be padding, from 0 (exact sizes only) to 1
-            (any padding). A mode whose smallest graph wastes more is skipped.
-        split: If the rows of a step are independent (``rows_independent``), split a mixed batch
-            that no graph serves within the limits over several graphs: full ones of the largest
-            size that it fills, and the smallest one that covers the rest.
+        min_tokens: Minimum number of tokens; smaller batches run eager.
+        max_tokens: Maximum number of tokens; larger batches run eager. None for no limit.
+        prefer_piecewise: Whether to try PIECEWISE before FULL.
+        max_waste: Maximum share of a bucket that may be padding, from 0 (only exact sizes) to 1
+            (any padding). A mode whose smallest graph has more padding is skipped.
+        split: Whether to split a mixed batch that no graph serves within the limits over several
+            graphs: full graphs of the largest size that it fills, and the smallest one that covers
+            the rest. Requires steps with independent rows (``rows_independent``).
 
-    Options may be given as text, as on a command line.
+    Options may be strings, as on a command line.
 
     Raises:
         ConfigError: An option is invalid.
@@ -71,11 +71,11 @@ class ThresholdPolicy:
         self.traits = frozenset(traits)
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return a key for each size and kind of batch that the limits allow."""
+        """Return a key for each size and kind of batch within the limits."""
         return list(_keys(config, self._useful))
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the smallest graph of the first mode that has one within the limits."""
+        """Return the smallest graph of the first mode with a graph within the limits."""
         if batch.num_tokens < self.min_tokens:
             return Decision.eager(BELOW_MIN_TOKENS)
         if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
@@ -87,7 +87,7 @@ class ThresholdPolicy:
             for key in graphs.covering(batch, mode):
                 if key.num_tokens - batch.num_tokens > self.max_waste * key.num_tokens:
                     obstacle = obstacle or PADDING_LIMIT
-                    break  # later keys are larger and waste more
+                    break  # later keys are larger and have more padding
                 why = graphs.why_not(key)
                 if why is None:
                     return Decision.replay(key)
@@ -107,7 +107,7 @@ class ThresholdPolicy:
         )
 
     def _useful(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes, of an ascending list, that batches within the limits can use."""
+        """Return the sizes, from an ascending list, that batches within the limits can use."""
         return [
             size
             for below, size in itertools.pairwise((0, *sizes))
@@ -146,7 +146,7 @@ def _why_no_key(batch: Batch, graphs: GraphView) -> str:
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
-    """Return the sizes that hold whole requests, at most ``max_num_seqs`` of them."""
+    """Return the sizes that hold whole requests, at most ``max_num_seqs`` of these."""
     own = config.uniform_sizes if query_len > 1 else None
     sizes = config.sizes if own is None else own
     return [

@@ -1,1 +1,1 @@
-"""Measurement of a step's time and memory on this device."""
+"""Measure the time and memory of a step on this device."""

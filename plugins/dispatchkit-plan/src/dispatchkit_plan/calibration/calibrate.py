@@ -1,19 +1,20 @@
-"""Measure the time of a step on this device, eager and replayed, size by size.
+"""Measure the eager and replayed time of a step on this device, for each size.
 
-If the runner has an axis, every size is measured at every bucket of it.
+If the runner has an axis, every size is measured with every bucket of it.
 
-The step runs in a new runner with a graph for every size and mode, so the original runner
-keeps its graphs, counters and policy. State that the step changes (a key/value cache) is saved
-and restored, and so are random generators.
+The step runs in a new runner with a graph for every size and mode, so the original runner keeps its
+graphs, counters and policy. State that the step changes (a key/value cache) is saved and restored,
+as are random generators.
 
-A step's time is what it adds to a sequence of steps, host and device together:
+The time of a step is the time that it adds to a sequence of steps, including host and device:
 
-- ``queued``: steps are launched without waiting, and the device is synchronized at the end. A
-  step then takes as long as the slower of host and device.
-- ``waited``: the result of each step is waited for before the next, as in a loop that reads
-  the tokens it sampled. A step then takes the sum of both, except where they overlap.
+- ``queued``: steps are launched without waiting, and the device is synchronized at the end. The
+  time of a step is that of the slower of host and device.
+- ``waited``: each step is waited for before the next is launched, as in a loop that reads its
+  sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
-On a device without timing events (the tape), times are host times, and the model says so.
+On a device without timing events (the tape), times are host times, and ``clock`` of the model is
+``host``.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from dispatchkit_plan.costs import CostModel
 
 __all__ = ["DEFAULT_MODEL", "Pace", "calibrate", "load_runner"]
 
-#: The model that is measured by default: the demo's decoder.
+#: The runner that is measured by default: the decoder of the demo.
 DEFAULT_MODEL = "dispatchkit.demo.models:decoder"
-_STEADY = 0.25  # largest spread of samples, as a share of the median, that counts as steady
+_STEADY = 0.25  # maximum spread of samples, relative to the median, of a steady measurement
 _BUSY = 0.5  # spread above which the times are not meaningful
 
 Pace = Literal["queued", "waited"]
-#: Minimum duration of a sample, so that its first and last step have little weight.
+#: Minimum duration of a sample, which limits the influence of its first and last step.
 _SAMPLE_US = 5_000.0
 _MAX_STEPS = 200
 _LEAD_IN = 2
@@ -74,27 +75,27 @@ def calibrate(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> CostModel:
-    """Measure a step at every size, eager and replayed, and the cost of its graphs.
+    """Measure a step at every size, eager and replayed, and the costs of its graphs.
 
     Args:
-        step: A GraphRunner, which is not changed, or the step to create one from: a function,
-            a module, or pieces.
-        inputs: Static inputs, if the step is not a runner.
-        example: One tensor for each input, in place of ``inputs``.
-        sizes: Sizes to capture and replay; the runner's own by default.
-        eager_sizes: Sizes to run eager; by default those of ``sizes`` and larger ones up to
-            the runner's ``max_num_tokens``.
-        make_inputs: Returns the inputs of a call with the given number of rows, and, if the
-            runner has an axis, the given value of it. By default random numbers for inputs of
-            floating point, and the fill of all others.
-        pace: ``queued`` or ``waited``, see above.
-        samples: Samples of each size and mode; the model has their median.
-        name: Name of the model; by default that of the step and the device.
-        progress: Called with (done, total) samples.
+        step: Runner, which is not changed, or a step to create a runner for: a function, a module,
+            or pieces.
+        inputs: Static inputs, if ``step`` is not a runner.
+        example: One tensor for each input, instead of ``inputs``.
+        sizes: Sizes to capture and replay; by default, those of the runner.
+        eager_sizes: Sizes to run eager; by default, ``sizes`` and larger ones up to
+            ``max_num_tokens`` of the runner.
+        make_inputs: Function that returns the inputs for a number of rows and, if the runner has an
+            axis, a value of the axis. By default, floating-point inputs are random, and all others
+            contain their fill value.
+        pace: ``queued`` or ``waited``, as described above.
+        samples: Number of samples of each size and mode; the model contains their median.
+        name: Name of the model; by default, the names of the step and the device.
+        progress: Function that is called with (done, total) samples.
         settings: Further settings of the runner (``backend``, ``state``, ``mode``...).
 
     Returns:
-        The model; ``save_cost_model`` writes it.
+        The model; write it with ``save_cost_model``.
 
     Raises:
         ConfigError: A setting is invalid, the step has no mode with graphs, or the runner has
@@ -114,7 +115,7 @@ def calibrate(
             raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
         axes = runner.config.axes
         if len(axes) > 1:
-            allowed = "at most one to measure along"
+            allowed = "at most one axis to measure along"
             raise ConfigError("axes", [axis.name for axis in axes], allowed)
         graphs = {value: _capture(runner, value) for value in _values(runner)}
         eager = sorted(set(asked)) or _eager_sizes(runner)
@@ -147,7 +148,7 @@ def calibrate(
 
 
 def _values(runner: GraphRunner) -> Sequence[int]:
-    """Return the buckets of the axis; a single 0 if there is no axis."""
+    """Return the buckets of the axis, or a single 0 if there is no axis."""
     axes = runner.config.axes
     return axes[0].buckets if axes else (0,)
 
@@ -197,14 +198,14 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
     """Return the runner that an importable function creates.
 
     Args:
-        model: ``module:function``; the function takes no argument and returns a GraphRunner.
+        model: Function as ``module:function``; it takes no arguments and returns a ``GraphRunner``.
         folder: Folder that is searched for the module first.
 
     Raises:
-        ConfigError: ``model`` is not of that form, the module or function does not exist, or
-            the function does not return a GraphRunner.
+        ConfigError: ``model`` has another form, the module or function does not exist, or the
+            function does not return a ``GraphRunner``.
     """
-    form = "'module:function', of a function that returns a GraphRunner"
+    form = "'module:function', the name of a function that returns a GraphRunner"
     module_name, _, function = model.partition(":")
     if not module_name or not function:
         raise ConfigError("model", model, form)
@@ -217,7 +218,7 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
             found = getattr(found, part)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists; one of its own imports is missing
+            raise  # the module exists, but one of its imports is missing
         raise ConfigError("model", model, form, f"There is no module {error.name!r}.") from error
     except AttributeError as error:
         raise ConfigError("model", model, form, f"{error}.") from error
@@ -239,8 +240,9 @@ class _Graphs:
     Attributes:
         captured: Keys with a graph.
         failed: Keys without a graph, with the reason.
-        bytes_per_graph: (size, bytes); the total of a size divided evenly among its graphs.
-        us_per_graph: (size, microseconds), divided likewise.
+        bytes_per_graph: (size, bytes) pairs; the memory of a size is divided by its number of
+            graphs.
+        us_per_graph: (size, microseconds) pairs, divided in the same way.
     """
 
     captured: list[GraphKey]
@@ -250,8 +252,8 @@ class _Graphs:
 
 
 def _capture(runner: GraphRunner, value: int) -> _Graphs:
-    """Capture the graphs of one value of the axis."""
-    runner.controls.warm_up()  # load libraries now, not in the first measured capture
+    """Capture the graphs for one value of the axis."""
+    runner.controls.warm_up()  # loads libraries before the first measured capture
     axes = (value,) if runner.config.axes else ()
     declared = [key for key in runner.registry if key.descriptor.axes == axes]
     meter = MemoryMeter(runner)
@@ -273,12 +275,12 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
     if not captured:
         key, why = next(iter(failed.items()))
         raise CaptureError(
-            f"No size of the step could be captured; the first to fail was {key}, {why}. "
-            "First make the step capturable in a GraphRunner.",
+            f"No size of the step could be captured; the first failure was {key}: {why}. Make the "
+            "step capturable in a GraphRunner first.",
             key=str(key),
             reason="error",
         )
-    # The driver's memory grows in large blocks from time to time: divide it among the graphs.
+    # The driver's memory occasionally grows in large blocks; divide it among the graphs.
     share = meter.driver_bytes() / len(captured)
     return _Graphs(captured, failed, [(size, own + share) for size, own in num_bytes], times)
 
@@ -288,7 +290,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
 
 @attrs.frozen
 class _Times:
-    """Microseconds of a step: the median, and the relative interquartile range of the samples."""
+    """Median time of a step in microseconds, and relative interquartile range."""
 
     median: float
     spread: float
@@ -302,7 +304,7 @@ def _measure(
     samples: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[Arm, _Times]:
-    """Time every arm, in turns, so that drift of the device's clock affects all of them alike."""
+    """Measure all arms in turns, so that clock drift affects them equally."""
     calls = {(size, value): make(size, value) for _, size, value in arms}
     take = {"queued": _queued, "waited": _waited}[pace]
     found: dict[Arm, list[float]] = {arm: [] for arm in arms}
@@ -324,7 +326,7 @@ def _measure(
 
 
 def _run(runner: GraphRunner, mode: RuntimeMode, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return a function that runs one step in a mode: the whole call, as a user makes it."""
+    """Return a function that runs one step in a mode, as a complete call."""
     call: Callable[..., Any] = functools.partial(runner, ceiling=int(mode))
     return lambda: call(**arguments)
 
@@ -334,7 +336,7 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
-        run()  # only the first step after idling waits for its launch
+        run()  # only the first step after an idle period waits for its launch
     start.record()
     for _ in range(steps):
         run()
@@ -344,23 +346,23 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
 
 
 def _steadiness(times: Mapping[Arm, _Times]) -> str:
-    """Return a sentence on the spread of the samples, at the size where it is largest."""
+    """Return a sentence about the largest spread of samples."""
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
-        return f"At worst, the middle half of the samples is within {worst:.1%} of the median."
+        return f"Half of the samples of each step are within {worst:.1%} of the median."
     if worst <= _BUSY:
         return (
-            f"Unsteady: at worst, the middle half of the samples spreads over {worst:.0%} of the "
-            "median. Measure again while nothing else runs."
+            f"Unsteady: half of the samples of a step spread over {worst:.0%} of the median. "
+            "Measure again on an idle machine."
         )
     return (
-        "The machine was busy: samples of one step differ by more than half of their median, so "
-        "do not trust these times. Measure again while nothing else runs."
+        "The machine was busy: samples of a step differ by more than half of their median, so "
+        "these times are not reliable. Measure again on an idle machine."
     )
 
 
 def _waited(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds per step from call to result, waiting for each."""
+    """Return microseconds per step from call to result, waiting for each step."""
     run()
     backend.synchronize()
     start = time.perf_counter_ns()
@@ -379,7 +381,7 @@ def _summary(us: list[float]) -> _Times:
 
 
 def _eager_sizes(runner: GraphRunner) -> list[int]:
-    """Return sizes to run eager: the captured ones and larger ones up to the limit."""
+    """Return the sizes to run eager: captured sizes, and larger ones up to the limit."""
     sizes = set(runner.config.sizes)
     size, limit = max(sizes), runner.config.max_num_tokens
     while size < limit:
@@ -396,11 +398,11 @@ def _source(
     samples: int,
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
-    clock = {"queued": "timing events", "waited": "host clock, until each step ends"}[pace]
+    clock = {"queued": "timing events", "waited": "host clock until each step ends"}[pace]
     if not runner.backend.capabilities.device_timing:
-        clock = "host clock, no device"
+        clock = "host clock without a device"
     text = (
-        f"Backend {runner.backend.name}: {info}. Steps {pace} ({clock}); medians of "
+        f"Backend {runner.backend.name}: {info}. Steps are {pace} ({clock}); times are medians of "
         f"{samples} samples. {_steadiness(times)}"
     )
     failed = {key: why for found in graphs.values() for key, why in found.failed.items()}

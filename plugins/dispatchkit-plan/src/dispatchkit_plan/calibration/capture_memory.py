@@ -1,4 +1,4 @@
-"""Forecast the memory of graphs that any code captures, from a few samples."""
+"""Forecast the memory of graphs captured by any code, from a few samples."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def forecast(
 ) -> MemoryForecast:
     """Forecast the memory of the graphs of all sizes, captured by any function.
 
-    The largest size, the smallest and some between are captured, kept until all are measured,
-    and then released. Of the device's memory, all but ``high_bytes + driver_high_bytes`` of
-    the forecast can be assigned to something else, such as a key/value cache::
+    The largest size, the smallest and some between are captured, kept until all are measured, and
+    then released. Keep ``high_bytes + driver_high_bytes`` of the device's memory free; the rest can
+    be used for other purposes, such as a key/value cache::
 
         forecast = forecast(capture, sizes)
         free, _ = torch.cuda.mem_get_info()
         cache_bytes = free - forecast.high_bytes - forecast.driver_high_bytes - headroom
 
     Args:
-        capture: Captures the graph of a size, and returns an object that keeps it and its
-            outputs alive. It is called with the largest size first, the order in which all
-            sizes should be captured. One pool may serve all sizes: what it returned for
-            earlier ones stays alive.
-        sizes: All sizes that will be captured; at least two.
+        capture: Function that captures the graph of a size and returns an object that keeps the
+            graph and its outputs alive. It is called with the largest size first, which is also the
+            order in which to capture all sizes. One pool may serve all sizes, because earlier
+            results stay alive.
+        sizes: All sizes that will be captured, at least two.
         samples: Maximum number of sizes to capture, at least 2.
-        warm_up: Runs the step at a size; called for each size to capture, before the first
-            capture, so that kernels and libraries loaded on first use do not count.
-        backend: The device's backend; it must report the device's allocated memory.
-        progress: Called with (done, total) captured sizes.
+        warm_up: Function that runs the step at a size. It is called for each sampled size before
+            the first capture, so that kernels and libraries loaded on first use are not counted.
+        backend: Backend of the device; it must report the allocated memory.
+        progress: Function that is called with (done, total) captured sizes.
 
     Raises:
         ConfigError: A setting is invalid, or the backend does not report allocated memory.
@@ -59,13 +59,13 @@ def forecast(
     samples = check_count(samples, "samples", minimum=2)
     wanted = sorted(check_capture_sizes(tuple(sizes)), reverse=True)
     if len(wanted) < 2:
-        raise ConfigError("sizes", wanted, "at least two sizes to forecast from")
+        raise ConfigError("sizes", wanted, "at least two sizes")
     if not callable(capture):
-        raise ConfigError("capture", capture, "a function of a size that captures its graph")
+        raise ConfigError("capture", capture, "a function that captures the graph of a size")
     device = resolve_backend(backend)
     meter = features_of(device).meters
     if meter is None:
-        raise ConfigError("backend", device.name, "one with device_memory(), such as 'cuda'")
+        raise ConfigError("backend", device.name, "a backend with device_memory(), such as 'cuda'")
     chosen = spread_sizes(wanted, samples)
     if warm_up is not None:
         for size in chosen:
@@ -83,7 +83,7 @@ def forecast(
         reserved = now.reserved_bytes - before.reserved_bytes
         driver = (now.used_bytes - now.reserved_bytes) - (before.used_bytes - before.reserved_bytes)
         held = now.held_bytes - before.held_bytes
-        # Ignore memory that other code released meanwhile.
+        # Ignore memory that other code releases during the captures.
         reserved = max(reserved, taken[-1].reserved_bytes if taken else 0)
         taken.append(MemorySample(size, reserved, max(0, held), max(0, driver)))
     kept.clear()

@@ -1,8 +1,8 @@
-"""Measure the memory of graphs, and forecast it from a few before all are captured.
+"""Measure the memory of graphs, and forecast it from a few captures.
 
-A graph uses memory in three places: the pool that torch reserves for it, the outputs that
-graphs share, and the driver, which keeps an executable form of each. Torch does not see the
-last; here it is computed as the device's used memory minus what torch has reserved.
+A graph uses memory in three places: the pool that torch reserves, the outputs that graphs share,
+and the driver, which keeps an executable form of each graph. Torch does not report the last; it is
+computed here as the device's used memory minus the memory reserved by torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRAPH_MODES = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
 
 
 class EverySize:
-    """A policy for measuring: every size in every mode that the step can run in."""
+    """Policy that declares every size in every mode that the step can run in."""
 
     name = "measure"
 
@@ -61,7 +61,7 @@ class EverySize:
         ]
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision:
-        """Choose the highest allowed mode at the smallest size that has a graph."""
+        """Return a replay of the smallest ready graph, in the highest allowed mode."""
         for mode in _GRAPH_MODES:
             if batch.allows(mode):
                 for key in graphs.covering(batch, mode):
@@ -75,8 +75,8 @@ class Subject:
     """A runner to measure, and its inputs.
 
     Attributes:
-        runner: A runner without a budget, which captures only when asked to.
-        specs: Its static inputs by name.
+        runner: Runner without a memory limit, which captures only on request.
+        specs: Static inputs by name.
     """
 
     runner: GraphRunner
@@ -93,15 +93,15 @@ def measuring_subject(
     every_size: bool = True,
     **settings: Any,
 ) -> Subject:
-    """Return a new runner for a step; a given runner is not changed.
+    """Return a new runner for a step, without changing a given runner.
 
     Args:
-        step: A GraphRunner, or the step to create one from.
-        inputs: Static inputs, if the step is not a runner.
-        example: One tensor for each input, in place of ``inputs``.
-        sizes: Sizes to capture; the runner's own by default.
-        eager_sizes: Further sizes that must be allowed.
-        every_size: Declare every size in every mode, instead of what the policy declares.
+        step: Runner, or a step to create a runner for.
+        inputs: Static inputs, if ``step`` is not a runner.
+        example: One tensor for each input, instead of ``inputs``.
+        sizes: Sizes to capture; by default, those of the runner.
+        eager_sizes: Further sizes that the runner must accept.
+        every_size: Whether to declare every size in every mode, instead of the keys of the policy.
         settings: Further settings of the runner.
 
     Raises:
@@ -111,7 +111,10 @@ def measuring_subject(
         if inputs is not None or example is not None or settings:
             given = sorted([*settings, *(["inputs"] if inputs is not None else [])])
             raise ConfigError(
-                "step", step, "a function if settings are given", f"A runner has its own {given}."
+                "step",
+                step,
+                "a function if settings are given",
+                f"Set {given} when you create the runner.",
             )
         runner = step
     else:
@@ -146,17 +149,17 @@ def measuring_subject(
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress warnings about sizes and modes, which measurements choose on purpose."""
+    """Suppress warnings about sizes and modes, which are intended in measurements."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class MemoryMeter:
-    """Measures the memory of the graphs captured since it was created.
+    """Meter of the memory of graphs captured since its creation.
 
     Args:
-        runner: The runner that captures them.
+        runner: Runner that captures the graphs.
     """
 
     def __init__(self, runner: GraphRunner) -> None:
@@ -179,18 +182,18 @@ class MemoryMeter:
         return now.used_bytes - now.reserved_bytes
 
     def pool_bytes(self) -> int:
-        """Return the bytes torch reserved for the graphs: their pool and their shared outputs."""
+        """Return the bytes that torch reserved for the pool and the shared outputs."""
         return self._runner.num_bytes - self._pool
 
     def held_bytes(self) -> int:
-        """Return the bytes of torch's memory that the graphs keep in use while none runs.
+        """Return the bytes of torch's memory that are in use while no graph runs.
 
-        Other allocations made meanwhile count, too.
+        Concurrent allocations by other code are included.
         """
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the bytes the driver took, on the whole device: other processes count, too."""
+        """Return the bytes allocated by the driver on the device, by all processes."""
         return max(0, self._outside_torch() - self._outside)
 
 
@@ -207,11 +210,11 @@ def forecast_graph_memory(
     released at the end.
 
     Args:
-        step: A GraphRunner, which is not changed, or the step to create one from.
+        step: Runner, which is not changed, or a step to create a runner for.
         samples: Maximum number of sizes to capture, at least 2.
-        progress: Called with (done, total) captured sizes.
-        options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, if the
-            step is not a runner.
+        progress: Function that is called with (done, total) captured sizes.
+        options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, if ``step``
+            is not a runner.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -226,7 +229,7 @@ def forecast_graph_memory(
                 keys.setdefault(key.num_tokens, []).append(key)
         sizes = sorted(keys, reverse=True)
         if len(sizes) < 2:
-            raise ConfigError("sizes", sizes, "at least two sizes to forecast from")
+            raise ConfigError("sizes", sizes, "at least two sizes")
         runner.controls.warm_up()
         meter = MemoryMeter(runner)
         taken = []
@@ -238,7 +241,8 @@ def forecast_graph_memory(
                 report = runner.capture(keys[size])
                 for key, why in (report.failed | report.skipped).items():
                     raise CaptureError(
-                        f"{key} could not be captured ({why}), so its memory is not known.",
+                        f"The memory of {key} cannot be measured, because its capture failed "
+                        f"({why}).",
                         key=str(key),
                     )
                 pool, held = meter.pool_bytes(), meter.held_bytes()

@@ -1,4 +1,4 @@
-"""``explain --trace``: the decisions for a trace, and functions that other commands share."""
+"""The option ``explain --trace``, and functions shared with other commands."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_SHOWN = 15
 
 
 def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bool) -> None:
-    """Print how a trace would run, for ``dispatchkit explain --trace``.
+    """Print the decisions for a trace, for ``dispatchkit explain --trace``.
 
     Args:
-        path: Any file that ``read_steps`` accepts.
+        path: Path of any file that ``read_steps`` accepts.
         settings: Policy, sizes, limits and cost model.
-        show_all: Print every decision instead of the costliest.
-        as_json: Print JSON.
+        show_all: Whether to print all decisions instead of the most expensive.
+        as_json: Whether to print JSON.
     """
     account = account_of(read_steps(path), settings, load_cost_model(settings["cost_model"]))
     if as_json:
@@ -38,18 +38,18 @@ def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bo
 
 
 def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account:
-    """Run a trace through the chosen policy, with a progress bar."""
+    """Run a trace through the selected policy, with a progress bar."""
     config = config_for(rows, settings)
     note_unused_axes(rows, config)
     dispatcher = dispatcher_of(settings, config)
-    with progress() as tell:
-        return account_for(rows, dispatcher, model, tell=tell)
+    with progress() as report_progress:
+        return account_for(rows, dispatcher, model, progress=report_progress)
 
 
 def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
-    """Return the configuration of the settings; missing ones are derived from the trace."""
+    """Return the configuration of the settings; derive missing values from the trace."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # the one below says it
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # dispatch_config warns below
         fitting = trace_config(rows, sizes=settings["sizes"])
     return settings.dispatch_config(
         max_num_tokens=fitting.max_num_tokens,
@@ -94,14 +94,14 @@ def show_account(account: Account, out: Console, limit: int | None) -> None:
     for reason, because in reasons.items():
         out.print(Text(f"{reason}: {because}"))
     shown = account.decisions[:limit]
-    title = "Every decision" if len(shown) == len(account.decisions) else "Costliest decisions"
-    out.print(Text(f"\n{title} (lost: above a graph of exactly its size)", style="bold"))
+    title = "All decisions" if len(shown) == len(account.decisions) else "Most expensive decisions"
+    out.print(Text(f"\n{title} (lost: time above that of an exact-size graph)", style="bold"))
     cells = [_decision_cells(account, one) for one in shown]
     columns = ["Tokens", "Steps", "Runs as", "Pad", "ms", "Lost ms", "Nearest graph"]
     out.print(table(columns, cells, right=[0, 1, 3, 4, 5]))
     if len(shown) < len(account.decisions):
         rest = len(account.decisions) - len(shown)
-        out.print(Text(f"{rest:,} more; --all or --json has them."))
+        out.print(Text(f"{rest:,} more decisions; print them with --all or --json."))
 
 
 def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:
@@ -124,7 +124,7 @@ def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:
 
 
 def account_as_dict(account: Account) -> dict[str, Any]:
-    """Return a trace's decisions as plain values, for JSON."""
+    """Return the decisions for a trace as JSON values."""
     return {
         "trace": account.source,
         "policy": account.policy,

@@ -1,4 +1,4 @@
-"""``calibrate``: measure a step on this device and write a cost-model file."""
+"""The command ``calibrate``: measure a step on this device and write a cost model file."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 def calibrate(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The cost model to write.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Cost model file to write.")
     ] = Path("costs.json"),
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             metavar="MODULE:FUNCTION",
-            help="A function that returns a GraphRunner; the demo's decoder by default.",
+            help="Function that returns a GraphRunner; by default, the decoder of the demo.",
             show_default=False,
         ),
     ] = None,
     sizes: Annotated[
         str | None,
         typer.Option(
-            "--sizes", metavar="A,B,...", help="Sizes to measure; the runner's own by default."
+            "--sizes", metavar="A,B,...", help="Sizes to measure; by default, those of the runner."
         ),
     ] = None,
     pace: Annotated[
@@ -53,7 +53,7 @@ def calibrate(
         ),
     ] = "queued",
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", help="Samples of each size and mode.")
+        int, typer.Option("--samples", metavar="N", help="Number of samples of each size and mode.")
     ] = 7,
     name: Annotated[
         str, typer.Option("--name", metavar="TEXT", help="Name of the model in the file.")
@@ -61,7 +61,7 @@ def calibrate(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a step eager and replayed, size by size, and write a cost model.
+    """Measure a step eager and replayed at each size, and write a cost model.
 
     Pass the file to `plan`, `simulate`, `explain` and `report` with --cost-model.
 
@@ -79,18 +79,18 @@ def calibrate(
         if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
             raise
         raise BackendUnavailableError(
-            f"Calibration runs a model, and {error.name} is not installed. "
-            "Next: pip install 'dispatchkit[torch]'."
+            f"Calibration runs a model, but {error.name} is not installed. Run: pip install "
+            "'dispatchkit[torch]'."
         ) from error
     runner = load_runner(DEFAULT_MODEL if model is None else model, folder=Path.cwd())
-    with progress() as tell:
+    with progress() as report_progress:
         made = measure(
             runner,
             sizes=chosen,
-            pace=cast("Pace", pace),  # calibrate checks it
+            pace=cast("Pace", pace),  # calibrate validates it
             samples=samples,
             name=name,
-            progress=lambda done, total: tell("measuring", done, total),
+            progress=lambda done, total: report_progress("measuring", done, total),
         )
     save_cost_model(made, output)
     if as_json:
@@ -103,6 +103,6 @@ def calibrate(
         for size, us in made.graph_us.points
         if us
     ]
-    out.print(table(["Tokens", "Eager µs", "Graph µs", "Gain"], rows, right=[0, 1, 2, 3]))
+    out.print(table(["Tokens", "Eager µs", "Graph µs", "Speedup"], rows, right=[0, 1, 2, 3]))
     out.print(Text(made.source))
     out.print(Text(f"Written to {output}."))

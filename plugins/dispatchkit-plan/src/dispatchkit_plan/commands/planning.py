@@ -1,4 +1,4 @@
-"""``plan``: find capture sizes that fit a trace. Needs numpy, but no torch and no device."""
+"""The command ``plan``: find capture sizes for a trace. Requires numpy, but no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FitOn(enum.StrEnum):
-    """The steps to plan on."""
+    """Steps to plan on."""
 
     ALL = "all"
     FIRST_HALF = "first-half"
@@ -73,8 +73,10 @@ def plan(
         typer.Option(
             "--max-size",
             metavar="N",
-            help="Largest size; always captured and counted among the graphs. By default 512; with "
-            "--axis the largest step; with --beside the largest size that the cost model measured.",
+            help=(
+                "Largest size, always captured and counted as a graph. Default: 512; with --axis, "
+                "the largest step; with --beside, the largest size in the cost model."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -83,7 +85,7 @@ def plan(
         typer.Option(
             "--fit-on",
             metavar="WHICH",
-            help="Plan on all steps, or plan on the first half and judge on the rest.",
+            help="Steps to plan on: all, or first-half (judged on the second half).",
         ),
     ] = FitOn.ALL,
     keyed: Annotated[
@@ -98,7 +100,7 @@ def plan(
         typer.Option(
             "--axis",
             metavar="NAME",
-            help="Plan buckets of this axis as well, each with its own sizes.",
+            help="Also plan buckets of this axis, each with its own sizes.",
         ),
     ] = None,
     max_value: Annotated[
@@ -106,7 +108,7 @@ def plan(
         typer.Option(
             "--max-value",
             metavar="N",
-            help="Largest bucket of --axis; the largest value of the trace by default.",
+            help="Largest bucket of --axis; by default, the largest value in the trace.",
             show_default=False,
         ),
     ] = None,
@@ -115,7 +117,7 @@ def plan(
         typer.Option(
             "--beside",
             metavar="A,B,...",
-            help="Sizes captured anyway; find further sizes that deserve their own graph.",
+            help="Sizes of existing graphs; find further sizes that deserve their own graph.",
         ),
     ] = None,
     max_waste: Annotated[
@@ -123,14 +125,18 @@ def plan(
         typer.Option(
             "--max-waste",
             metavar="SHARE",
-            help="Find such sizes if steps with a larger share of padding run eager; 0: exact "
-            "sizes only.",
+            help=(
+                "Find sizes for the case that steps with a larger share of padding run eager; 0: "
+                "only exact sizes."
+            ),
         ),
     ] = None,
     cost_model: Annotated[
         str | None,
         typer.Option(
-            "--cost-model", metavar="FILE", help="Minimise time by this model instead of padding."
+            "--cost-model",
+            metavar="FILE",
+            help="Minimize time according to this model, not padding.",
         ),
     ] = None,
     engine: Annotated[
@@ -152,7 +158,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the capture sizes that fit a trace, and compare them with known lists.
+    """Find the best capture sizes for a trace, and compare them with well-known lists.
 
     Example: dispatchkit plan trace.csv.gz --graphs 24 --fit-on first-half
     """
@@ -169,10 +175,10 @@ def plan(
     from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_own_sizes, plan_sizes
     from dispatchkit_plan.traffic import read_workload
 
-    with progress() as tell:
-        tell("reading the trace", 0, 1)
+    with progress() as report_progress:
+        report_progress("reading the trace", 0, 1)
         workload = read_workload(trace)
-        tell("reading the trace", 1, 1)
+        report_progress("reading the trace", 1, 1)
     model = None if cost_model is None else load_cost_model(cost_model)
     halves: Literal["all", "first-half"] = "all" if fit_on is FitOn.ALL else "first-half"
     if beside is not None or max_waste is not None:
@@ -187,7 +193,7 @@ def plan(
             raise ConfigError(
                 "--engine",
                 engine,
-                "dispatchkit with --max-waste",
+                "'dispatchkit' with --max-waste",
                 "Other engines do not limit padding.",
             )
         if model is None:
@@ -195,7 +201,7 @@ def plan(
                 "--cost-model",
                 None,
                 "given with --beside or --max-waste",
-                "Whether a graph pays depends on time, not padding: run `dispatchkit calibrate`.",
+                "Whether a graph pays depends on time, not padding. Run `dispatchkit calibrate`.",
             )
         own = plan_own_sizes(
             workload,
@@ -271,10 +277,10 @@ def plan(
 
 
 def _refuse(why: str, *flags: tuple[str, bool]) -> None:
-    """Reject flags that have no effect here."""
+    """Raise ``ConfigError`` for flags that have no effect here."""
     for flag, is_given in flags:
         if is_given:
-            raise ConfigError(flag, "given", f"left out {why}")
+            raise ConfigError(flag, "given", f"omitted {why}")
 
 
 def show(made: Plan, out: Console) -> None:
@@ -290,11 +296,11 @@ def show(made: Plan, out: Console) -> None:
     out.print(
         Text(
             f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
-            f"({made.num_steps:,} steps); {over:.1%} of them are larger and run eager."
+            f"({made.num_steps:,} steps); {over:.1%} of these are larger and run eager."
         )
     )
     if made.objective != "padding":
-        out.print(Text(f"Minimised {made.objective}: {made.excess_pct:.2f}% above the best."))
+        out.print(Text(f"Minimized {made.objective}: {made.excess_pct:.2f}% above the best."))
     if made.future is not None:
         out.print(
             Text(
@@ -326,8 +332,8 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
         print_json(value)
         return
     out = console()
-    beside = f" beside {', '.join(map(str, made.beside))}" if made.beside else ""
-    out.print(Text(f"Sizes that deserve a graph of their own{beside}", style="bold"))
+    beside = f" in addition to {', '.join(map(str, made.beside))}" if made.beside else ""
+    out.print(Text(f"Sizes that deserve their own graph{beside}", style="bold"))
     rows = [
         [
             one.size,
@@ -340,16 +346,16 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
     if rows:
         out.print(table(["Size", "Steps", "Saves", "Memory"], rows, right=[0, 1, 2, 3]))
     else:
-        out.print("None: no graph would save time.")
+        out.print("None: no further graph would save time.")
     over = made.num_steps_over / made.num_steps
     out.print()
     out.print(
         f"{made.before_us / 1e3:,.1f} ms without them, {made.after_us / 1e3:,.1f} ms with them "
         f"({made.saved_pct:.1f}% less), {made.objective}; judged on {made.judged_on} "
-        f"({made.num_steps:,} steps), {over:.1%} of them not considered: too large."
+        f"({made.num_steps:,} steps), {over:.1%} of these too large to be considered."
     )
     if made.max_waste < 1:
-        out.print(f"Under the policy threshold with max_waste={made.max_waste:g}.")
+        out.print(f"For the policy threshold with max_waste={made.max_waste:g}.")
     if settings is not None:
         show_settings(settings, out)
     for warning in made.warnings:
@@ -377,7 +383,7 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     out.print()
     out.print(
         f"Padding {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
-        f"{made.judged_on} ({made.num_steps:,} steps); {over:.1%} of them are beyond the limits "
+        f"{made.judged_on} ({made.num_steps:,} steps); {over:.1%} of these are beyond the limits "
         "and run eager."
     )
     out.print(
@@ -385,9 +391,9 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
         f"({product.num_graphs} graphs): {product.waste_pct:.2f}%."
     )
     if made.objective != "padding":
-        out.print(f"Minimised {made.objective}: {made.excess_pct:.2f}% above the best.")
+        out.print(f"Minimized {made.objective}: {made.excess_pct:.2f}% above the best.")
     if made.gap_pct:
-        out.print(f"At most {made.gap_pct:.2f}% above the optimum of the steps planned on.")
+        out.print(f"At most {made.gap_pct:.2f}% above the optimum of the planning steps.")
     if made.future is not None:
         out.print()
         out.print(f"For later traffic (padding {made.future.waste_pct:.2f}% on these steps)")
@@ -413,9 +419,9 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
 
 
 def show_settings(settings: EngineSettings, out: Console) -> None:
-    """Print settings of an engine, to paste."""
+    """Print settings of an engine, ready to paste."""
     out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
-    print(settings.text)  # not wrapped, since it is to be pasted
+    print(settings.text)  # not wrapped, because it is pasted
     for note in settings.notes:
         out.print(Text(note))
-    out.print(Text(f"Form: {settings.source}"))
+    out.print(Text(f"Format: {settings.source}"))

@@ -1,4 +1,4 @@
-"""``report``: write one HTML file about a trace, simulations or live statistics."""
+"""The command ``report``: write an HTML file about a trace, simulations or statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Traffic as for `plan`, output of `simulate --json`, or live statistics.",
+            help="Traffic file as for `plan`, output of `simulate --json`, or live statistics.",
         ),
     ],
     output: Annotated[
@@ -43,13 +43,13 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="The file to write; report.html by default, or NAME.svg for a figure.",
+            help="File to write; by default report.html, or NAME.svg for a figure.",
             show_default=False,
         ),
     ] = None,
     figure: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Write only this figure, as SVG, such as `waste`."),
+        typer.Option(metavar="NAME", help="Write only this figure as SVG, such as `waste`."),
     ] = None,
     policy: PolicyOption = None,
     sizes: SizesOption = None,
@@ -58,9 +58,10 @@ def report(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write padding, modes, waste, times and reasons as one HTML file.
+    """Write a report of padding, modes, times and reasons as one HTML file.
 
-    The file is self-contained: no network, no scripts; for light and dark, desktop and phone.
+    The file is self-contained: it needs no network and no scripts, and adapts to light and dark
+    themes and to narrow screens.
 
     Example: dispatchkit report trace.csv.gz --policy vllm -o report.html
     """
@@ -68,7 +69,7 @@ def report(
     from dispatchkit_plan.report.files import read_source
 
     if output is None:
-        # The name is validated later, once the figures are known; do not use it as a path yet.
+        # The name is validated later, when the figures are known; do not use it as a path yet.
         stem = "report" if figure is None else figure.replace("/", "-")
         output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
     given = {"policy": policy, "sizes": sizes, "mode": mode, "cost_model": cost_model}
@@ -84,7 +85,7 @@ def report(
 
         account = account_of(found, settings, load_cost_model(settings["cost_model"]))
         largest = account.config.max_capture_size
-        curve = waste_plan(found, largest) if largest else "There are no sizes."
+        curve = waste_plan(found, largest) if largest else "There are no capture sizes."
         made = report_of_account(account, plan=curve)
     write_report(made, output, figure=figure)
     if as_json:
@@ -114,7 +115,7 @@ def _of_document(
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                name, value, f"left out: {source} already has the decisions and the policy"
+                name, value, f"omitted, because {source} already contains the decisions"
             )
     if isinstance(document, dict) and document.get("format") == STATISTICS_FORMAT:
         return report_of_statistics(document, source=str(source))

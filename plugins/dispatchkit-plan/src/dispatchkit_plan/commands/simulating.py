@@ -1,4 +1,4 @@
-"""``simulate``: run a trace under policies, sizes and budgets, without a device."""
+"""The command ``simulate``: run a trace under policies and limits, without a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dispatchkit_plan.commands.accounting import config_for, note_unused_axes
 if TYPE_CHECKING:
     from dispatchkit_plan import RankSimulation, Simulation
 
-#: A row of the table: its name, and a function of a simulation that returns its cell.
+#: A row of the table: its name, and a function that returns the cell for a simulation.
 _Line = tuple[str, Callable[[Any], str]]
 
 _STEPS_BY_MODE: list[_Line] = [
@@ -50,7 +50,7 @@ def simulate(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="The policy that decides; give several to compare them.",
+            help="Policy that decides; repeat the option to compare several policies.",
             show_default=False,
         ),
     ] = None,
@@ -67,7 +67,7 @@ def simulate(
     ] = None,
     eviction: Annotated[
         str | None,
-        typer.Option("--eviction", metavar="WHICH", help="Evicted first: lru or benefit."),
+        typer.Option("--eviction", metavar="WHICH", help="Graph to evict first: lru or benefit."),
     ] = None,
     capture_after: Annotated[
         str | None,
@@ -75,23 +75,25 @@ def simulate(
     ] = None,
     lanes: Annotated[
         int,
-        typer.Option("--lanes", metavar="N", help="Number of lanes; they run the steps in turn."),
+        typer.Option("--lanes", metavar="N", help="Number of lanes, which run the steps in turn."),
     ] = 1,
     ranks: Annotated[
         int,
         typer.Option(
-            "--ranks", metavar="N", help="Number of ranks; they run one step each together."
+            "--ranks",
+            metavar="N",
+            help="Number of ranks; each runs one step at a time with the others.",
         ),
     ] = 1,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Seed for the noise of measured times.")
+        int, typer.Option("--seed", metavar="N", help="Seed of the noise in measured times.")
     ] = 0,
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict how a trace would run under a policy: modes, padding, time, memory.
 
-    Several policies are shown side by side. `dispatchkit report` draws the output of --json.
+    Several policies are shown side by side. `dispatchkit report` reads the output of --json.
 
     Example: dispatchkit simulate trace.csv.gz --policy vllm --policy adaptive
     """
@@ -139,9 +141,9 @@ def simulate(
         for name in names
     ]
     found: list[Any] = []
-    with progress() as tell:
+    with progress() as report_progress:
         for index, scenario in enumerate(scenarios):
-            tell("simulating", index, len(scenarios))
+            report_progress("simulating", index, len(scenarios))
             if ranks == 1:
                 found.append(run_scenario(rows, scenario, plugins=plugins))
             else:
@@ -159,7 +161,7 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
     """Print simulations side by side, readable at 80 columns."""
     first = found[0]
     out.print(
-        Text(f"{trace}: {first.num_steps:,} steps; costs by {first.cost_model}", style="bold")
+        Text(f"{trace}: {first.num_steps:,} steps; costs from {first.cost_model}", style="bold")
     )
     lines: list[_Line] = [
         ("graphs", lambda one: f"{one.num_graphs:,}"),
@@ -183,7 +185,7 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
 def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
     """Print simulations of ranks side by side, readable at 80 columns."""
     first = found[0]
-    title = f"{trace}: {first.num_steps:,} steps on {first.ranks} ranks; costs by"
+    title = f"{trace}: {first.num_steps:,} steps on {first.ranks} ranks; costs from"
     out.print(Text(f"{title} {first.cost_model}", style="bold"))
 
     def share(seconds: float, one: RankSimulation) -> str:
@@ -206,7 +208,7 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
 def _show_side_by_side(
     found: Sequence[Simulation | RankSimulation], lines: list[_Line], out: Console
 ) -> None:
-    """Print a column for each simulation, then all notes."""
+    """Print a column for each simulation, followed by all notes."""
     columns = ["", *(one.label for one in found)]
     rows = [[name, *(value(one) for one in found)] for name, value in lines]
     out.print(table(columns, rows, right=range(1, len(columns))))
@@ -219,4 +221,4 @@ def _eager_for(reason: str) -> _Line:
 
 
 def _known(value: float | None, form: str) -> str:
-    return "not known" if value is None else form.format(value)
+    return "unknown" if value is None else form.format(value)

@@ -1,4 +1,4 @@
-"""Reports: one self-contained HTML file about a trace, simulations or a live runner.
+"""Reports: self-contained HTML files about traces, simulations and live runners.
 
 Names are imported on first use.
 """

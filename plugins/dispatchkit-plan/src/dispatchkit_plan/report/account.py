@@ -1,8 +1,8 @@
-"""Account of a trace under a policy: every decision, its reason and its cost.
+"""Account for a trace under a policy: every decision, its reason and its cost.
 
-A simulation has totals; an account keeps every distinct decision, so that each can be
-explained. No device is needed: the real dispatcher decides, every declared graph counts as
-captured, and times come from a cost model.
+In contrast to a simulation, which keeps totals, an account keeps every distinct decision, so that
+each can be explained. It needs no device: the real dispatcher decides, all declared graphs count as
+captured, and a cost model provides the times.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from dispatchkit_plan.costs import CostModel
 __all__ = ["Account", "AccountBin", "AccountedDecision", "account_for"]
 
 MAX_BINS = 96
-_TELL_EVERY = 1 << 14
+_PROGRESS_EVERY = 1 << 14
 
-Tell = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 
 
 @attrs.frozen(kw_only=True)
 class AccountedDecision:
-    """One decision, how often it was taken, and the cost of a step under it.
+    """A decision, the number of steps that it applies to, and the cost of each.
 
     Attributes:
-        num_tokens: Tokens of the batch.
-        num_reqs: Requests of the first such batch; 0 where the trace has none.
-        uniform: Its ``uniform`` argument; 0 is mixed.
-        loras: Adapters; with axes the variant.
-        decision: What was decided.
-        steps: How often.
-        cost: What one step costs.
+        num_tokens: Number of tokens of the batch.
+        num_reqs: Number of requests of the first of these steps; 0 if the trace does not record it.
+        uniform: ``uniform`` argument of ``dispatch``; 0 for mixed batches.
+        loras: Number of active adapters; if axes are configured, the index of the variant.
+        decision: The decision.
+        steps: Number of steps.
+        cost: Cost of one step.
     """
 
     num_tokens: int
@@ -58,33 +58,33 @@ class AccountedDecision:
 
     @property
     def bucket(self) -> int | None:
-        """Tokens of the graph, or of all graphs of a split step; None if eager."""
+        """Number of tokens of the graph, or of all graphs of a split step; None if eager."""
         return None if self.decision.key is None else self.decision.padded_num_tokens
 
     @property
     def step_us(self) -> float:
-        """Time of one step, by the cost model."""
+        """Time of one step according to the cost model."""
         return self.cost.step_us
 
     @property
     def eager_us(self) -> float:
-        """Time of the same step eager."""
+        """Time of one step if it ran eager."""
         return self.cost.eager_us
 
     @property
     def total_us(self) -> float:
-        """Time of all these steps."""
+        """Time of all steps with this decision."""
         return self.steps * self.step_us
 
     @property
     def lost_us(self) -> float:
-        """Time that a graph of exactly the right size would have saved; not below 0."""
+        """Time that a graph of exactly the batch's size would save; at least 0."""
         return self.steps * self.cost.lost_us
 
 
 @attrs.define
 class AccountBin:
-    """Consecutive steps: the number that ran in each mode, and their padding."""
+    """Number of steps in each mode, and tokens and padding, of consecutive steps."""
 
     modes: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(RuntimeMode.__members__, 0))
     real_tokens: int = 0
@@ -93,19 +93,19 @@ class AccountBin:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Account:
-    """The decisions for a trace under a policy, with their costs.
+    """Decisions of a policy for all steps of a trace, with their costs.
 
     Attributes:
         source: Name of the trace.
         policy: Name and origin of the policy.
-        config: The configuration in force.
-        num_graphs: Keys that the policy declared.
-        decisions: Every different decision, the costliest first.
-        bins: The steps in order, cut into at most ``MAX_BINS`` equal parts.
+        config: Configuration of the dispatcher.
+        num_graphs: Number of keys that the policy declared.
+        decisions: All distinct decisions, sorted by total time in descending order.
+        bins: The steps in order, divided into at most ``MAX_BINS`` equal parts.
         cost_model: Name of the cost model.
-        covered_to: Largest size that the cost model was measured at.
-        dispatcher: What decided, for further questions.
-        has_order: Whether the trace knows the order of its steps; a histogram does not.
+        covered_to: Largest number of tokens that the cost model was measured with.
+        dispatcher: The dispatcher that decided.
+        has_order: Whether the trace records the order of its steps; a histogram does not.
     """
 
     source: str
@@ -121,50 +121,50 @@ class Account:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps, those without tokens left out."""
+        """Number of steps, excluding steps without tokens."""
         return sum(one.steps for one in self.decisions)
 
     @property
     def time_s(self) -> float:
-        """Device time of all steps, by the cost model."""
+        """Device time of all steps according to the cost model, in seconds."""
         return sum(one.total_us for one in self.decisions) / 1e6
 
     @property
     def eager_time_s(self) -> float:
-        """Device time if every step ran eager."""
+        """Device time if every step ran eager, in seconds."""
         return sum(one.steps * one.eager_us for one in self.decisions) / 1e6
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of the steps that replayed a graph, before padding."""
+        """Number of real tokens of the steps that replayed a graph."""
         return sum(one.steps * one.num_tokens for one in self.decisions if one.bucket)
 
     @property
     def padding(self) -> int:
-        """Padding added to those steps."""
+        """Number of padding tokens of the steps that replayed a graph."""
         return sum(one.steps * one.decision.padding for one in self.decisions)
 
     @property
     def waste_pct(self) -> float:
-        """Padding in percent of the real tokens, over the steps that replayed a graph."""
+        """Padding as a percentage of the real tokens of replayed steps."""
         return 100.0 * self.padding / self.real_tokens if self.real_tokens else 0.0
 
     def by(self, what: Callable[[AccountedDecision], Any]) -> dict[Any, list[AccountedDecision]]:
-        """Return the decisions in groups, the group with most steps first."""
+        """Return the decisions grouped by a function, groups with most steps first."""
         groups: dict[Any, list[AccountedDecision]] = {}
         for one in self.decisions:
             groups.setdefault(what(one), []).append(one)
         return dict(sorted(groups.items(), key=lambda item: -sum(one.steps for one in item[1])))
 
     def modes(self) -> dict[str, int]:
-        """Return the steps by runtime mode."""
+        """Return the number of steps of each runtime mode."""
         counts = dict.fromkeys(RuntimeMode.__members__, 0)
         for one in self.decisions:
             counts[one.decision.mode.name] += one.steps
         return counts
 
     def misses(self) -> dict[str, int]:
-        """Return the eager steps by reason, the most frequent first."""
+        """Return the number of eager steps by reason, most frequent first."""
         eager = self.by(lambda one: one.decision.reason if one.bucket is None else None)
         return {
             reason: sum(one.steps for one in group)
@@ -173,9 +173,9 @@ class Account:
         }
 
     def explain(self, one: AccountedDecision) -> Explanation:
-        """Return why a decision was taken, with the nearest graph."""
+        """Return the explanation of a decision, including the nearest graph."""
         answer = explain(self.dispatcher, one.num_tokens, one.num_reqs, one.uniform, one.loras)
-        # A learning policy may decide otherwise by now; explain the decision that was taken.
+        # A learning policy may have changed its decision since; explain the recorded one.
         candidates = tuple(
             attrs.evolve(each, chosen=each.key == one.decision.key) for each in answer.candidates
         )
@@ -187,26 +187,25 @@ def account_for(
     dispatcher: Dispatcher,
     model: CostModel,
     *,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Account:
-    """Run a trace through a dispatcher and keep every distinct decision.
+    """Run a trace through a dispatcher and record every distinct decision.
 
     Args:
-        trace: Steps; those without tokens are left out.
-        dispatcher: Decides; make it with ``lazy=True``, so that declared graphs count as
-            captured.
-        model: The cost model.
-        tell: Called with (activity, done, total) to report progress.
+        trace: Steps of the trace; steps without tokens are skipped.
+        dispatcher: Dispatcher that decides. Create it with ``lazy=True``, so that declared graphs
+            count as captured.
+        model: Cost model.
+        progress: Function that is called with (activity, done, total) to report progress.
 
     Raises:
-        TraceError: No step has tokens.
+        TraceError: No step has tokens, or an axis of the configuration has no column in the trace.
         ConfigError: A step is larger than the configuration allows.
-        TraceError: An axis of the configuration has no column.
     """
     config = dispatcher.config
     rows = list(_arguments(trace, config))
     if not rows:
-        raise TraceError(trace.source, None, "has no step with tokens in it.")
+        raise TraceError(trace.source, None, "has no step with tokens.")
     most = max(row[0] for row in rows)
     if most > config.max_num_tokens:
         raise ConfigError(
@@ -217,7 +216,7 @@ def account_for(
     learns = dispatcher.policy_parts.learns
     num_bins = min(MAX_BINS, len(rows))
     bins = [AccountBin() for _ in range(num_bins)]
-    # By identity: a bound decision belongs to one cell; the tally keeps it alive.
+    # Keyed by identity: a bound decision belongs to one cell. The tally keeps the object alive.
     tallies: dict[int, list[Any]] = {}
     for index, (tokens, reqs, uniform, loras) in enumerate(rows):
         decision = dispatcher.dispatch(tokens, reqs, uniform, loras)
@@ -234,10 +233,10 @@ def account_for(
         if learns and decision.timed:
             batch = dispatcher.batch(tokens, reqs, uniform, loras)
             dispatcher.observe(Outcome(batch, decision, tally[3].step_us, step=index + 1))
-        if tell is not None and index % _TELL_EVERY == 0:
-            tell("deciding", index, len(rows))
-    if tell is not None:
-        tell("deciding", len(rows), len(rows))
+        if progress is not None and index % _PROGRESS_EVERY == 0:
+            progress("deciding", index, len(rows))
+    if progress is not None:
+        progress("deciding", len(rows), len(rows))
     decisions = [
         AccountedDecision(
             num_tokens=facts[0],
@@ -266,7 +265,7 @@ def account_for(
 
 
 def _merged(decisions: Iterable[AccountedDecision]) -> Iterable[AccountedDecision]:
-    """Merge decisions that differ only in the number of their binding."""
+    """Merge decisions that differ only in their binding number."""
     merged: dict[Any, AccountedDecision] = {}
     for one in decisions:
         made = one.decision
@@ -277,7 +276,7 @@ def _merged(decisions: Iterable[AccountedDecision]) -> Iterable[AccountedDecisio
 
 
 def _arguments(trace: StepTrace, config: DispatchConfig) -> Iterable[tuple[int, int, int, int]]:
-    """Yield the arguments of each step's ``dispatch``."""
+    """Yield the arguments of ``dispatch`` for each step with tokens."""
     names = trace.columns
 
     def column(name: str) -> Iterable[int]:

@@ -1,8 +1,8 @@
-"""Plots as SVG text, so that a page needs no script, font or network.
+"""Draw plots as SVG text, without scripts or other files.
 
-Each plot is drawn for a width and a height in CSS pixels, twice for a page: once for desktop
-and once for phone, each with text of a readable size. Colours are classes of the page, which
-defines them for light and dark. All text that comes from data is escaped here.
+Each plot is drawn for a given width and height in CSS pixels. A page contains it twice, for wide
+and narrow screens, so that text is readable on both. Colors are CSS classes, which the page defines
+for light and dark color schemes. All text from data is escaped here.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ __all__ = [
 ]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
-_CHAR = 6.6  # mean width of a letter at 12 px
+_CHAR = 6.6  # mean width of a character at 12 px
 _NAME_HEIGHT = 14.0
-_NEAR = 12.0  # a name this near to its point needs no stroke to it
-_MAX_ORDERED = 5  # names whose best order is looked for: 120 orders
-_ONE_PLACE = 4.0  # points nearer than this share one block of names
+_NEAR = 12.0  # maximum distance of a label from its point without a leader line
+_MAX_ORDERED = 5  # maximum number of labels whose orders are all tried: 120 orders
+_ONE_PLACE = 4.0  # points that are closer than this share one block of labels
 # Characters that HTML and XML do not allow in text, including lone surrogates.
 _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def text(value: object) -> str:
-    """Return a value as text that is safe anywhere in the page, attributes included."""
+    """Return a value as escaped text, which is also safe in attributes."""
     return html.escape(_UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True)
 
 
 @attrs.frozen
 class Series:
-    """One colour of a plot.
+    """Values of a plot that share a color.
 
     Attributes:
-        name: What it is, for the legend.
-        css: Class that colours it: ``full``, ``piecewise``, ``eager``, ``padding``, ``other``.
-        values: One for each category.
+        name: Name in the legend.
+        css: CSS class of the color: ``full``, ``piecewise``, ``eager``, ``padding`` or ``other``.
+        values: Value of each category.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Series:
 
 @attrs.frozen
 class Line:
-    """A line, or single marked points.
+    """A line, or labeled points.
 
     Attributes:
-        name: What it is, for the legend.
-        css: Class that colours it.
-        points: (x, y), ascending in x.
-        marked: Points with a name beside them, rather than a line.
+        name: Name in the legend, or label of the points.
+        css: CSS class of the color.
+        points: (x, y) pairs, sorted by x.
+        marked: Whether to draw labeled points instead of a line.
     """
 
     name: str
@@ -77,16 +77,16 @@ class Line:
 
 
 class Chart:
-    """A plot, with a legend of its colours."""
+    """A plot with a legend."""
 
     label: str
 
     def draw(self, width: float, height: float) -> str:
-        """Return the plot as an ``<svg>`` element of that size in CSS pixels."""
+        """Return the plot as an ``<svg>`` element of the given size in CSS pixels."""
         raise NotImplementedError
 
     def legend(self) -> Sequence[tuple[str, str]]:
-        """Return (class, name) pairs."""
+        """Return the (CSS class, name) pairs of the legend."""
         return ()
 
 
@@ -113,7 +113,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a number as people read it: 1,234 or 12k or 0.05."""
+    """Return a short number for readers, such as 1,234 or 12k or 0.05."""
     if abs(value) >= 1e9:
         return f"{value / 1e9:.3g}G"
     if abs(value) >= 1e6:
@@ -130,7 +130,7 @@ def number(value: float) -> str:
 
 @attrs.define
 class _Frame:
-    """Axes and the room inside them."""
+    """The axes of a plot and the SVG elements drawn so far."""
 
     width: float
     height: float
@@ -149,7 +149,9 @@ class _Frame:
     def inner_height(self) -> float:
         return self.bottom - _TOP
 
-    def say(self, x: float, y: float, what: str, css: str = "tick", anchor: str = "middle") -> None:
+    def add_text(
+        self, x: float, y: float, what: str, css: str = "tick", anchor: str = "middle"
+    ) -> None:
         place = f'x="{x:.1f}" y="{y:.1f}"'
         self.parts.append(f'<text {place} class="{css}" text-anchor="{anchor}">{text(what)}</text>')
 
@@ -159,7 +161,7 @@ class _Frame:
                 f'<line x1="{self.left:.1f}" x2="{self.width - _RIGHT:.1f}" y1="{y:.1f}" '
                 f'y2="{y:.1f}" class="grid"/>'
             )
-            self.say(self.left - 7, y + 4, what, anchor="end")
+            self.add_text(self.left - 7, y + 4, what, anchor="end")
         middle = _TOP + self.inner_height / 2
         self.parts.append(
             f'<text transform="translate(10 {middle:.1f}) rotate(-90)" class="axis" '
@@ -167,7 +169,7 @@ class _Frame:
         )
 
     def x_axis(self, ticks: Sequence[tuple[float, str]], label: str) -> None:
-        """Draw as many ticks as fit without touching; the last one is always there."""
+        """Draw as many ticks as fit without overlap, including the last one."""
         chosen: list[tuple[float, str]] = []
         free = math.inf
         for x, what in reversed(ticks):
@@ -181,15 +183,15 @@ class _Frame:
                 f'y2="{self.bottom + 4:.1f}" class="base"/>'
             )
             half = len(what) * _CHAR / 2
-            self.say(min(x, self.width - half - 1), self.bottom + 17, what)
+            self.add_text(min(x, self.width - half - 1), self.bottom + 17, what)
         self.parts.append(
             f'<line x1="{self.left:.1f}" x2="{self.width - _RIGHT:.1f}" y1="{self.bottom:.1f}" '
             f'y2="{self.bottom:.1f}" class="base"/>'
         )
-        self.say(self.left + self.inner_width / 2, self.height - 7, label, "axis")
+        self.add_text(self.left + self.inner_width / 2, self.height - 7, label, "axis")
 
     def leader(self, x: float, y: float, end: float) -> None:
-        """Draw a stroke from a point to its name."""
+        """Draw a leader line from a point to its label."""
         self.parts.append(
             f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{end:.1f}" class="leader"/>'
         )
@@ -213,15 +215,15 @@ class _Frame:
 
 @attrs.frozen(kw_only=True)
 class StackedBars(Chart):
-    """Bars side by side, one for each category, of stacked values.
+    """A vertical bar of stacked values for each category.
 
     Attributes:
-        label: Description of the plot, for screen readers.
+        label: Description of the plot for screen readers.
         categories: Names below the bars.
-        series: Parts of a bar, from the bottom up.
-        x_label: What the categories are.
-        y_label: What the height is.
-        unit: Of the values, for what is shown of a single bar.
+        series: Parts of each bar, from the bottom up.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        unit: Unit of the values in tooltips.
     """
 
     label: str
@@ -232,7 +234,7 @@ class StackedBars(Chart):
     unit: str
 
     def legend(self) -> Sequence[tuple[str, str]]:
-        """Return (class, name) pairs."""
+        """Return the (CSS class, name) pairs of the legend."""
         return [(one.css, one.name) for one in self.series]
 
     def draw(self, width: float, height: float) -> str:
@@ -262,12 +264,13 @@ class StackedBars(Chart):
 
 @attrs.frozen(kw_only=True)
 class Shares(Chart):
-    """Shares of a whole over steps: bars without gaps, each of full height.
+    """Shares of a whole over steps, as adjacent bars of full height.
 
     Attributes:
-        label: What is shown.
+        label: Description of the plot for screen readers.
         ends: Number of the last step of each bar.
-        series: Parts; values are counts.
+        series: Counts of each part, one per bar.
+        x_label: Label of the x axis.
     """
 
     label: str
@@ -276,7 +279,7 @@ class Shares(Chart):
     x_label: str = "step"
 
     def legend(self) -> Sequence[tuple[str, str]]:
-        """Return (class, name) pairs."""
+        """Return the (CSS class, name) pairs of the legend."""
         return [(one.css, one.name) for one in self.series]
 
     def draw(self, width: float, height: float) -> str:
@@ -296,7 +299,7 @@ class Shares(Chart):
                 h = frame.inner_height * share
                 y -= h
                 what = f"steps {start:,} to {end:,}: {one.name} {share:.1%}"
-                # A hair wider, so that no seam shows between neighbours.
+                # Bars overlap slightly, so that no gap is visible between them.
                 frame.bar(x, y, w + (0.3 if index + 1 < len(self.ends) else 0), h, one.css, what)
             start = end
         ticks = [
@@ -310,14 +313,14 @@ class Shares(Chart):
 
 @attrs.frozen(kw_only=True)
 class Lines(Chart):
-    """Lines and named points over numbers, on a linear x and a logarithmic y axis.
+    """Lines and labeled points, on a linear x axis and a logarithmic y axis.
 
     Attributes:
-        label: What is shown.
-        lines: What is drawn.
-        x_label: What x is.
-        y_label: What y is.
-        unit: Of y.
+        label: Description of the plot for screen readers.
+        lines: Lines and points.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        unit: Unit of y.
     """
 
     label: str
@@ -327,8 +330,8 @@ class Lines(Chart):
     unit: str
 
     def legend(self) -> Sequence[tuple[str, str]]:
-        """Return (class, name) pairs."""
-        # Marked points carry their names themselves.
+        """Return the (CSS class, name) pairs of the legend."""
+        # Marked points have labels in the plot.
         return [(line.css, line.name) for line in self.lines if not line.marked]
 
     def draw(self, width: float, height: float) -> str:
@@ -356,7 +359,7 @@ class Lines(Chart):
         for line in self.lines:
             for x, y in line.points if line.marked else ():
                 cx, cy = at(x, y)
-                # Two points at one place: the larger one is seen around the smaller.
+                # If two points coincide, the larger one stays visible around the smaller one.
                 radius = 7.5 if line.css == "eager" else 5
                 frame.parts.append(
                     f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}" class="mark dot {line.css}">'
@@ -380,7 +383,7 @@ class Lines(Chart):
 
 
 def _along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float]]:
-    """Yield the places that a line takes, as a name does, a few pixels apart."""
+    """Yield boxes along a line, a few pixels apart, so that labels can avoid it."""
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         count = int(max(abs(x1 - x0), abs(y1 - y0)) / 6) + 1
         for step in range(count):
@@ -389,15 +392,15 @@ def _along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, floa
 
 
 _Place = tuple[float, float, float]
-"""From, to, and the base line of a text there."""
+"""(left, right, baseline) of a text or of an area that a text must not cover."""
 _Group = tuple[float, float, list[str]]
-"""A point with its names, one below the other."""
+"""(x, y, labels) of a point; its labels are stacked."""
 
 
 def _name_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Place]) -> None:
-    """Write names beside points, where they cover neither each other nor what is drawn."""
+    """Draw labels next to points, avoiding overlaps with labels and lines."""
     dots = [(x - 7, x + 7, y + 4) for x, y, _ in groups]
-    # The first name gets the best place, so each may be the first; of many, too many orders.
+    # Labels placed first get the best positions, so try all orders unless there are too many.
     orders = itertools.permutations(groups) if len(groups) <= _MAX_ORDERED else iter([groups])
     lowest, parts = math.inf, list[Callable[[], None]]()
     for order in orders:
@@ -414,15 +417,15 @@ def _name_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Place
 
 
 class _Names:
-    """A layout of names beside points.
+    """A layout of labels next to points.
 
     Args:
-        frame: The frame they are written on.
-        drawn: Places of lines; a name covers one only where it must.
-        solid: Places of points; names, too, once they have their places.
+        frame: Frame to draw on.
+        drawn: Boxes of lines; labels cover them only if necessary.
+        solid: Boxes of points.
 
     Attributes:
-        parts: Their SVG elements.
+        parts: Functions that draw the labels.
     """
 
     def __init__(self, frame: _Frame, drawn: list[_Place], solid: list[_Place]) -> None:
@@ -431,7 +434,7 @@ class _Names:
         self.parts: list[Callable[[], None]] = []
 
     def place(self, x: float, y: float, lines: Sequence[str]) -> int:
-        """Find the place of a point's names where they cost least; return that cost."""
+        """Place the labels of a point where they cost least; return the cost."""
         frame = self._frame
         width = max(map(len, lines)) * _CHAR
         below_first = (len(lines) - 1) * _NAME_HEIGHT
@@ -468,7 +471,7 @@ class _Names:
             self.parts.append(functools.partial(frame.leader, x, y, end))
             self._solid += _along([(x, y), (x, end)])
         self.parts += [
-            functools.partial(frame.say, left, line, what, "name", "start")
+            functools.partial(frame.add_text, left, line, what, "name", "start")
             for what, line in zip(lines, tops, strict=True)
         ]
         return costs[chosen]
@@ -483,7 +486,7 @@ class _Names:
         *,
         has_stroke: bool,
     ) -> int:
-        """Return what names at a place would cover, and how far they are from their point."""
+        """Return a cost for overlaps of labels and for their distance from the point."""
         left, top = place
         tops = [top + at * _NAME_HEIGHT for at in range(round(below_first / _NAME_HEIGHT) + 1)]
 
@@ -509,21 +512,21 @@ class _Names:
 
 
 def _stroke_end(y: float, top: float, below_first: float) -> float:
-    """Return where a stroke from a point to its names ends."""
+    """Return the y coordinate at which a leader line meets the labels."""
     return top + below_first + 3 if top < y else top - 11
 
 
 @attrs.frozen(kw_only=True)
 class Pairs(Chart):
-    """Two or more values of each category as dots on one stroke, on a logarithmic axis.
+    """Values of each category as dots on a vertical stroke, on a logarithmic axis.
 
     Attributes:
-        label: What is shown.
-        categories: Names below.
-        series: The dots; a value that is not known is 0 and left out.
-        x_label: What the categories are.
-        y_label: What y is.
-        unit: Of the values.
+        label: Description of the plot for screen readers.
+        categories: Names below the x axis.
+        series: Dots of one color; 0 for an unknown value, which is not drawn.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        unit: Unit of the values.
     """
 
     label: str
@@ -534,7 +537,7 @@ class Pairs(Chart):
     unit: str
 
     def legend(self) -> Sequence[tuple[str, str]]:
-        """Return (class, name) pairs."""
+        """Return the (CSS class, name) pairs of the legend."""
         return [(one.css, one.name) for one in self.series]
 
     def draw(self, width: float, height: float) -> str:
@@ -578,12 +581,12 @@ class Pairs(Chart):
 
 @attrs.frozen
 class Band:
-    """One row of horizontal bars.
+    """A row of ``Bars``.
 
     Attributes:
-        name: What it is.
-        parts: (class, value, what to show of it) of its parts, from the left.
-        note: Text at its end.
+        name: Name above the bar.
+        parts: (CSS class, value, tooltip) of each part, from left to right.
+        note: Text above the right end of the bar.
     """
 
     name: str
@@ -593,26 +596,26 @@ class Band:
 
 @attrs.frozen(kw_only=True)
 class Bars(Chart):
-    """Rows of horizontal bars, each with its name above; the height grows with the rows.
+    """Rows of horizontal bars, each with its name above it.
 
     Attributes:
-        label: What is shown.
+        label: Description of the plot for screen readers.
         bands: The rows.
-        colours: (class, name) pairs for the legend.
-        whole: The value of a bar of full width; that of the longest bar by default.
+        colors: (CSS class, name) pairs of the legend.
+        whole: Value of a bar of full width; 0 for the value of the longest bar.
     """
 
     label: str
     bands: tuple[Band, ...]
-    colours: tuple[tuple[str, str], ...] = ()
+    colors: tuple[tuple[str, str], ...] = ()
     whole: float = 0.0
 
     def legend(self) -> Sequence[tuple[str, str]]:
-        """Return (class, name) pairs."""
-        return self.colours
+        """Return the (CSS class, name) pairs of the legend."""
+        return self.colors
 
     def draw(self, width: float, height: float) -> str:
-        """Return the plot as SVG; its height is its own."""
+        """Return the plot as SVG; its height depends on the number of rows."""
         row = 42.0
         frame = _Frame(width, max(row * len(self.bands) + 8, 50.0), left=2.0)
         longest = max((sum(value for _, value, _ in band.parts) for band in self.bands), default=0)
@@ -624,15 +627,15 @@ class Bars(Chart):
             note = band.note[: most // 2]
             room = most - len(note) - 2
             name = band.name if len(band.name) <= room else band.name[: room - 1] + "…"
-            frame.say(2, y, name, "name", "start")
-            frame.say(width - 2, y, note, "tick", "end")
+            frame.add_text(2, y, name, "name", "start")
+            frame.add_text(width - 2, y, note, "tick", "end")
             frame.parts.append(
                 f'<rect x="2" y="{y + 6:.1f}" width="{width - 4:.1f}" height="12" rx="2" '
                 'class="track"/>'
             )
             x = 2.0
             for css, value, what in band.parts:
-                # Something is there, so something is seen, however little it is.
+                # Small values get a minimum width, so that they stay visible.
                 w = max(value * scale, 1.5) if value > 0 else 0.0
                 frame.bar(x, y + 6, min(w, width - 2 - x), 12, css, f"{band.name}: {what}")
                 x += w

@@ -1,4 +1,4 @@
-"""Reader of a report's source files."""
+"""Read the source file of a report."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _MAX_JSON_BYTES = 64 * 1024 * 1024
 def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | list[Any]:
     """Return the steps or the JSON document in a file.
 
-    The file is read once, so it may be a pipe. JSON lines are steps, even a single one.
+    The file is read once, so it may be a pipe. A file of JSON lines contains steps, even if it has
+    only one line.
 
     Raises:
-        TraceError: It is neither, or cannot be read.
+        TraceError: The file cannot be read, or contains neither.
     """
     name = os.fspath(path)
     try:
         stream = Path(path).open("rb")  # noqa: SIM115 - closed below
     except (OSError, ValueError):
-        return read_steps(path)  # says what is wrong with the path
+        return read_steps(path)  # raises an error that describes the problem with the path
     with stream:
         try:
             head = stream.peek(1)
@@ -49,7 +50,7 @@ def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | li
 
 
 class _Joined(io.RawIOBase):
-    """The bytes read ahead, followed by the rest of the stream."""
+    """Stream of the bytes read so far, followed by the rest of another stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
         self._head, self._rest = io.BytesIO(head), rest

@@ -1,4 +1,4 @@
-"""A report of a trace under one policy."""
+"""Create the report of a trace under one policy."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ MODE_NAMES: Mapping[str, tuple[str, str]] = {
     "NONE": ("eager", "eager"),
 }
 _MAX_ROWS = 200
-LEAST_WASTE = 0.01
-"""Padding in percent below which the plot shows this value: a logarithmic axis has no zero."""
+MIN_WASTE = 0.01
+"""Minimum padding in percent in the plot, because a logarithmic axis has no zero."""
 
 WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
-"""(graphs, waste) of the planner's curve; (graphs, waste) of known lists, by name."""
+"""(graphs, padding in percent) pairs of the planner's curve, and of known lists by name."""
 
 
 def waste_plan(source: object, max_size: int) -> WastePlan | str:
-    """Return the planner's curve for a trace, with known lists, or why there is no curve."""
+    """Return the planner's curve for a trace and known lists, or why there is no curve."""
     try:
         from dispatchkit_plan import plan_sizes
 
         plan = plan_sizes(source, graphs=1, max_size=max_size, hedge="none")  # type: ignore[arg-type]
     except DispatchkitError as error:
-        return f"The curve of the planner is missing: {error}"
+        return f"The planner could not compute the curve: {error}"
     rivals = {name: (one.num_graphs, one.waste_pct) for name, one in plan.rivals.items()}
     return plan.curve, rivals
 
@@ -50,7 +50,7 @@ def waste_plan(source: object, max_size: int) -> WastePlan | str:
 def waste_figure(
     plan: WastePlan | str, own: Sequence[tuple[str, int, float]], max_size: int
 ) -> Figure | MissingFigure:
-    """Return waste against number of graphs, with vLLM's points and one's own on the curve."""
+    """Return the plot of padding against the number of graphs, with vLLM's and our lists."""
     title = "Waste against number of graphs"
     if isinstance(plan, str):
         return MissingFigure("waste", title, plan)
@@ -60,7 +60,7 @@ def waste_figure(
         Line(
             f"{names.get(name, name)} ({graphs})",
             "eager" if name == "vllm-default" else "other",
-            ((float(graphs), max(waste, LEAST_WASTE)),),
+            ((float(graphs), max(waste, MIN_WASTE)),),
             marked=True,
         )
         for name, (graphs, waste) in rivals.items()
@@ -69,12 +69,12 @@ def waste_figure(
         Line(
             f"{name} ({graphs})",
             "piecewise",
-            ((float(graphs), max(waste, LEAST_WASTE)),),
+            ((float(graphs), max(waste, MIN_WASTE)),),
             marked=True,
         )
         for name, graphs, waste in own
     ]
-    best = tuple((float(graphs), waste) for graphs, waste in curve if waste >= LEAST_WASTE)
+    best = tuple((float(graphs), waste) for graphs, waste in curve if waste >= MIN_WASTE)
     lines = (Line("best sizes for this traffic", "full", best), *marks)
     rows = [(name, str(graphs), f"{waste:.2f}%") for name, (graphs, waste) in rivals.items()]
     rows += [(name, str(graphs), f"{waste:.2f}%") for name, graphs, waste in own]
@@ -82,9 +82,9 @@ def waste_figure(
     return Figure(
         "waste",
         title,
-        f"Padding as per cent of the real tokens, over steps of at most {max_size} tokens and one "
-        "list of sizes for all kinds of steps. The line is the best that any list of as many sizes "
-        "reaches on this trace: a point above it computes padding that other sizes would save.",
+        f"Padding as a percentage of the real tokens, for steps of at most {max_size} tokens and "
+        "one list of sizes for all kinds of steps. The line shows the least padding possible "
+        "with each number of sizes; other sizes would reduce the padding of a point above it.",
         Lines(
             label=title,
             lines=lines,
@@ -100,8 +100,8 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     """Return the report of a trace under one policy.
 
     Args:
-        account: The account of the trace.
-        plan: The result of ``waste_plan`` for the same trace.
+        account: Account of the trace.
+        plan: Result of ``waste_plan`` for the same trace.
     """
     steps, modes = account.num_steps, account.modes()
     replayed = 1.0 - modes["NONE"] / steps
@@ -110,9 +110,9 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     return Report(
         title=f"{PurePath(account.source).name} under {account.policy.partition(' ')[0]}",
         summary=(
-            f"Of {steps:,} steps {replayed:.1%} replay a graph, with padding of "
-            f"{account.waste_pct:.2f}% of their real tokens; the rest run eager, each for a reason "
-            "named below."
+            f"Of {steps:,} steps, {replayed:.1%} replay a graph, with padding of "
+            f"{account.waste_pct:.2f}% of their real tokens. The other steps run eager, for the "
+            "reasons below."
         ),
         facts=(
             ("Trace", account.source),
@@ -124,10 +124,8 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
         tiles=(
             Tile("Steps", f"{steps:,}", f"{account.num_graphs} graphs declared"),
             Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} steps eager"),
-            Tile(
-                "Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} above the real tokens"
-            ),
-            Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x as fast as eager"),
+            Tile("Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} padding tokens"),
+            Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x the speed of eager"),
         ),
         figures=(
             _padding(account),
@@ -160,10 +158,10 @@ def _by_bucket(account: Account) -> dict[int, list[AccountedDecision]]:
 
 
 def _padding(account: Account) -> Figure | MissingFigure:
-    title = "Padding over sizes"
+    title = "Padding by size"
     buckets = _by_bucket(account)
     if not buckets:
-        return MissingFigure("padding", title, "No step replayed a graph, so nothing was padded.")
+        return MissingFigure("padding", title, "No step replayed a graph, so there is no padding.")
     shares, rows = [], []
     for bucket, group in buckets.items():
         real = sum(one.steps * one.num_tokens for one in group)
@@ -175,8 +173,8 @@ def _padding(account: Account) -> Figure | MissingFigure:
     return Figure(
         "padding",
         title,
-        "Padded tokens of each bucket, as per cent of its real ones. "
-        f"Bucket {worst[1]} has the most, {worst[0]:.0f}%.",
+        "Padding tokens of each bucket as a percentage of its real tokens. "
+        f"Bucket {worst[1]} has the largest share, {worst[0]:.0f}%.",
         StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -192,7 +190,7 @@ def _padding(account: Account) -> Figure | MissingFigure:
 
 
 def _tokens(account: Account) -> Figure | MissingFigure:
-    title = "Tokens over sizes"
+    title = "Tokens by size"
     buckets = _by_bucket(account)
     if not buckets:
         return MissingFigure("tokens", title, "No step replayed a graph.")
@@ -202,8 +200,7 @@ def _tokens(account: Account) -> Figure | MissingFigure:
     return Figure(
         "tokens",
         title,
-        "Rows computed in each bucket, and so where padding costs most: "
-        f"bucket {most[1]}, with {most[0]:,} rows of padding.",
+        f"Rows computed in each bucket. Bucket {most[1]} has the most padding, {most[0]:,} rows.",
         StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -219,9 +216,9 @@ def _tokens(account: Account) -> Figure | MissingFigure:
 
 
 def _over_time(account: Account) -> Figure | MissingFigure:
-    title = "Mode share over time"
+    title = "Runtime modes over time"
     if not account.has_order:
-        why = f"{PurePath(account.source).name} counts steps, without their order."
+        why = f"{PurePath(account.source).name} does not record the order of steps."
         return MissingFigure("modes", title, why)
     ends, done, rows = [], 0, []
     for part in account.bins:
@@ -235,7 +232,7 @@ def _over_time(account: Account) -> Figure | MissingFigure:
     return Figure(
         "modes",
         title,
-        "Modes of the steps, in order.",
+        "Share of each runtime mode, in the order of the steps.",
         Shares(label=title, ends=tuple(ends), series=series),
         Table(
             ("Up to step", *(name for name, _ in MODE_NAMES.values())), tuple(rows), (0, 1, 2, 3)
@@ -244,7 +241,7 @@ def _over_time(account: Account) -> Figure | MissingFigure:
 
 
 def _times(account: Account) -> Figure | MissingFigure:
-    title = "Time per bucket and arm"
+    title = "Replay and eager time by bucket"
     buckets = _by_bucket(account)
     if not buckets:
         return MissingFigure("times", title, "No step replayed a graph.")
@@ -268,8 +265,8 @@ def _times(account: Account) -> Figure | MissingFigure:
     return Figure(
         "times",
         title,
-        f"A step by cost model {account.cost_model}: replayed, padding included, and eager at its "
-        f"own size. In {slower} of {len(buckets)} buckets eager would be faster.",
+        f"Time of a step according to cost model {account.cost_model}: replayed with padding, and "
+        f"eager at its exact size. Eager would be faster in {slower} of {len(buckets)} buckets.",
         Pairs(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -281,7 +278,9 @@ def _times(account: Account) -> Figure | MissingFigure:
             y_label="µs per step",
             unit="µs",
         ),
-        Table(("Bucket", "Steps", "Replay µs", "Eager µs", "Gain"), tuple(rows), (0, 1, 2, 3, 4)),
+        Table(
+            ("Bucket", "Steps", "Replay µs", "Eager µs", "Speedup"), tuple(rows), (0, 1, 2, 3, 4)
+        ),
     )
 
 
@@ -298,13 +297,13 @@ def _reasons(account: Account) -> Figure:
             Band(f"{name}: {reason}", ((css, float(steps), f"{steps:,} steps"),), f"{share:.1%}")
         )
         rows.append((name, reason, f"{steps:,}", why))
-    colours = tuple((css, name) for name, css in MODE_NAMES.values())
+    colors = tuple((css, name) for name, css in MODE_NAMES.values())
     return Figure(
         "reasons",
         "Reasons",
-        "Why steps run as they do, by number of steps. Every eager step has one.",
-        Bars(label="Reasons", bands=tuple(bands), colours=colours, whole=float(account.num_steps)),
-        Table(("Runs as", "Reason", "Steps", "Behind it"), tuple(rows), (2,)),
+        "Number of steps by reason. Every eager step has a reason.",
+        Bars(label="Reasons", bands=tuple(bands), colors=colors, whole=float(account.num_steps)),
+        Table(("Runs as", "Reason", "Steps", "Explanation"), tuple(rows), (2,)),
     )
 
 
@@ -315,7 +314,9 @@ def _decisions(account: Account) -> tuple[str, str, Table]:
         rows.append(
             (
                 str(one.num_tokens),
-                f"decode of {answer.batch.query_len}" if answer.batch.uniform else "mixed",
+                f"decode, {answer.batch.query_len} per request"
+                if answer.batch.uniform
+                else "mixed",
                 f"{one.steps:,}",
                 "eager" if one.decision.key is None else str(one.decision.key),
                 str(one.decision.reason),
@@ -333,25 +334,28 @@ def _decisions(account: Account) -> tuple[str, str, Table]:
         "Reason",
         "Padding",
         "µs/step",
-        "ms in all",
-        "Nearest graph that would have caught it",
+        "total ms",
+        "Nearest graph for eager steps",
     )
     table = Table(columns, tuple(rows), (0, 2, 5, 6, 7), total=len(account.decisions))
-    return "Decisions", "Every distinct decision, in order of total time.", table
+    return "Decisions", "All distinct decisions, sorted by total time.", table
 
 
 def _notes(account: Account) -> list[str]:
     notes = [
         (
-            "All declared graphs are assumed to be captured: this shows what the policy would do, "
-            "not what a runner did."
+            "All declared graphs are assumed to be captured, so the report shows what the policy "
+            "would decide, not what a runner did."
         ),
-        f"Times come from cost model {account.cost_model}, measured on the hardware that it names.",
+        (
+            f"Times are from cost model {account.cost_model}, which names the hardware they were "
+            "measured on."
+        ),
     ]
     over = sum(one.steps for one in account.decisions if one.num_tokens > account.covered_to)
     if over:
         notes.append(
-            f"{over:,} steps are above {account.covered_to} tokens, the last measured size; "
-            "their times are extrapolated linearly."
+            f"{over:,} steps have more than {account.covered_to} tokens, the largest measured "
+            "size. Their times are extrapolated linearly."
         )
     return notes

@@ -1,4 +1,4 @@
-"""A report of simulations side by side, as ``dispatchkit simulate --json`` prints them."""
+"""Create the report of one or more simulations from their JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dispatchkit.errors import ConfigError
 
 from dispatchkit_plan.report.charts import Band, Bars, Line, Lines
-from dispatchkit_plan.report.from_account import LEAST_WASTE, MODE_NAMES
+from dispatchkit_plan.report.from_account import MIN_WASTE, MODE_NAMES
 from dispatchkit_plan.report.page import Figure, MissingFigure, Report, Table, Tile
 
 __all__ = ["report_of_simulations"]
@@ -24,19 +24,19 @@ _NUMBERS = (
     "eager_time_s",
 )
 _OPTIONAL_NUMBERS = ("capture_time_s", "memory_bytes")
-_A_SIMULATION = "a simulation, as `dispatchkit simulate --json` prints it"
-_REASON_COLOURS = ("eager", "padding", "other", "piecewise", "full")
+_A_SIMULATION = "the JSON of a simulation, as printed by `dispatchkit simulate --json`"
+_REASON_COLORS = ("eager", "padding", "other", "piecewise", "full")
 
 
 def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> Report:
-    """Return the report of one or several simulations of a trace.
+    """Return the report of one or more simulations of a trace.
 
     Args:
-        rows: The result of ``Simulation.to_json`` for each.
-        source: Name of the trace, or of the file they come from.
+        rows: Result of ``Simulation.to_json`` of each simulation.
+        source: Name of the trace, or of the file with the simulations.
 
     Raises:
-        ConfigError: A row is not a simulation.
+        ConfigError: A row is not the JSON of a simulation.
     """
     checked = [_checked(row, source) for row in rows]
     if not checked:
@@ -53,8 +53,8 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
     return Report(
         title=f"Simulation of {source}",
         summary=(
-            f"{names} on the same {first['num_steps']:,} steps, without a device."
-            + (f" Least device time: {best['label']}." if several else "")
+            f"{names} on the same {first['num_steps']:,} steps, simulated without a device."
+            + (f" {best['label']} has the shortest device time." if several else "")
         ),
         facts=(
             ("Scenarios", str(len(checked))),
@@ -62,9 +62,9 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
         ),
         tiles=(
             Tile("Steps", f"{first['num_steps']:,}", "in each scenario"),
-            Tile("Least time", f"{best['time_s']:.3g} s", best["label"]),
-            Tile("Against eager", f"{speed:.2f}x", f"eager takes {best['eager_time_s']:.3g} s"),
-            Tile("Its padding", f"{best['waste_pct']:.2f}%", "of the real tokens"),
+            Tile("Shortest time", f"{best['time_s']:.3g} s", best["label"]),
+            Tile("Speed vs. eager", f"{speed:.2f}x", f"eager takes {best['eager_time_s']:.3g} s"),
+            Tile("Padding", f"{best['waste_pct']:.2f}%", f"of the real tokens, {best['label']}"),
         ),
         figures=(
             _modes(checked),
@@ -73,9 +73,9 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
             _reasons(checked),
             MissingFigure(
                 "padding",
-                "Padding over sizes",
-                "A simulation holds totals only. `dispatchkit report TRACE` shows each size, and "
-                "the mode share over time.",
+                "Padding by size",
+                "A simulation records only totals. `dispatchkit report TRACE` shows the padding "
+                "of each size, and the runtime modes over time.",
             ),
         ),
         tables=(_table(checked),),
@@ -84,7 +84,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
 
 
 def _checked(row: Any, source: str) -> dict[str, Any]:
-    """Return a row with all that is used of it, of the right types."""
+    """Return a validated row with defaults for missing optional fields."""
     if not isinstance(row, Mapping):
         raise ConfigError(source, row, _A_SIMULATION)
     made = dict(row)
@@ -98,7 +98,9 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
         if not isinstance(counts, Mapping) or not all(
             isinstance(value, int) and 0 <= value < 10**18 for value in counts.values()
         ):
-            raise ConfigError(f"{source}: {name}", counts, "a table of counts, in " + _A_SIMULATION)
+            raise ConfigError(
+                f"{source}: {name}", counts, "an object of counts, as in " + _A_SIMULATION
+            )
     made["label"] = str(made.get("label") or made.get("policy") or "?")
     made["cost_model"] = str(made.get("cost_model", "?"))
     notes = made.get("notes")
@@ -110,7 +112,7 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
 
 def _check_number(value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-        raise ConfigError(where, value, "a number, in " + _A_SIMULATION)
+        raise ConfigError(where, value, "a number, as in " + _A_SIMULATION)
 
 
 def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -125,12 +127,12 @@ def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
         bands.append(Band(row["label"], parts, f"{hit:.1%} replayed"))
     return Figure(
         "modes",
-        "Mode share",
-        "Modes of the steps in each scenario.",
+        "Runtime modes",
+        "Share of each runtime mode in each scenario.",
         Bars(
-            label="Mode share",
+            label="Runtime modes",
             bands=tuple(bands),
-            colours=tuple((css, name) for name, css in MODE_NAMES.values()),
+            colors=tuple((css, name) for name, css in MODE_NAMES.values()),
         ),
     )
 
@@ -151,22 +153,22 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "times",
         "Time of the whole trace",
-        "Device time by the cost model, and that of the same steps all eager.",
+        "Device time according to the cost model, and the time if all steps ran eager.",
         Bars(label="Time of the whole trace", bands=(*bands, eager)),
     )
 
 
 def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
     def point(row: Mapping[str, Any]) -> tuple[float, float]:
-        # Graphs are evicted only to make room, so those left at the end are the maximum.
+        # Graphs are evicted only to make room, so the number at the end is the maximum.
         held = max(0.0, row["captures"] - row["evictions"])
-        return held, max(row["waste_pct"], LEAST_WASTE)
+        return held, max(row["waste_pct"], MIN_WASTE)
 
     return Figure(
         "waste",
         "Waste against number of graphs",
-        "Padding as per cent of the real tokens, over the most graphs that each scenario held at "
-        "a time, all modes and kinds of batches together.",
+        "Padding as a percentage of the real tokens, against the largest number of graphs that "
+        "each scenario had at a time. All modes and kinds of batches are counted together.",
         Lines(
             label="Waste against number of graphs",
             lines=tuple(
@@ -178,7 +180,7 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
                 )
                 for row in rows
             ),
-            x_label="graphs held",
+            x_label="live graphs",
             y_label="padding",
             unit="%",
         ),
@@ -188,8 +190,8 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     names = list(dict.fromkeys(reason for row in rows for reason in row["misses"]))
     if not names:
-        return MissingFigure("reasons", "Reasons for eager", "No step of any scenario ran eager.")
-    css = {name: _REASON_COLOURS[i % len(_REASON_COLOURS)] for i, name in enumerate(names)}
+        return MissingFigure("reasons", "Reasons for eager", "No step ran eager.")
+    css = {name: _REASON_COLORS[i % len(_REASON_COLORS)] for i, name in enumerate(names)}
     bands = tuple(
         Band(
             row["label"],
@@ -215,12 +217,12 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     return Figure(
         "reasons",
         "Reasons for eager",
-        "Why steps ran eager, as a share of all steps.",
+        "Number of eager steps by reason, as a share of all steps.",
         Bars(
             label="Reasons for eager",
             bands=bands,
             whole=float(max(row["num_steps"] for row in rows)),
-            colours=tuple((css[name], str(name)) for name in names),
+            colors=tuple((css[name], str(name)) for name in names),
         ),
         table,
     )
@@ -248,7 +250,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, Table]:
     columns = (
         "Scenario",
         "Time (s)",
-        "Than eager",
+        "Speedup",
         "Padding",
         "Graphs",
         "Captures",
@@ -257,4 +259,4 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, Table]:
         "Memory (bytes)",
     )
     table = Table(columns, cells, tuple(range(1, len(columns))))
-    return "Scenarios", "All numbers side by side.", table
+    return "Scenarios", "All results.", table

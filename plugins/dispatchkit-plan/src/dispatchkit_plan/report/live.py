@@ -1,4 +1,4 @@
-"""Statistics of a serving runner, sampled over time, and their report."""
+"""Sample the statistics of a serving runner, and create their report."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["STATISTICS_FORMAT", "LiveStatistics", "report_of_statistics"]
 STATISTICS_FORMAT = "dispatchkit-statistics"
 STATISTICS_VERSION = 1
 MAX_SAMPLES = 1024
-"""Maximum number of samples; beyond it, every second one is dropped."""
+"""Maximum number of samples; beyond it, every second sample is dropped."""
 _TOKENS = re.compile(r"\btokens=(\d{1,9})\b")
 _NOT_STATISTICS = "statistics saved by LiveStatistics.save"
 
 
 class LiveStatistics:
-    """Samples of a runner's counters, in order; sampling adds nothing to steps.
+    """Samples of a runner's counters over time.
 
-    A server may sample for weeks: beyond ``MAX_SAMPLES``, the first and every second one after
-    it are kept. Counters only grow, so dropping samples loses only the resolution in time.
+    Sampling adds no work to steps. A server may sample for weeks: beyond ``MAX_SAMPLES``, every
+    second sample is dropped. Because counters only grow, this reduces only the resolution in time.
 
     Example::
 
@@ -46,11 +46,11 @@ class LiveStatistics:
         live.save("statistics.json")      # then: dispatchkit report statistics.json
 
     Attributes:
-        policy: Name of the policy, as of the last sample.
-        samples: Counters of each sample, as plain values.
-        arms: Measurements of a learning policy as of the last sample.
-        memory: Memory of each device as of the last sample, in bytes by purpose, if the runner
-            shares a ``GraphMemory``.
+        policy: Name of the policy at the last sample.
+        samples: Counters of each sample, as JSON values.
+        arms: Measurements of a learning policy at the last sample.
+        memory: Bytes by purpose for each device at the last sample, if the runner shares a
+            ``GraphMemory``; otherwise empty.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class LiveStatistics:
         self.memory: dict[str, dict[str, int]] = {}
 
     def sample(self, runner: Any) -> None:
-        """Read a GraphRunner's counters, and what its policy has learned."""
+        """Append the current counters of a ``GraphRunner``, and read what its policy learned."""
         self.policy = runner.dispatcher.policy_name
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:
@@ -72,7 +72,7 @@ class LiveStatistics:
             self.arms = [attrs.asdict(bucket) for bucket in explains() if attrs.has(type(bucket))]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the samples as their file holds them."""
+        """Return the content of the file that ``save`` writes."""
         return {
             "format": STATISTICS_FORMAT,
             "version": STATISTICS_VERSION,
@@ -103,30 +103,30 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     """Return the report of live statistics.
 
     Args:
-        data: The result of ``LiveStatistics.to_json``.
-        source: Name of the file, for messages.
+        data: Result of ``LiveStatistics.to_json``.
+        source: Name of the file, for error messages.
 
     Raises:
-        ConfigError: ``data`` has another form.
+        ConfigError: The data are not statistics of this version.
     """
     if data.get("version") != STATISTICS_VERSION:
         raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION))
     samples = data.get("samples")
     if not isinstance(samples, list) or not samples:
-        raise ConfigError(f"{source}: samples", samples, "at least one, in " + _NOT_STATISTICS)
+        raise ConfigError(f"{source}: samples", samples, "at least one, as in " + _NOT_STATISTICS)
     for sample in samples:
         _check_sample(sample, source)
     last = samples[-1]
     steps = last["steps"] or 1
     replayed = 1.0 - last["steps_by_mode"].get("NONE", 0) / steps
     padding = last["padded_tokens"] - last["real_tokens"]
-    real = sum(last["hit_tokens"].values())  # of the steps that replayed a graph
+    real = sum(last["hit_tokens"].values())  # only of steps that replayed a graph
     share = 100.0 * padding / real if real else 0.0
     policy = str(data.get("policy") or "?")
     return Report(
         title=f"Live statistics of {policy}",
         summary=(
-            f"Of {last['steps']:,} steps {replayed:.1%} replayed a graph, with padding of "
+            f"Of {last['steps']:,} steps, {replayed:.1%} replayed a graph, with padding of "
             f"{share:.2f}% of their real tokens."
         ),
         facts=(
@@ -137,8 +137,8 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         ),
         tiles=(
             Tile("Steps", f"{last['steps']:,}", f"{last['failed_steps']:,} failed"),
-            Tile("Replayed", f"{replayed:.1%}", f"{len(last['hits'])} graphs in use"),
-            Tile("Padding", f"{share:.2f}%", f"{padding:,} tokens"),
+            Tile("Replayed", f"{replayed:.1%}", f"{len(last['hits'])} graphs used"),
+            Tile("Padding", f"{share:.2f}%", f"{padding:,} padding tokens"),
             Tile(
                 "Captures",
                 f"{last['captures']:,}",
@@ -151,25 +151,25 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
             MissingFigure(
                 "waste",
                 "Waste against number of graphs",
-                "Counters do not hold the sizes of batches. Record a trace (`dispatchkit record`), "
-                "then `dispatchkit report TRACE`.",
+                "Counters do not record the sizes of batches. Record a trace with `dispatchkit "
+                "record`, then run `dispatchkit report TRACE`.",
             ),
             _times(data.get("arms"), source),
             _reasons(last),
         ),
-        notes=("These are counts of a serving runner since its creation.",),
+        notes=("The numbers count all steps since the runner was created.",),
     )
 
 
 def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
-    """Return the memory of each device by purpose, as text."""
+    """Return (name, text) facts with the memory of each device by purpose."""
     if devices is None:
         return []
     if not isinstance(devices, Mapping) or not all(
         isinstance(lines, Mapping) and all(whole_number(one) is not None for one in lines.values())
         for lines in devices.values()
     ):
-        raise ConfigError(f"{source}: memory", devices, "bytes by device and part")
+        raise ConfigError(f"{source}: memory", devices, "an object of bytes by device and purpose")
     return [
         (
             f"Memory of {device}",
@@ -183,7 +183,7 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
 
 def _check_sample(sample: Any, source: str) -> None:
     if not isinstance(sample, Mapping):
-        raise ConfigError(f"{source}: sample", sample, "a table, in " + _NOT_STATISTICS)
+        raise ConfigError(f"{source}: sample", sample, "an object, as in " + _NOT_STATISTICS)
     counts = (
         "steps",
         "real_tokens",
@@ -198,7 +198,7 @@ def _check_sample(sample: Any, source: str) -> None:
     for name in ("steps_by_mode", "hits", "hit_tokens", "eager_by_reason"):
         table = sample.get(name)
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{source}: {name}", table, "a table, in " + _NOT_STATISTICS)
+            raise ConfigError(f"{source}: {name}", table, "an object, as in " + _NOT_STATISTICS)
         for value in table.values():
             _check_count(value, f"{source}: {name}")
 
@@ -206,11 +206,11 @@ def _check_sample(sample: Any, source: str) -> None:
 def _check_count(value: Any, where: str) -> None:
     number = whole_number(value)
     if number is None or not 0 <= number < 10**18:
-        raise ConfigError(where, value, "a count, in " + _NOT_STATISTICS)
+        raise ConfigError(where, value, "a count, as in " + _NOT_STATISTICS)
 
 
 def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:
-    title = "Padding over sizes"
+    title = "Padding by size"
     buckets: dict[int, list[int]] = {}
     for key, steps in last["hits"].items():
         found = _TOKENS.search(key)
@@ -220,7 +220,7 @@ def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:
             sums[1] += last["hit_tokens"].get(key, 0)
     buckets = {size: sums for size, sums in sorted(buckets.items()) if sums[0]}
     if not buckets:
-        return MissingFigure("padding", title, "No step replayed a graph, so nothing was padded.")
+        return MissingFigure("padding", title, "No step replayed a graph, so there is no padding.")
     shares = [
         100.0 * max(0, size * steps - real) / real if real else 0.0
         for size, (steps, real) in buckets.items()
@@ -232,7 +232,7 @@ def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:
     return Figure(
         "padding",
         title,
-        "Padded tokens of each bucket, as per cent of its real ones.",
+        "Padding tokens of each bucket as a percentage of its real tokens.",
         StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
@@ -249,7 +249,7 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     ends: list[int] = []
     parts: list[dict[str, int]] = []
     before: Mapping[str, int] = {}
-    # Evenly, with the last one: more bars than that could not be told apart.
+    # Choose evenly spaced samples including the last; more bars would be indistinguishable.
     bars = min(MAX_BINS, len(samples))
     for number in range(1, bars + 1):
         sample = samples[number * len(samples) // bars - 1]
@@ -260,25 +260,25 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
             parts.append({mode: max(0, count) for mode, count in part.items()})
         before = now
     if not parts:
-        return MissingFigure("modes", "Mode share over time", "No step has run yet.")
+        return MissingFigure("modes", "Runtime modes over time", "No step has run yet.")
     series = tuple(
         Series(name, css, tuple(float(part[mode]) for part in parts))
         for mode, (name, css) in MODE_NAMES.items()
     )
     return Figure(
         "modes",
-        "Mode share over time",
-        f"Modes of the steps between one sample and the next ({len(samples):,} samples).",
-        Shares(label="Mode share over time", ends=tuple(ends), series=series),
+        "Runtime modes over time",
+        f"Share of each runtime mode between samples ({len(samples):,} samples).",
+        Shares(label="Runtime modes over time", ends=tuple(ends), series=series),
     )
 
 
 def _times(buckets: Any, source: str) -> Figure | MissingFigure:
-    title = "Time per bucket and arm"
+    title = "Replay and eager time by bucket"
     rows, names, replay, eager = [], [], [], []
     for bucket in buckets if isinstance(buckets, list) else ():
         if not isinstance(bucket, Mapping) or not isinstance(bucket.get("arms"), list):
-            raise ConfigError(f"{source}: arms", bucket, "a bucket with its arms")
+            raise ConfigError(f"{source}: arms", bucket, "an object with a list named arms")
         sizes = bucket.get("sizes")
         name = "-".join(map(str, sizes)) if isinstance(sizes, list | tuple) else "?"
         best: dict[bool, float] = {}
@@ -297,13 +297,13 @@ def _times(buckets: Any, source: str) -> Figure | MissingFigure:
         return MissingFigure(
             "times",
             title,
-            "The policy does not measure steps. For a policy that learns, such as adaptive, its "
-            "medians are shown here.",
+            "The policy does not measure steps. This figure shows the medians of a policy that "
+            "does, such as adaptive.",
         )
     return Figure(
         "times",
         title,
-        "Medians that the policy measured: the fastest graph, and eager.",
+        "Medians measured by the policy: the fastest graph, and eager.",
         Pairs(
             label=title,
             categories=tuple(names),
@@ -311,7 +311,7 @@ def _times(buckets: Any, source: str) -> Figure | MissingFigure:
                 Series("replay", "full", tuple(replay)),
                 Series("eager", "eager", tuple(eager)),
             ),
-            x_label="batches of (tokens)",
+            x_label="batch size (tokens)",
             y_label="µs per step",
             unit="µs",
         ),
@@ -336,11 +336,11 @@ def _reasons(last: Mapping[str, Any]) -> Figure:
     return Figure(
         "reasons",
         "Reasons",
-        "Why steps ran as they did, by number of steps.",
+        "Number of steps by reason.",
         Bars(
             label="Reasons",
             bands=tuple(bands),
-            colours=tuple((css, name) for name, css in MODE_NAMES.values()),
+            colors=tuple((css, name) for name, css in MODE_NAMES.values()),
             whole=float(last["steps"]),
         ),
     )

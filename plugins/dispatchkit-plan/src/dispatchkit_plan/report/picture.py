@@ -1,4 +1,4 @@
-"""One figure of a report as an SVG file, for use in other pages and documents."""
+"""Render a figure of a report as an SVG file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["figure_of", "render_figure"]
 
 _PLOT = (700.0, 340.0)
 _MARGIN, _TITLE, _LEGEND = 18.0, 44.0, 24.0
-_CHAR = 6.8  # mean width of a letter of the legend
+_CHAR = 6.8  # mean width of a character in the legend
 
 
 def figure_of(report: Report, name: str) -> Figure:
-    """Return a figure of a report by its name.
+    """Return the figure of a report with the given name.
 
     Raises:
-        ConfigError: There is no figure of that name, or it has no data; the error says why.
+        ConfigError: The report has no such figure, or no data for it.
     """
     drawn = [one for one in report.figures if isinstance(one, Figure)]
     for figure in drawn:
@@ -35,8 +35,8 @@ def figure_of(report: Report, name: str) -> Figure:
 def render_figure(figure: Figure) -> str:
     """Return a figure as an SVG document with its title and legend.
 
-    It has a background of its own and follows light and dark where the viewer says which it is,
-    so that it can be read on any page. It loads nothing.
+    The document has its own background and follows the viewer's light or dark color scheme. It
+    loads no other resources.
     """
     legend = list(_legend(figure.chart))
     width, height = _PLOT

@@ -1,4 +1,4 @@
-"""Colours and type of reports, for light and dark."""
+"""Colors and fonts of reports, for light and dark color schemes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DARK = """
 --track:#20262f;--shade:rgba(0,0,0,.6);
 """
 FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
-# What is drawn by the plots, in a page or alone.
+# Styles of the plots, which may be part of a page or files of their own.
 PLOT = """
 svg text{font-family:inherit;font-size:12px;fill:var(--soft)}
 svg .name{fill:var(--ink)}

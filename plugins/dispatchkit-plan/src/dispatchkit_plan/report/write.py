@@ -1,4 +1,4 @@
-"""Write a report page from any supported source with one call."""
+"""Write the report of any supported source."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) 
     """Return the report of an account, live statistics or simulations.
 
     Raises:
-        ConfigError: The source is none of these.
+        ConfigError: The source has another type.
     """
     if isinstance(source, Report):
         return source
     if isinstance(source, Account):
         return report_of_account(
-            source, plan="Pass `plan=waste_plan(trace, max_size)` to report_of_account for it."
+            source, plan="To show it, pass `plan=waste_plan(trace, max_size)` to report_of_account."
         )
     if isinstance(source, LiveStatistics):
         return report_of_statistics(source.to_json(), source="a live runner")
@@ -50,16 +50,18 @@ def write_report(
     *,
     figure: str | None = None,
 ) -> None:
-    """Write a report as one HTML file, whole or not at all; or one figure of it, as SVG.
+    """Write a report as one HTML file, or one of its figures as SVG.
+
+    The file is written completely or not at all.
 
     Args:
-        source: The account, statistics, simulations or report to write.
-        path: The file to write.
-        figure: Name of the figure to write alone, such as ``"waste"``.
+        source: Account, statistics, simulations or report.
+        path: File to write.
+        figure: Name of the figure to write, such as ``"waste"``; None for the whole report.
 
     Raises:
-        ConfigError: The file cannot be written, the source is not supported, or the report has
-            no such figure.
+        ConfigError: The file cannot be written, the source is not supported, or the report has no
+            such figure.
     """
     report = as_report(source)
     if figure is None:

@@ -1,4 +1,4 @@
-"""Traffic in formats of other programs: counts of sizes and server logs."""
+"""Read traffic in formats of other programs: size counts and server logs."""
 
 from dispatchkit_plan.traffic.counts import (
     CudagraphStats,

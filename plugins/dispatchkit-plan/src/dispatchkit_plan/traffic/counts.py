@@ -1,7 +1,7 @@
-"""Counts instead of steps: vLLM's printed CUDA graph statistics, and plain histograms.
+"""Read counts of steps: vLLM's CUDA graph statistics, and histograms.
 
-Both have the frequency of each batch size, but not the order. Plans can be made from them;
-validating one needs the order, which only a step trace has.
+Both contain the frequency of each batch size, but not the order of steps. Plans can be made from
+them, but validation requires the order, which only step traces record.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 
 @attrs.frozen(order=True)
 class StepKind:
-    """The kind of a step, as far as planning distinguishes.
+    """Features of a step that planning distinguishes.
 
     Attributes:
-        num_tokens: Tokens before padding.
-        uniform: Uniform decode; None when not known.
-        num_active_loras: Active adapters.
+        num_tokens: Number of real tokens.
+        uniform: Whether the step is uniform decode; None if unknown.
+        num_active_loras: Number of active adapters.
     """
 
     num_tokens: int
@@ -56,8 +56,8 @@ class SizeHistogram:
     """Number of steps of each kind.
 
     Attributes:
-        counts: Steps per kind.
-        source: Its origin, for messages.
+        counts: Number of steps by kind.
+        source: Name of the source in messages.
     """
 
     counts: Mapping[StepKind, int]
@@ -65,7 +65,7 @@ class SizeHistogram:
 
     @classmethod
     def from_trace(cls, trace: StepTrace) -> SizeHistogram:
-        """Count the steps of a trace; columns it does not have stay unknown."""
+        """Count the steps of a trace; features without a column stay unknown."""
         size = len(trace)
         tokens = trace.column("num_tokens")
         columns = trace.columns
@@ -86,19 +86,19 @@ class SizeHistogram:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps counted."""
+        """Total number of steps."""
         return sum(self.counts.values())
 
     @property
     def knows_uniform(self) -> bool:
-        """Whether each kind says if it is uniform decode."""
+        """Whether ``uniform`` is known for every kind."""
         return all(kind.uniform is not None for kind in self.counts)
 
     def steps(self) -> StepTrace:
-        """Return the counted steps as a trace, each kind spread evenly over its length.
+        """Return the counted steps as a trace, with each kind spread evenly.
 
-        Their real order is not known, so ``has_order`` of the trace is False. A kind not known
-        to be uniform decode is mixed, the default of a runner.
+        The actual order is unknown, so ``has_order`` of the trace is False. Kinds that are not
+        known to be uniform decode are mixed, as by default in a runner.
 
         Raises:
             TraceError: There are no steps, or more than 5 million.
@@ -108,7 +108,7 @@ class SizeHistogram:
                 self.source,
                 None,
                 f"counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be processed "
-                "one by one. Divide all counts by the same number.",
+                "individually. Divide all counts by the same number.",
             )
         kinds = [kind for kind, count in self.counts.items() if count]
         places = (
@@ -118,7 +118,7 @@ class SizeHistogram:
         )
         order = [number for _, number in sorted(places)]
         if not order:
-            raise TraceError(self.source, None, "counts no steps.")
+            raise TraceError(self.source, None, "has only counts of 0.")
         columns: dict[str, list[int]] = {"num_tokens": [kind.num_tokens for kind in kinds]}
         if any(kind.uniform is not None for kind in kinds):
             columns["uniform_decode"] = [int(bool(kind.uniform)) for kind in kinds]
@@ -132,13 +132,13 @@ class SizeHistogram:
 
 @attrs.frozen
 class CudagraphStatRow:
-    """One line of the table: steps that were padded alike and ran in the same mode.
+    """One line of the table: steps with the same padding and mode.
 
     Attributes:
-        unpadded: Tokens before padding.
-        padded: Tokens after it.
+        unpadded: Number of tokens before padding.
+        padded: Number of tokens after padding.
         mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
-        count: Steps.
+        count: Number of steps.
     """
 
     unpadded: int
@@ -149,13 +149,13 @@ class CudagraphStatRow:
 
 @attrs.frozen
 class CudagraphStats:
-    """CUDA graph statistics printed by vLLM, all tables of a log together.
+    """CUDA graph statistics printed by vLLM, from all tables of a log.
 
     Attributes:
         rows: Lines of the tables, in order; equal lines of several tables are not merged.
-        config_mode: The configured mode (``FULL_AND_PIECEWISE``, ...); "" if not printed.
-        sizes: The configured capture sizes; empty if not printed.
-        source: Its origin, for messages.
+        config_mode: Configured mode (``FULL_AND_PIECEWISE``, ...); empty if not printed.
+        sizes: Configured capture sizes; empty if not printed.
+        source: Name of the source in messages.
     """
 
     rows: tuple[CudagraphStatRow, ...]
@@ -166,10 +166,10 @@ class CudagraphStats:
     def histogram(self) -> SizeHistogram:
         """Return the number of steps of each size.
 
-        The table has no column for uniform decode. Under ``FULL_AND_PIECEWISE`` and
-        ``FULL_DECODE_ONLY`` a FULL graph serves uniform decode only, and a PIECEWISE one is
-        taken as mixed (a uniform batch falls there only above the largest decode graph); a
-        step without a graph stays unknown.
+        The table has no column for uniform decode. With ``FULL_AND_PIECEWISE`` and
+        ``FULL_DECODE_ONLY``, FULL graphs serve only uniform decode, and PIECEWISE steps are assumed
+        to be mixed (a uniform batch has this mode only above the largest decode graph). Steps
+        without a graph stay unknown.
         """
         counts: Counter[StepKind] = Counter()
         apart = self.config_mode in {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
@@ -180,7 +180,7 @@ class CudagraphStats:
 
     @property
     def waste_pct(self) -> float:
-        """Padding in percent of the real tokens, over the steps that replayed a graph."""
+        """Padding as a percentage of the real tokens of replayed steps."""
         graphed = [row for row in self.rows if row.mode != "NONE"]
         real = sum(row.unpadded * row.count for row in graphed)
         padding = sum((row.padded - row.unpadded) * row.count for row in graphed)
@@ -194,22 +194,20 @@ _MODES = ("FULL", "NONE", "PIECEWISE")
 def read_cudagraph_stats(
     path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> CudagraphStats:
-    """Read the statistics table that vLLM prints with ``--cudagraph-metrics``.
+    """Read the statistics that vLLM prints with ``--cudagraph-metrics``.
 
-    The file may be a whole server log: lines outside tables are skipped, and a logger's prefix
-    before a table's line is allowed. vLLM starts each table from zero, so the tables of a log
-    are added.
+    The file may be a whole server log: lines outside tables are skipped, and lines of a table may
+    have a logger's prefix. vLLM starts each table at zero, so the tables of a log are added.
 
     Args:
-        path: The log or table, plain or gzip.
-        max_bytes: Maximum bytes of text to read.
+        path: Path of the log or table, plain or gzip.
+        max_bytes: Maximum number of bytes of text to read.
 
     Raises:
-        TraceError: It has no table, or a line of a table is damaged.
+        TraceError: The file has no table, or a line of a table is damaged.
 
-    Source: vLLM 0.14 to 0.33, ``vllm/compilation/cuda_graph.py`` (settings as a list, then a
-        table with the five columns Unpadded Tokens, Padded Tokens, Num Paddings, Runtime
-        Mode, Count).
+    Source: vLLM 0.14 to 0.33, ``vllm/compilation/cuda_graph.py`` (a list of settings, then a table
+        with the columns Unpadded Tokens, Padded Tokens, Num Paddings, Runtime Mode and Count).
     """
     name = trace_name(path)
     found = parse_cudagraph_stats(name, iter_line_blocks(path, max_bytes=max_bytes))
@@ -217,14 +215,14 @@ def read_cudagraph_stats(
         raise TraceError(
             name,
             None,
-            "has no CUDA graph statistics table. vLLM prints one with --cudagraph-metrics, "
-            f"under the columns {', '.join(_STAT_HEADER)}.",
+            "has no CUDA graph statistics table. vLLM prints it with --cudagraph-metrics, with "
+            f"the columns {', '.join(_STAT_HEADER)}.",
         )
     return found
 
 
 def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
-    """Return the statistics in a text; None if it has no table.
+    """Return the statistics in a text, or None if it has no table.
 
     Raises:
         TraceError: A table is empty or damaged.
@@ -237,7 +235,7 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
             if match := re.search(r"- Mode: (?:\w+\.)?(\w+)\s*$", text):
                 config_mode = match[1]
             elif match := re.search(r"- Capture sizes: \[([\d, ]*)\]", text):
-                # The field may hold anything; ignore digit strings too long to be a size.
+                # The field may contain anything; ignore digit strings that are too long for a size.
                 sizes = tuple(map(int, re.findall(r"\b[0-9]{1,10}\b", match[1])))
             cells = _table_cells(text)
             if cells is None:
@@ -250,13 +248,13 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
                 raise TraceError(
                     name,
                     line,
-                    f"a table with columns {', '.join(cells)}; vLLM's are "
+                    f"has a table with columns {', '.join(cells)}, but the columns of vLLM are "
                     f"{', '.join(_STAT_HEADER)}.",
                 )
     if not seen_header:
         return None
     if not rows:
-        raise TraceError(name, None, "has a CUDA graph statistics table without lines.")
+        raise TraceError(name, None, "has a CUDA graph statistics table without rows.")
     return CudagraphStats(tuple(rows), config_mode, sizes, name)
 
 
@@ -274,7 +272,7 @@ def _near_header(cells: list[str]) -> bool:
 def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
     if len(cells) != len(_STAT_HEADER):
         raise TraceError(
-            name, line, f"{len(cells)} cells in a table of {len(_STAT_HEADER)} columns."
+            name, line, f"has {len(cells)} cells, but the table has {len(_STAT_HEADER)} columns."
         )
     numbers = {
         column: _whole(name, line, column, cell)
@@ -304,7 +302,7 @@ def _whole(name: str, line: int, column: str, text: str) -> int:
         value = int(text)
     except ValueError:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise TraceError(name, line, f"{column} must be a whole number, got {shown!r}.") from None
+        raise TraceError(name, line, f"{column} must be an integer, got {shown!r}.") from None
     if not 0 <= value <= MAX_COUNT:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise TraceError(name, line, f"{column} must be 0 to {MAX_COUNT}, got {shown}.")
@@ -322,12 +320,12 @@ def read_histogram(
 ) -> SizeHistogram:
     """Read a histogram: CSV with a size (``size`` or ``num_tokens``) and a ``count``.
 
-    Columns ``uniform_decode`` (0 or 1) and ``num_active_loras`` are optional. Equal lines are
-    added.
+    The columns ``uniform_decode`` (0 or 1) and ``num_active_loras`` are optional. The counts of
+    equal rows are added.
 
     Args:
-        path: The file, plain or gzip.
-        max_bytes: Maximum bytes of text to read.
+        path: Path of the file, plain or gzip.
+        max_bytes: Maximum number of bytes of text to read.
 
     Raises:
         TraceError: A column is missing or unknown, a value is invalid, or there are no sizes.
@@ -336,7 +334,7 @@ def read_histogram(
 
 
 def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
-    """Return the histogram in a text; see ``read_histogram``."""
+    """Return the histogram in a text, as ``read_histogram`` does."""
     counts: Counter[StepKind] = Counter()
     header: tuple[str, ...] | None = None
     for line, text in _numbered(blocks):
@@ -345,9 +343,9 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
             header = _histogram_header(name, line, cells)
             continue
         if len(cells) != len(header):
-            cut = " The file may be cut off here." if len(cells) < len(header) else ""
+            cut = " The file may be truncated here." if len(cells) < len(header) else ""
             raise TraceError(
-                name, line, f"{len(cells)} columns, the first line names {len(header)}.{cut}"
+                name, line, f"has {len(cells)} columns, but the first line has {len(header)}.{cut}"
             )
         row = {
             column: _whole(name, line, column, cell)
@@ -362,7 +360,7 @@ def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
         )
         counts[kind] += row["count"]
     if header is None:
-        raise TraceError(name, None, "is empty. A histogram starts with the line `size,count`.")
+        raise TraceError(name, None, "is empty. The first line of a histogram is `size,count`.")
     if not counts:
         raise TraceError(name, None, "has a header but no sizes.")
     return SizeHistogram(dict(counts), name)
@@ -383,7 +381,7 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
             raise TraceError(
                 name,
                 line,
-                f"unknown column {column!r}.{guess} Columns of a histogram: "
+                f"unknown column {column!r}.{guess} Columns of a histogram are "
                 f"{', '.join(_HISTOGRAM_COLUMNS)}.",
             )
         if cells.count(column) > 1:

@@ -1,7 +1,7 @@
-"""Readers of traffic files, shared by all commands.
+"""Read traffic files for all commands.
 
-The content determines the format: a step trace, a histogram, or a server's log. Further log
-formats are added to ``parse_log``.
+The format is detected from the content: a step trace, a histogram, or a server log. To support
+another log format, extend ``parse_log``.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def read_workload(
     name: str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> StepTrace | SizeHistogram:
-    """Read a step trace, a histogram or a server's log, detected by its content.
+    """Read a step trace, a histogram or a server log, detected from the content.
 
     The file is read once, so it may be a pipe.
 
     Args:
-        path: The file, or an open binary one; plain or gzip.
-        name: Its name in messages; its path by default.
-        max_bytes: Maximum bytes of text to read, after decompression.
+        path: Path, or an open binary file; plain or gzip.
+        name: Name of the file in messages; by default, its path.
+        max_bytes: Maximum number of bytes of text to read, after decompression.
 
     Raises:
-        TraceError: It has none of these formats, or is damaged.
+        TraceError: The file has another format, or is damaged.
     """
     name = trace_name(path) if name is None else name
     blocks = iter(iter_line_blocks(path, max_bytes=max_bytes, name=name))
@@ -77,7 +77,7 @@ def read_steps(
 ) -> StepTrace:
     """Read any file that ``read_workload`` accepts, as single steps.
 
-    If the file has only counts, the steps are spread evenly, and ``has_order`` is False.
+    If the file contains only counts, the steps are spread evenly, and ``has_order`` is False.
 
     Raises:
         TraceError: As for ``read_workload``, or the file counts more than 5 million steps.
@@ -89,13 +89,13 @@ def read_steps(
 def parse_log(
     name: str, blocks: Blocks, head: list[tuple[int, list[str]]]
 ) -> StepTrace | SizeHistogram:
-    """Return the steps or counts in a server's log."""
+    """Return the steps or counts in a server log."""
     iterations = IterationLog()
     stats = parse_cudagraph_stats(name, iterations.reading(blocks))
     trace = iterations.trace(name)
     if trace is not None:
-        return trace  # single steps in order, preferred to counts
+        return trace  # single steps in order are preferred to counts
     if stats is not None:
         return stats.histogram()
-    # Most likely a trace with a wrong first line (without num_tokens), so report that.
+    # Most likely a trace whose first line is wrong (without num_tokens), so report that.
     return parse_trace(name, head)

@@ -1,7 +1,7 @@
-"""Steps in a server's log: the lines that vLLM prints with ``--enable-logging-iteration-details``.
+"""Read steps that vLLM logs with ``--enable-logging-iteration-details``.
 
-They have more than its CUDA graph statistics: the order of the steps, and the requests of each.
-So they are preferred in a log that has both.
+In contrast to CUDA graph statistics, these lines record the order of steps and the requests of each
+step. They are therefore preferred in a log that contains both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dispatchkit.observe import Blocks, StepTrace
 
 __all__ = ["IterationLog"]
 
-# Source: vLLM 0.14 to 0.33; an engine's name may precede it, and memory figures may follow.
+# Source: vLLM 0.14 to 0.33. The name of an engine may precede it, and memory figures may follow.
 _LINE = re.compile(
     r"Iteration\(\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
     r"(\d{1,9}) generation requests, (\d{1,9}) generation tokens, "
@@ -22,10 +22,10 @@ _LINE = re.compile(
 
 
 class IterationLog:
-    """Collects the steps of a log while its blocks are read.
+    """Collector of the steps in a log, while its blocks are read.
 
-    A step is uniform decode if it has no prompts and one token for each request. Dummy
-    iterations and those without tokens are left out; times count only the time in steps.
+    A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
+    those without tokens are skipped. Times include only the time in steps.
     """
 
     def __init__(self) -> None:
@@ -52,5 +52,5 @@ class IterationLog:
             yield first, lines
 
     def trace(self, name: str) -> StepTrace | None:
-        """Return the steps; None if the log has none."""
+        """Return the collected steps, or None if there are none."""
         return StepTrace(self._columns, source=name) if self._columns["step"] else None
