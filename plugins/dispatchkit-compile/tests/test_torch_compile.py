@@ -473,7 +473,7 @@ def test_rows_without_a_token_hold_the_fill():
     options = RunnerOptions(capture=CaptureOptions(prove_rows=False))
     compiled = torch_compile.compile(step, fill={"x": 1.0}, options=options, **TAPE)
     assert torch.equal(compiled(torch.zeros(5, 2)), torch.full((5, 2), 3.0))
-    with pytest.raises(ConfigError, match="fill must be parameters: x"):
+    with pytest.raises(ConfigError, match="fill must be parameter names: x"):
         torch_compile.compile(step, fill={"y": 1.0}, **TAPE)
     with pytest.raises(ConfigError, match="fill must be a dict"):
         torch_compile.compile(step, fill=1.0, **TAPE)
@@ -690,7 +690,7 @@ def test_option_with_a_wrong_value_is_refused(options, words):
 def test_mode_may_be_given_once():
     """As an argument of torch.compile, or among the options."""
     assert str(torch_compile.CompileOptions.parse({}, "full").mode) == "FULL"
-    with pytest.raises(ConfigError, match="given once"):
+    with pytest.raises(ConfigError, match="passed only once"):
         torch_compile.CompileOptions.parse({"mode": "FULL"}, "PIECEWISE")
     with pytest.raises(ConfigError, match="a dict"):
         torch_compile.CompileOptions.parse([("mode", "FULL")])
@@ -710,7 +710,7 @@ def test_batch_of_an_unknown_parameter_is_refused():
 def test_nothing_compiled_yet_is_said():
     """Looking before the first call is no error."""
     compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
-    assert str(compiled) == "nothing compiled yet"
+    assert str(compiled) == "not compiled yet"
     assert compiled.stats() == []
 
 

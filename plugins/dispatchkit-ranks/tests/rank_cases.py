@@ -26,7 +26,7 @@ from dispatchkit import (
 from dispatchkit.errors import PolicyError, RankError
 
 from dispatchkit_ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
-from dispatchkit_ranks.wire import Wire
+from dispatchkit_ranks.exchange_group import ExchangeGroup
 
 # Far above what a start takes on a busy machine, NCCL's included.
 START = 60.0
@@ -65,7 +65,7 @@ def shown(decision):
     return [str(decision.mode), str(decision.key), decision.padded_num_tokens]
 
 
-def told(error):
+def report(error):
     return {"ranks": list(error.ranks), "step": error.step, "reason": error.reason,
             "text": str(error)}  # fmt: skip
 
@@ -100,11 +100,11 @@ def meet(rank, size, *, device):
     """Bring rows together without an agreement; one rank alone can do so too."""
     place = torch.device(device)
     store = dist.PrefixStore("meet", dist.group.WORLD.get_group_store())
-    wire = Wire(store, rank, size, place, 3, START)
-    rows = [wire.merge([rank + 1, -rank, each], START) for each in range(3)]
+    group = ExchangeGroup(store, rank, size, place, 3, START)
+    rows = [group.merge([rank + 1, -rank, each], START) for each in range(3)]
     table = np.arange(4, dtype=np.uint8)[None] * (rank + 1)
-    found = wire.merge_bytes(table, START).tolist()
-    wire.close()
+    found = group.merge_bytes(table, START).tolist()
+    group.close()
     return {"rows": rows, "bytes": found}
 
 
@@ -115,7 +115,7 @@ def alike(rank, size, *, odd_rank, what):
     try:
         RankedDispatcher(make_dispatcher(**settings), ranks)
     except RankError as error:
-        return told(error)
+        return report(error)
     return None
 
 
@@ -170,7 +170,7 @@ def not_coming(rank, size):
         RankAgreement(timeout=0.2, setup_timeout=0.5)
     except RankError as error:
         store.set(f"stopped/{rank}", "1")
-        return told(error)
+        return report(error)
     return None
 
 
@@ -224,7 +224,7 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
                 start = time.monotonic()
                 found.append(shown(ranked.dispatch(*batch)))
     except RankError as caught:
-        error = {**told(caught), "seconds": time.monotonic() - start}
+        error = {**report(caught), "seconds": time.monotonic() - start}
         # Only whoever is late waits for this, and the store may have ended with the bad rank.
         if kind == "late":
             store.set(f"stopped/{rank}", "1")
@@ -254,10 +254,10 @@ def given_up(rank, size, *, comes, timeout):
                     ranks._notes._store.wait(notes, timedelta(seconds=START))
                     return list(row)
 
-                ranks._wire.merge = merge
+                ranks._group.merge = merge
             ranks.exchange((rank,), step=2)
     except RankError as caught:
-        error = told(caught)
+        error = report(caught)
         store.set(f"stopped/{rank}", "1")
     return {"error": error}
 

@@ -13,21 +13,21 @@ pytestmark = pytest.mark.slow
 def run(*arguments):
     pytest.importorskip("torch")
     pytest.importorskip("dispatchkit_vllm")
-    told = torchrun(*arguments)
-    return dict(re.findall(r"rank (\d): steps (\{.*?\})", told)), told
+    report = torchrun(*arguments)
+    return dict(re.findall(r"rank (\d): steps (\{.*?\})", report)), report
 
 
 def test_the_data_parallel_example_runs():
     """Both ranks run the same modes, and the leader's table travels."""
     pytest.importorskip("dispatchkit_adaptive")
-    steps, told = run("examples/ranks/data_parallel.py", "--learn")
+    steps, report = run("examples/ranks/data_parallel.py", "--learn")
     assert set(steps) == {"0", "1"}
     assert steps["0"] == steps["1"]
-    assert "tables from the leader 0" not in told
+    assert "tables from the leader 0" not in report
 
 
 def test_the_tensor_parallel_example_runs():
     """Nothing is exchanged but at the checks."""
-    steps, told = run("examples/ranks/tensor_parallel.py")
+    steps, report = run("examples/ranks/tensor_parallel.py")
     assert set(steps) == {"0", "1"}
-    assert told.count("exchanges 2,") == 2
+    assert report.count("exchanges 2,") == 2

@@ -291,13 +291,13 @@ def test_a_range_of_sizes_is_asked_again_on_every_rank():
     learner.decide = lambda batch, graphs: None
     leader, other = LeaderPolicy(Smallest(), learner), LeaderPolicy(Smallest())
     tables = {policy: make_dispatcher(policy) for policy in (leader, other)}
-    leader.is_listening = True
+    leader.is_observing = True
     for _ in range(2):
         leader.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=5.0))
-        news = leader.take_news()
+        news = leader.take_updates()
         for policy, table in tables.items():
-            policy.put_news(news, table)
-    assert not leader.has_news
+            policy.apply_updates(news, table)
+    assert not leader.has_updates
     for table in tables.values():
         found = {size: table.dispatch(size).reason for size in (2, 3, 4, 5)}
         assert found == {2: "learnt", 3: "hit", 4: "hit", 5: "learnt"}
@@ -313,7 +313,7 @@ def test_outcomes_of_start_up_teach_nothing():
         for _ in range(3):
             dispatcher.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=1e6))
         ranked.dispatch(3)
-        return policy.has_news, ranked.epoch
+        return policy.has_updates, ranked.epoch
 
     assert all_good(run_ranks(2, run)) == [(False, 0), (False, 0)]
 
@@ -372,10 +372,10 @@ def test_a_learner_that_stops_half_way_through_its_answer_changes_nothing():
             raise ZeroDivisionError
 
     policy = LeaderPolicy(Smallest(), HalfWay())
-    policy.is_listening = True
+    policy.is_observing = True
     with pytest.warns(RuntimeWarning, match="'wilful', observe: raised ZeroDivisionError"):
         policy.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=1.0))
-    assert not policy.has_news
+    assert not policy.has_updates
     assert policy.num_learner_errors == 1
 
 
@@ -438,14 +438,14 @@ def test_a_key_that_changes_on_another_thread_during_a_merge_is_news():
     registry.is_enabled = is_enabled
     keys.merge_reports([mine, other])
     threads[0].join()
-    assert keys.has_news
+    assert keys.has_changes
 
 
 def test_a_withheld_key_that_is_forgotten_is_withheld_no_more():
     registry, keys, mine, other, key = withheld_on_this_rank()
     keys.merge_reports([mine, other])
     registry.forget(key)
-    keys.give_all_back()
+    keys.restore_all()
     assert not keys.withheld
 
 
@@ -672,7 +672,7 @@ def test_axes_with_a_leader_are_refused():
     def run(ranks):
         return RankedDispatcher(with_axes(LeaderPolicy(Smallest())), ranks)
 
-    assert any("none with a LeaderPolicy" in str(error) for error in run_ranks(2, run))
+    assert any("empty with a LeaderPolicy" in str(error) for error in run_ranks(2, run))
 
 
 def test_too_many_axes_for_one_row_are_refused():
@@ -693,7 +693,7 @@ def test_a_learner_on_another_rank_than_the_first_is_refused_and_stops_all():
     first, second = run_ranks(2, run)
     assert isinstance(first, RankError)
     assert isinstance(second, ConfigError)
-    assert "Only rank 0" in str(second)
+    assert "on rank 0 of the agreement only" in str(second)
 
 
 def test_a_base_that_learns_is_refused():

@@ -201,12 +201,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PegasusXForConditionalGeneration": ({}, "with rows at different positions"),
     "RecurrentGemmaForCausalLM": (
         {"layer_types": None, "num_hidden_layers": 3},
-        "one whose cache has layers",
+        "one that returns a cache with layers",
     ),
-    "RwkvForCausalLM": ({}, "one that takes cache or past_key_values or cache_params"),
+    "RwkvForCausalLM": ({}, "one that accepts cache or past_key_values or cache_params"),
     "xLSTMForCausalLM": (
         {"hidden_size": 64, "qk_dim_factor": 1.0, "chunk_size": 64},
-        "one whose cache has layers",
+        "one that returns a cache with layers",
     ),
 }
 

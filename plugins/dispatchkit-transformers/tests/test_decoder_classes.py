@@ -180,6 +180,6 @@ def test_a_device_without_memory_for_a_trial_is_no_fault_of_the_model(
     def without_memory(*given, **settings):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module, "_gives_what_prompts_give", without_memory)
+    monkeypatch.setattr(module, "_matches_prompts", without_memory)
     with pytest.raises(torch.OutOfMemoryError):
         decoder_of(made("LlamaForCausalLM", {}), **settings)

@@ -18,7 +18,7 @@ from dispatchkit.errors import ConfigError  # noqa: E402
 from dispatchkit.options import RunnerOptions  # noqa: E402
 
 from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder, prompts  # noqa: E402
-from dispatchkit_transformers.layers.chunk import RingLook  # noqa: E402
+from dispatchkit_transformers.layers.chunk import RingMask  # noqa: E402
 from dispatchkit_transformers.prompts import plan_chunks  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
@@ -282,7 +282,7 @@ def test_check_mode_runs_both_ways_from_the_same_windows_and_states(name):
 @needs_one_cache
 def test_states_that_no_chunk_continues_are_found_where_logits_do_not_show_it(monkeypatch):
     """In 16 bits they differ by rounding too much to tell."""
-    monkeypatch.setattr(prompts, "is_near", lambda *given: True)
+    monkeypatch.setattr(prompts, "is_close", lambda *given: True)
     model = tiny("MambaForCausalLM").to(torch.bfloat16)
     decoder = decoder_of(model, max_batch_size=4, prompt_sizes=(4, 16))
     decoder.admit(tokens_of(1, 9))
@@ -372,7 +372,7 @@ def test_chunks_take_the_least_time_and_are_few():
 def test_tokens_of_a_chunk_look_at_their_window_and_padding_somewhere(chunk, since):
     """Attention of a token that looks nowhere is NaN, in some kernels."""
     positions = torch.tensor([[32, 0, 1], [5, 6, 7], [32, 32, 32]])
-    look = RingLook(capacity=4, window=2 if chunk is None else 4, chunk=chunk, sink=32)
+    look = RingMask(capacity=4, window=2 if chunk is None else 4, chunk=chunk, sink=32)
     mask = look.mask(positions, torch.arange(32)).squeeze(1)
     assert mask.any(-1).all()
     held = [4, 1, 2, 3, 5, 6, 7]  # by the ring when the second row begins, then by the chunk

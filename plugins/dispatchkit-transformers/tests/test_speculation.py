@@ -26,7 +26,7 @@ from dispatchkit_transformers import (  # noqa: E402
     slot_cache,
 )
 from dispatchkit_transformers.decode_step import compile_for_any_size  # noqa: E402
-from dispatchkit_transformers.layers.kept import kept_by  # noqa: E402
+from dispatchkit_transformers.layers.layer_tensors import layer_tensors  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow
@@ -135,8 +135,8 @@ def test_a_window_with_a_spare_position_less_would_differ(monkeypatch):
     """A rejected draft is written over what the next token looks at."""
     monkeypatch.setattr(
         slot_cache,
-        "kept_by",
-        lambda layer, length, spare: kept_by(layer, length, max(0, spare - 1)),
+        "layer_tensors",
+        lambda layer, length, spare: layer_tensors(layer, length, max(0, spare - 1)),
     )
     with pytest.raises(AssertionError):
         serve_with(made("Gemma3ForCausalLM"), Known(0.7))

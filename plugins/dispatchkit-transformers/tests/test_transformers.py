@@ -203,7 +203,7 @@ def test_models_with_scores_that_it_does_not_know_are_refused(name):
     """The library's ``sdpa`` leaves out what it does not know, and refuses only its own name."""
     one = torch.ones(1, 2, 1, 4)
     for query in (one, torch.ones(1, 2, 3, 4)):
-        with pytest.raises(ConfigError, match=f"without {name}"):
+        with pytest.raises(ConfigError, match=f"supports {name}"):
             decode_attention(torch.nn.Module(), query, one, one, None, **{name: torch.ones(2)})
 
 
@@ -582,14 +582,17 @@ def test_arguments_of_another_kind_are_errors(one_model):
         with pytest.raises(ConfigError, match=r"prompt_sizes must be .* such as \(16, 64, 256\)"):
             decoder_of(one_model, prompt_sizes=sizes)
         with pytest.raises(
-            ConfigError, match=r"lengths of which the largest is max_length, such as \(16,\)"
+            ConfigError,
+            match=r"cache lengths, the largest equal to max_length, such as \(16,\)",
         ):
             decoder_of(one_model, max_length=16, lengths=sizes)
     decoder = decoder_of(one_model)
     for ids in ([[5, 6]], torch.ones(1, 2)):
-        with pytest.raises(InputError, match=r"tensor of tokens \(B, T\), int64, got"):
+        with pytest.raises(InputError, match=r"int64 tensor of tokens \(B, T\), got"):
             decoder.admit(ids)
-    with pytest.raises(InputError, match=r"got \(2,\). One prompt: input_ids\[None\]"):
+    with pytest.raises(
+        InputError, match=r"got \(2,\). For a single prompt, pass input_ids\[None\]"
+    ):
         decoder.admit(torch.tensor([5, 6]))
     with pytest.raises(
         DescriptorError, match=r"rows must be a list of rows, got 0. One row: \[0\]"
@@ -692,10 +695,10 @@ def window_by_length():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (without_layers, "one that takes cache or past_key_values or cache_params"),
+        (without_layers, "one that accepts cache or past_key_values or cache_params"),
         (sparse, "DynamicIndexedLayer"),
         (window_by_length, "steps on a static cache, with rows at different positions"),
-        (lambda: torch.nn.Linear(2, 2), "a model of transformers that generates text"),
+        (lambda: torch.nn.Linear(2, 2), "a transformers model that can generate text"),
         (lambda: llama().train(), r"in evaluation mode.*model\.eval"),
     ],
     ids=["without-layers", "sparse", "window-by-length", "other-module", "training"],

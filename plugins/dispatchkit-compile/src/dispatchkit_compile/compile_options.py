@@ -15,28 +15,28 @@ from dispatchkit_compile.split import SplitRules
 
 __all__ = ["CompileOptions"]
 
-#: Modes of inductor, which users may pass out of habit.
-_MODES_OF_INDUCTOR = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-#: Options that belong elsewhere, and where to pass them instead.
-_ELSEWHERE = {
+#: Inductor's modes, which this backend rejects with a hint.
+_INDUCTOR_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+#: Options that must be passed elsewhere, with the hint to give.
+_MISPLACED = {
     "skip_guards": "Use dispatchkit_compile.compile(skip_guards=True), or pass "
     "guard_filter_fn=torch.compiler.skip_all_guards_unsafe in the options of torch.compile.",
-    "dynamic": "It is an argument of torch.compile itself; prefer to mark the batch "
-    "dimension, as dispatchkit_compile.compile does.",
-    "fullgraph": "It is an argument of torch.compile itself.",
-    "backend": "Use the option device_backend for the device's backend.",
+    "dynamic": "Pass it to torch.compile itself, or call dispatchkit_compile.compile, which "
+    "marks only the batch dimension as dynamic.",
+    "fullgraph": "Pass it to torch.compile itself.",
+    "backend": "To select the capture backend, use the option device_backend.",
 }
 
 
 def _optional_mode(value: Any) -> CUDAGraphMode | None:
     if value is None or isinstance(value, CUDAGraphMode):
         return value
-    if value in _MODES_OF_INDUCTOR:
+    if value in _INDUCTOR_MODES:
         raise ConfigError(
             "mode",
             value,
             f"one of {', '.join(CUDAGraphMode.__members__)}",
-            "Inductor's modes do not apply; to compile the pieces, use piece_compiler='inductor'.",
+            "This is a mode of inductor. To compile the pieces, pass piece_compiler='inductor'.",
         )
     return CUDAGraphMode.parse(value)
 
@@ -69,30 +69,31 @@ class CompileOptions:
     """Options of the ``torch.compile`` backend.
 
     Attributes:
-        at: Operators, modules and functions that run eager between graphs, as for
+        at: Operators, modules and functions that run eager between graphs, see
             ``split_module``.
-        mode: Runtime modes of decode and mixed batches; by default FULL_AND_PIECEWISE for a
-            graph that is split and FULL for one that is not.
-        support: Batches for which the whole graph may be captured; its operators may limit
-            this further.
-        fill: Values of padding rows, by argument name; 0 for arguments not named. A graph that
-            writes a buffer or cache is captured only if this is given, and its writes for
-            padding rows must be harmless (``{}`` if it writes nothing for them).
-        sizes: Capture sizes in rows; by default derived from ``max_num_tokens``.
-        max_num_tokens: Largest batch that graphs may serve; larger ones run eager.
-        policy: A policy's name or instance.
-        device_backend: The backend that captures: ``auto``, a name or an instance.
+        mode: Runtime modes of decode and mixed batches. The default is FULL_AND_PIECEWISE for
+            split graphs and FULL for others.
+        support: Kinds of batches to capture the whole graph for. The graph's operators may
+            restrict this further.
+        fill: Values of padding rows by argument name, 0 by default. Required to capture a graph
+            that writes a buffer or cache: its writes for padding rows must be harmless. Pass
+            ``{}`` if it writes nothing for them.
+        sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
+        max_num_tokens: Largest batch that graphs serve; larger batches run eager.
+        policy: A policy or its name.
+        device_backend: The capture backend: ``auto``, a name or an instance.
         outputs: ``owned`` or ``view``.
-        lazy: Capture each size when it is first needed; if False, all in the first call.
-        piece_compiler: Compiler of the graph pieces: ``"inductor"``, another backend of
-            ``torch.compile``, or a function of a graph and the fake values of its arguments.
-        options: Further settings of the runner; with ``strict`` a step that no graph can serve
-            raises.
-        name: Prefix of the graphs' names in messages; a number follows.
+        lazy: Capture each size when it is first needed; if False, capture all in the first call.
+        piece_compiler: Compiles the graph pieces: ``"inductor"``, the name of another
+            ``torch.compile`` backend, or a function of a graph and the fake values of its
+            arguments.
+        options: Further settings of the runner. With ``strict``, a step that no graph can serve
+            raises an error.
+        name: Prefix of graph names in messages, followed by a number.
 
     Raises:
         ConfigError: An option has an invalid value.
-        UnknownNameError: An option, a mode or a compiler is unknown.
+        UnknownNameError: No option, mode or compiler has the given name.
     """
 
     at: tuple[Any, ...] = ()
@@ -120,16 +121,16 @@ class CompileOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, mode: Any = None) -> CompileOptions:
-        """Return the options of a call of ``torch.compile``.
+        """Return the options of a ``torch.compile`` call.
 
         Args:
-            options: The call's ``options``.
-            mode: The call's ``mode``, which may replace the option ``mode``.
+            options: The ``options`` argument of the call.
+            mode: The ``mode`` argument of the call; alternative to the option ``mode``.
 
         Raises:
-            ConfigError: ``options`` is not a mapping, holds a setting that belongs in its entry
-                ``options``, or mode is given twice.
-            UnknownNameError: An option is unknown; the error suggests the nearest names.
+            ConfigError: ``options`` is not a mapping or contains a field of ``RunnerOptions``,
+                or the mode is given twice.
+            UnknownNameError: No option has the given name; the error suggests similar names.
         """
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError("options", options, "a dict of options by name")
@@ -139,10 +140,10 @@ class CompileOptions:
         for name in given:
             if name not in known:
                 raise UnknownNameError(
-                    "option of the dispatchkit backend", str(name), known, _ELSEWHERE.get(name, "")
+                    "option of the dispatchkit backend", str(name), known, _MISPLACED.get(name, "")
                 )
         if mode is not None:
             if given.get("mode") is not None:
-                raise ConfigError("mode", mode, "given once: as mode= or among the options")
+                raise ConfigError("mode", mode, "passed only once, as mode= or in the options")
             given["mode"] = mode
         return cls(**given)

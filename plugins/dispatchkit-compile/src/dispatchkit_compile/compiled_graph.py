@@ -1,8 +1,8 @@
-"""One of Dynamo's graphs, run through captured graphs by a GraphRunner.
+"""One Dynamo graph, run by a GraphRunner.
 
-Dynamo calls it with tensors of the exact size. It passes the batched ones to the runner,
-which decides, pads, replays and trims. If the graph cannot be captured, or a step differs
-from what it was compiled for, the step runs eager and is counted with a reason.
+Dynamo passes tensors of the exact size. The batched tensors go to the runner, which decides,
+pads, replays and trims. Steps run eager, counted by reason, if the graph cannot be captured or
+the arguments differ from those it was compiled for.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from dispatchkit_compile.tracing import example_of
 
 __all__ = ["CompiledGraph"]
 
-#: How often held tensors may be replaced before their graph runs eager for good.
+#: Number of times that held tensors may be replaced before the graph runs eager permanently.
 MAX_REBINDS = 8
 
-_WHAT_TO_DO = {
-    PlainReason.GRADIENTS: "Graphs carry no gradients: call under torch.no_grad() or "
+_NEXT_STEPS = {
+    PlainReason.GRADIENTS: "Graphs do not record gradients: call under torch.no_grad() or "
     "torch.inference_mode().",
-    PlainReason.INPUT_WRITTEN: "Copy it first, or keep it in the module as a buffer.",
-    PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()) that shares no memory.",
-    PlainReason.SEVERAL_DIMS: "Mark only the batch dimension.",
-    PlainReason.NOTHING_TO_CAPTURE: "Leave some operations out of the eager pieces.",
+    PlainReason.INPUT_WRITTEN: "Clone it first, or register it as a buffer of the module.",
+    PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()).",
+    PlainReason.SEVERAL_DIMS: "Mark only the batch dimension as dynamic.",
+    PlainReason.NOTHING_TO_CAPTURE: "Shorten the option at, so that some operations are captured.",
     PlainReason.FILL_UNKNOWN: "Set the option fill so that writes for padding rows are "
-    "harmless: fill={'slots': sink}, or fill={} if nothing is written for them.",
-    PlainReason.HELD_MOVED: "Write into the same tensors instead of replacing them.",
+    "harmless, such as fill={'slots': sink}; fill={} if nothing is written for them.",
+    PlainReason.HELD_MOVED: "Update the tensors in place instead of replacing them.",
     PlainReason.LAYOUT: "Pass a contiguous tensor.",
 }
 
@@ -62,16 +62,17 @@ class CompiledGraph:
     """The callable that the backend returns to Dynamo for one graph.
 
     Args:
-        graph: Dynamo's graph.
+        graph: The Dynamo graph.
         options: The options of the backend.
-        name: Its name, unique in this process.
+        name: Name of the graph, unique in this process.
 
     Attributes:
-        name: Its name.
+        name: Name of the graph.
         options: The options of the backend.
-        pieces: The pieces it was split into; a single graph piece if it was not split.
-        runner: The runner of its steps; None before the first.
-        plain: Why all its steps run eager, as (reason, explanation); None if steps are captured.
+        pieces: The pieces of the graph; a single graph piece if it was not split.
+        runner: The runner; None before the first step.
+        plain: The reason why all steps run eager, as (reason, explanation); None otherwise.
+        num_rebinds: Number of times that held tensors were replaced.
 
     Thread safety: any thread may call it.
     """
@@ -92,8 +93,8 @@ class CompiledGraph:
         self._lock = threading.RLock()
         self._inputs: InputSet | None = None
         self._needs_grad = False
-        self._pick_inputs = _picker(self._arguments.input_places)
-        self._pick_held = _picker(self._arguments.held_places)
+        self._pick_inputs = _getter(self._arguments.input_positions)
+        self._pick_held = _getter(self._arguments.held_positions)
         self._backend: GraphBackend | None = None
         self.pieces: list[Piece] = []
         if self.plain is None:
@@ -103,7 +104,7 @@ class CompiledGraph:
     # -- the step -----------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step on the graph's arguments and return its results.
+        """Run one step and return the results of the graph.
 
         Raises:
             NoGraphError: The step would run eager, and ``strict`` is set.
@@ -117,7 +118,7 @@ class CompiledGraph:
         ):
             return self._run_plainly(PlainReason.GRADIENTS, args)
         inputs = self._inputs
-        # Compare by identity: a replaced weight is another object, an updated one is not.
+        # Compare by identity: replacing a weight creates a new object, updating it does not.
         if inputs is None or not all(map(operator.is_, self._pick_held(args), self._held)):
             with self._lock:
                 reason = self._bind(args)
@@ -125,7 +126,7 @@ class CompiledGraph:
                 return self._run_plainly(reason, args)
             inputs = self._inputs
         runner = self.runner
-        if inputs is None or runner is None:  # another thread is replacing them
+        if inputs is None or runner is None:  # another thread is replacing the runner
             return self._run_plainly(PlainReason.HELD_MOVED, args)
         try:
             num_rows, _ = inputs.check(tensors)
@@ -135,7 +136,9 @@ class CompiledGraph:
             return self._run_plainly("above_largest_size", args)
         if self._arguments.num_rows not in (None, num_rows):
             return self._run_plainly(
-                PlainReason.INPUT_CHANGED, args, "it was compiled for one size"
+                PlainReason.INPUT_CHANGED,
+                args,
+                f"it was compiled for {self._arguments.num_rows} rows",
             )
         facts = current_facts()
         if facts is not None:
@@ -143,11 +146,11 @@ class CompiledGraph:
         return runner(*tensors)
 
     def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:
-        """Run Dynamo's graph eager and count the step; warn once for each reason."""
+        """Run the Dynamo graph eager and count the step; warn once for each reason."""
         if self.options.options.strict or self._once.first(reason):
-            what_to_do = _WHAT_TO_DO.get(reason, "")
-            text = f"{self.name} runs without captured graphs, reason {reason}"
-            text = f"{text}{f': {why}' if why else ''}. {what_to_do}".strip()
+            next_step = _NEXT_STEPS.get(reason, "")
+            text = f"{self.name} runs eager, reason {reason}"
+            text = f"{text}{f': {why}' if why else ''}. {next_step}".strip()
             if self.options.options.strict:
                 raise NoGraphError(text, reason=reason)
             warnings.warn(f"{text} Warned once.", EagerStepWarning, stacklevel=3)
@@ -157,24 +160,24 @@ class CompiledGraph:
     # -- making -------------------------------------------------------------------------
 
     def _fill_is_missing(self) -> tuple[str, str] | None:
-        """Return why the graph must not run on padding rows; None if it may."""
+        """Return the reason if the graph must not run on padding rows, or None."""
         arguments = self._arguments
         if not arguments.written or self.options.fill is not None or arguments.num_rows is not None:
             return None
         return (
             PlainReason.FILL_UNKNOWN,
-            f"it writes {len(arguments.written)} tensors that outlive a step",
+            f"it writes tensors that outlive the step ({len(arguments.written)})",
         )
 
     def _make_backend(self) -> GraphBackend:
-        """Return the backend that captures.
+        """Return the capture backend.
 
         Raises:
-            ConfigError: The backend cannot record the kernels of the piece compiler.
+            ConfigError: The backend cannot capture the kernels of the piece compiler.
         """
         options = self.options
         nodes = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
-        lead = example_of(nodes[self._arguments.input_places[0]])
+        lead = example_of(nodes[self._arguments.input_positions[0]])
         device = lead.device if options.device_backend == "auto" else None
         made = make_backend(options.device_backend, device, None)
         if (
@@ -185,9 +188,9 @@ class CompiledGraph:
             raise ConfigError(
                 "piece_compiler",
                 "inductor",
-                f"left out with the {made.name} backend",
-                "That backend records torch operators and would miss inductor's own kernels. "
-                "Use mode='NONE' to run them without graphs.",
+                f"omitted with the {made.name} backend",
+                "That backend records torch operators and would miss inductor's kernels. To run "
+                "compiled pieces without graphs, pass mode='NONE'.",
             )
         return made
 
@@ -204,7 +207,7 @@ class CompiledGraph:
         except ConfigError as error:
             if error.setting != "at":
                 raise
-            self.plain = (PlainReason.NOTHING_TO_CAPTURE, "all its operations run eager")
+            self.plain = (PlainReason.NOTHING_TO_CAPTURE, "all operations would run eager")
             return []
         level = self.options.support
         return [
@@ -215,7 +218,7 @@ class CompiledGraph:
         ]
 
     def _bind(self, args: Sequence[Any]) -> str:
-        """Create the runner for a call's held tensors; return the reason if it cannot, or ""."""
+        """Create the runner for a call's held tensors; return "", or why the call runs eager."""
         held = self._pick_held(args)
         if self._inputs is not None and all(map(operator.is_, held, self._held)):
             return ""
@@ -249,8 +252,7 @@ class CompiledGraph:
         set_options = options.options
         if self._arguments.num_rows is not None:
             sizes, most = (self._arguments.num_rows,), None
-            # A graph compiled for one size cannot be probed at a second one, and need not be:
-            # no row of its results is padding.
+            # A graph compiled for one size cannot be probed at a second size, and has no padding.
             set_options = attrs.evolve(
                 set_options,
                 buffers=attrs.evolve(set_options.buffers, output_batch_dims=None),
@@ -273,12 +275,12 @@ class CompiledGraph:
     # -- reading ------------------------------------------------------------------------
 
     def stats(self) -> CompiledStats:
-        """Return its counters so far."""
+        """Return the statistics so far."""
         runner = None if self.runner is None else self.runner.stats()
         return CompiledStats(self.name, dict(self._plain_steps), runner)
 
     def explain(self, num_rows: int, **facts: Any) -> str:
-        """Return how a batch would run, and why."""
+        """Return a text that explains how a batch would run."""
         if self.plain is not None:
             return f"{self.name}: runs eager, {self.plain[0]}: {self.plain[1]}"
         if self.runner is None:
@@ -300,8 +302,8 @@ class CompiledGraph:
             failed_at = getattr(piece.fn, "failed_at", "")
             if failed_at:
                 lines.append(
-                    f"{piece.name} failed at {failed_at}; add it to the option at to capture "
-                    "the operations around it"
+                    f"{piece.name} failed at {failed_at}; to run this operation eager and capture "
+                    "the others, add it to the option at"
                 )
         if self.runner is not None:
             lines.append(str(self.runner))
@@ -311,7 +313,7 @@ class CompiledGraph:
         return f"<CompiledGraph {self.name}, {len(self.pieces)} pieces>"
 
 
-def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
+def _getter(places: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
     if not places:
         return lambda args: []
     if len(places) == 1:

@@ -17,8 +17,8 @@ class CompiledStats:
 
     Attributes:
         name: The graph's name.
-        plain_steps: Steps that bypassed the runner and ran eager, by reason.
-        runner: The runner's statistics; None if no step has reached it.
+        plain_steps: Number of steps that bypassed the runner and ran eager, by reason.
+        runner: Statistics of the runner; None before its first step.
     """
 
     name: str
@@ -27,10 +27,10 @@ class CompiledStats:
 
     @property
     def steps(self) -> int:
-        """Number of steps, through the runner or not."""
+        """Total number of steps."""
         return sum(self.plain_steps.values()) + (self.runner.steps if self.runner else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain values, for JSON."""
+        """Return the statistics as a dict that JSON can represent."""
         runner = None if self.runner is None else self.runner.to_dict()
         return {"name": self.name, "plain_steps": dict(self.plain_steps), "runner": runner}

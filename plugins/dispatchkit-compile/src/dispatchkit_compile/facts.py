@@ -1,4 +1,4 @@
-"""Facts of a batch that a compiled function cannot see in its tensors."""
+"""Properties of a batch that a compiled function cannot derive from its tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def _ceiling(value: RuntimeMode | str) -> RuntimeMode:
 
 @attrs.frozen
 class BatchFacts:
-    """Facts of a batch besides its rows: the arguments of a runner's call.
+    """Properties of a batch other than its number of rows, passed to the runner.
 
     Attributes:
-        num_reqs: Requests in the batch; 0 if not known.
-        uniform: False for a mixed batch; True for a uniform decode batch, in which every request
-            is past its prompt and has the same number of tokens; or the position of that query
-            length among those configured, counted from 1.
-        loras: Active adapters.
+        num_reqs: Number of requests; 0 if unknown.
+        uniform: False for a mixed batch. True for a uniform decode batch, in which every request
+            is past its prompt and has the same number of tokens. With several configured query
+            lengths, the 1-based index of the batch's query length.
+        loras: Number of active adapters.
         ceiling: Highest runtime mode that the batch may run in.
 
     Raises:
-        ModeError: The ceiling is a mode for configurations, made of two.
-        UnknownNameError: It is not a mode.
+        ModeError: ``ceiling`` is a combination of two modes.
+        UnknownNameError: ``ceiling`` is not a mode.
     """
 
     num_reqs: int = 0
@@ -40,7 +40,10 @@ class BatchFacts:
     ceiling: RuntimeMode = attrs.field(default=RuntimeMode.FULL, converter=_ceiling)
 
     def for_graph(self, num_rows: int) -> dict[str, int]:
-        """Return a runner's arguments; a later graph may have fewer rows than requests."""
+        """Return the arguments of the runner's call.
+
+        Limits ``num_reqs`` to ``num_rows``, because a later graph may have fewer rows.
+        """
         return {
             "num_reqs": min(self.num_reqs, num_rows),
             "uniform": self.uniform,
@@ -54,7 +57,7 @@ _current: ContextVar[BatchFacts | None] = ContextVar("dispatchkit_batch_facts", 
 
 
 def current_facts() -> BatchFacts | None:
-    """Return the facts set in this thread or task; None if none are set."""
+    """Return the facts set in this thread or task, or None."""
     return _current.get()
 
 
@@ -66,13 +69,13 @@ def batch_facts(
     loras: int = 0,
     ceiling: RuntimeMode | str = RuntimeMode.FULL,
 ) -> Iterator[BatchFacts]:
-    """Set the facts of the batch for compiled functions called inside the block.
+    """Set the facts of the batch for compiled functions called in the ``with`` block.
 
-    The previous facts are restored on exit. The arguments are those of ``BatchFacts``.
+    The arguments are those of ``BatchFacts``. The previous facts are restored on exit.
 
     Raises:
-        ModeError: The ceiling is a mode for configurations, made of two.
-        UnknownNameError: It is not a mode.
+        ModeError: ``ceiling`` is a combination of two modes.
+        UnknownNameError: ``ceiling`` is not a mode.
     """
     token = _current.set(facts := BatchFacts(num_reqs, uniform, loras, ceiling))
     try:

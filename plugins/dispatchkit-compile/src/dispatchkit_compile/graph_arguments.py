@@ -1,8 +1,7 @@
-"""Analysis of what a Dynamo graph reads, writes and returns, before it runs.
+"""Analyze the arguments of a Dynamo graph before it runs.
 
-Dynamo passes everything to a graph as arguments: inputs, sizes, weights, buffers. Which of
-them are batched, which are held, which the graph writes, and whether a result aliases an
-argument decide whether and how the graph can be captured.
+Dynamo passes inputs, sizes, weights and buffers as arguments. Whether and how the graph can be
+captured depends on which of them are batched, held or written, and on whether a result aliases one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 from dispatchkit.execute import RESERVED_NAMES, DispatchMode, storage_of
 
 from dispatchkit_compile.tracing import (
-    Held,
+    HeldTensor,
     Input,
     Result,
     Role,
@@ -34,7 +33,7 @@ __all__ = ["GraphArguments", "PlainReason", "read_arguments"]
 
 
 class PlainReason:
-    """Reasons why a graph, or one step of it, runs eager, as counted."""
+    """Reasons for which a graph, or one of its steps, runs eager."""
 
     GRADIENTS = "gradients"
     INPUT_CHANGED = "input_changed"
@@ -51,29 +50,29 @@ class PlainReason:
 
 @attrs.frozen
 class GraphArguments:
-    """The arguments of a graph, and what it does with them.
+    """The arguments of a graph and their roles.
 
     Attributes:
         traced: The graph with the role of each argument.
-        batch_dims: For each input, in order, its batch dimension; None if it is not batched.
-        input_places: Positions of the inputs among the arguments.
-        held_places: Positions of the held tensors among the arguments.
+        batch_dims: The batch dimension of each input; None if it is not batched.
+        input_positions: Positions of the inputs in the argument list.
+        held_positions: Positions of the held tensors in the argument list.
         written: Indices of the held tensors that the graph writes.
-        num_rows: The only size the graph was compiled for; None if it serves any size.
-        plain: Why it cannot be captured, as (reason, explanation); None if it can.
+        num_rows: The only size that the graph was compiled for; None if it serves any size.
+        plain: The reason why it cannot be captured, as (reason, explanation), or None.
     """
 
     traced: TracedStep
     batch_dims: tuple[int | None, ...]
-    input_places: tuple[int, ...]
-    held_places: tuple[int, ...]
+    input_positions: tuple[int, ...]
+    held_positions: tuple[int, ...]
     written: tuple[int, ...]
     num_rows: int | None
     plain: tuple[str, str] | None
 
 
 def read_arguments(graph: fx.GraphModule) -> GraphArguments:
-    """Return what a graph reads, writes and returns."""
+    """Determine the role of each argument, and whether the graph can be captured."""
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     fakes = [example_of(node) for node in nodes]
     writes, aliases = _effects(graph, fakes)
@@ -103,7 +102,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
             name = labels[name]
             if source is None:
                 kind = type(fake).__name__
-                what = f"argument {name!r} ({kind}) is neither a tensor nor a size of one"
+                what = f"argument {name!r} ({kind}) is neither a tensor nor the size of a tensor"
                 plain.append((PlainReason.ODD_ARGUMENT, what))
                 source = (name, 0)
             roles.append(Size(labels.get(source[0], source[0]), source[1]))
@@ -112,12 +111,12 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         if num_rows is not None and name in direct and fake.dim() and fake.shape[0] == num_rows:
             dims = (0,)
         if len(dims) > 1:
-            what = f"{labels[name]!r} has several dimensions of unknown size: {tuple(fake.shape)}"
+            what = f"{labels[name]!r} has several dynamic dimensions: {tuple(fake.shape)}"
             plain.append((PlainReason.SEVERAL_DIMS, what))
         if not dims and (name not in direct or place in writes):
             if place in writes:
                 written.append(len(places[1]))
-            roles.append(Held(len(places[1])))
+            roles.append(HeldTensor(len(places[1])))
             places[1].append(place)
             continue
         name = labels[name]
@@ -154,7 +153,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
 
 
 def _labels(nodes: Sequence[fx.Node]) -> dict[str, str]:
-    """Return a name for each argument: the parameter's own name if it has one."""
+    """Return a name for each argument: that of its parameter if it has one."""
     labels: dict[str, str] = {}
     for node in nodes:
         source = getattr(node.meta.get("grapharg"), "source", None)
@@ -172,9 +171,9 @@ def _results(graph: fx.GraphModule) -> Sequence[Any]:
 
 
 def _is_argument(node: fx.Node) -> bool:
-    """Return whether a graph's argument is one of the compiled function's own arguments.
+    """Return whether a graph's argument is an argument of the compiled function.
 
-    All others are reached through these or through globals: a module's weights, an attribute.
+    The others are reached through attributes or globals, such as weights.
     """
     if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
         return False
@@ -191,15 +190,15 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Return the positions of arguments that a graph writes, and of those that a result aliases.
+    """Return the positions of the arguments that a graph writes, and that its results alias.
 
-    The graph is run once on fake tensors, which have shapes and storages but no data.
+    Runs the graph once on fake tensors, which have shapes and storages but no data.
     """
-    # Use the fakes' own mode: Dynamo has by now made another one current for backends.
+    # Use the mode of the fake tensors: the current one is the mode that Dynamo set for backends.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:
         return set(), set()
-    watch = _WatchWrites()
+    watch = _WriteRecorder()
     with torch.no_grad(), mode, watch:
         results = graph(*fakes)
     places = {
@@ -214,8 +213,8 @@ def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set
     )
 
 
-class _WatchWrites(DispatchMode):
-    """Records the storages that operations write."""
+class _WriteRecorder(DispatchMode):
+    """Record the storages that operations write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -1,4 +1,4 @@
-"""Operator names of the split marks in a traced graph."""
+"""Names of the operators that mark split points in a traced graph."""
 
 from __future__ import annotations
 

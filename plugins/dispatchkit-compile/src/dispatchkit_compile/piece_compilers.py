@@ -13,18 +13,18 @@ PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def piece_compiler(compiler: Any) -> PieceCompiler | None:
-    """Return the compiler that the option ``piece_compiler`` names."""
+    """Return the compiler selected by the option ``piece_compiler``."""
     if not isinstance(compiler, str):
         return cast("PieceCompiler | None", compiler)
     if compiler == "inductor":
-        return _with_inductor
+        return _compile_with_inductor
     from torch._dynamo import lookup_backend
 
     return cast("PieceCompiler", lookup_backend(compiler))
 
 
-def _with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
-    """Compile a piece with inductor, for all sizes of its arguments."""
+def _compile_with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+    """Compile a piece with inductor, with dynamic shapes."""
     from torch._inductor import standalone_compile
 
     compiled: Callable[..., Any] = standalone_compile(piece, fakes, dynamic_shapes="from_graph")

@@ -1,4 +1,4 @@
-"""Rules that name the operators, modules and functions at which a step is split."""
+"""Rules that select the operators, modules and functions to split a step at."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["SplitRules", "function_name", "node_support", "op_name"]
 
 
 class SplitRules:
-    """The operations that run eager between graphs.
+    """Rules that select the operations to run eager between graphs.
 
     Args:
-        at: Operators, modules, classes and functions, by object or name.
+        at: Operators, modules, classes and functions, as objects or names.
 
     Attributes:
-        given: The rules as given.
+        given: The rules in ``at``.
 
     Raises:
         ConfigError: A rule is not an operator, module path, module class or function.
@@ -39,7 +39,7 @@ class SplitRules:
         self._used: set[int] = set()
 
     def match(self, node: fx.Node) -> bool:
-        """Return whether an operation runs eager."""
+        """Return whether an operation must run eager."""
         found = False
         for index, rule in enumerate(self._rules):
             if rule(node):
@@ -48,11 +48,11 @@ class SplitRules:
         return found or node_support(node)[0] < AttentionSupport.ALWAYS
 
     def require_all_used(self, graph: fx.GraphModule) -> None:
-        """Check that every rule matched something.
+        """Check that every rule matched an operation.
 
         Raises:
-            UnknownNameError: No operator, module or function has a name; the error suggests the
-                nearest ones.
+            UnknownNameError: No operator, module or function has the given name; the error
+                suggests similar names.
             ConfigError: The operator exists, but the step does not call it.
         """
         for index, one in enumerate(self.given):
@@ -64,14 +64,16 @@ class SplitRules:
                 near += nearest_names(one, filter(None, map(function_name, graph.graph.nodes)))
                 raise UnknownNameError("split point", one, {*names, *near})
             raise ConfigError(
-                "at", str(one), f"something the step calls: {', '.join(sorted(names)) or 'none'}"
+                "at",
+                str(one),
+                f"called by the step, which calls {', '.join(sorted(names)) or 'none'}",
             )
 
 
 def op_name(node: fx.Node) -> str | None:
-    """Return the qualified name of the operator that a node calls; None if it calls none."""
+    """Return the qualified name of the operator that a node calls, or None."""
     target = node.target
-    # Dynamo's graphs hold the packet of all overloads, other tracers' graphs one overload.
+    # Dynamo's graphs contain overload packets, graphs of other tracers single overloads.
     if isinstance(target, torch._ops.OpOverloadPacket):
         return str(target._qualified_op_name)
     if isinstance(target, torch._ops.OpOverload):
@@ -80,7 +82,7 @@ def op_name(node: fx.Node) -> str | None:
 
 
 def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
-    """Return the batches for which a node may be captured, and the name of what limits it."""
+    """Return the kinds of batches a node may be captured for, and the name of the limit."""
     name = op_name(node)
     found = limited_support(name, [kind for _, kind in _modules_of(node)])
     return found if found is not None else (AttentionSupport.ALWAYS, "")
@@ -110,8 +112,8 @@ def _rule(one: Any) -> Callable[[fx.Node], bool]:
     raise ConfigError(
         "at",
         one,
-        "made of operators, module paths, module classes and functions",
-        "Name a module by its path in the model, such as 'layers.*.attention'.",
+        "a list of operators, module paths, module classes and functions",
+        "Pass a module as its path in the model, such as 'layers.*.attention'.",
     )
 
 
@@ -131,7 +133,7 @@ _MEMBER = re.compile(r"\['?([^'\]]+)'?\]")
 
 
 def _modules_of(node: fx.Node) -> Iterator[tuple[str, type]]:
-    """Yield path and class of the modules that contain a node's call, outermost first."""
+    """Yield path and class of each module that contains a node, outermost first."""
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
         if isinstance(kind, type):
             plain = _ROOT.sub("", str(path)).replace("._modules", "")
@@ -144,7 +146,7 @@ def _op_exists(name: str) -> bool:
 
 
 def _names_in(graph: fx.GraphModule) -> set[str]:
-    """Return the names a graph could be split at: its custom operators and modules."""
+    """Return the names of the custom operators and modules in a graph."""
     names: set[str] = set()
     for node in graph.graph.nodes:
         name = op_name(node)

@@ -1,10 +1,10 @@
-"""Split a step into graph and eager pieces, at named operations and at marks in its code.
+"""Split a step into graph and eager pieces, at given operations and at marks in its code.
 
-The step's graph of operations is cut into consecutive parts. Operations that a rule matches,
-or that lie in a marked region, form eager parts; the rest form graph parts. Each part becomes
-a piece for ``GraphRunner``. A later piece receives the values that it and its successors need
-as one tuple, and inputs and weights directly. So a value stays where the graph that computed
-it wrote it, and only what an eager piece returned in new memory is copied between pieces.
+The traced operations are cut into consecutive parts. Operations that match a rule or lie in a
+marked region form eager parts; the others form graph parts. Each part becomes a piece for
+``GraphRunner``. A piece receives inputs and weights directly, and earlier results that it or later
+pieces need as a tuple. Values stay in the memory that their graph wrote; only new memory that an
+eager piece returns is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dispatchkit_compile.rules import SplitRules, function_name, node_support, o
 from dispatchkit_compile.stages import Stage, source_of
 from dispatchkit_compile.tracing import (
     Constant,
-    Held,
+    HeldTensor,
     Input,
     Result,
     Role,
@@ -38,13 +38,13 @@ from dispatchkit_compile.tracing import (
 
 __all__ = ["SplitRules", "split_graph", "split_module"]
 
-# Nodes that launch nothing by themselves: a graph of only these would be empty.
-_LAUNCHES_NOTHING = frozenset(
+# Operations without a kernel launch: a graph of only these would be empty.
+_WITHOUT_LAUNCH = frozenset(
     "getitem _assert_scalar _check sym_size sym_stride size stride dim numel view view_as unbind "
     "squeeze unsqueeze transpose permute expand split chunk detach empty empty_like "
     "new_empty".split()
 )
-_ON_SIZES = frozenset("eq ge gt le lt ne mul add sub floordiv mod".split())
+_SIZE_ARITHMETIC = frozenset("eq ge gt le lt ne mul add sub floordiv mod".split())
 _SIZES = (int, torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
@@ -57,23 +57,24 @@ def split_module(
 ) -> list[Piece]:
     """Split a model or a function into pieces for ``GraphRunner``.
 
-    The step is traced once, for all batch sizes, without running anything. Decisions in Python,
-    such as whether the module is in training, are fixed then; values in tensors, weights
-    included, are read in every step.
+    The step is traced once for all batch sizes, without running an operation. Decisions in Python,
+    such as whether a module is in training mode, are fixed at that time. Values of tensors,
+    including weights, are read in every step.
 
     Args:
-        step: Called with the inputs as keywords.
-        example: A tensor or a ``StaticInput`` for each input. The batch dimension is that of
-            the StaticInput; for tensors, dimension 0 of those as long as the first.
-        at: What runs eager between graphs, in addition to ``eager_region`` blocks and
-            operators declared not to be capturable for every batch: an operator
+        step: A function or module, called with the inputs as keywords.
+        example: A tensor or a ``StaticInput`` for each input. A StaticInput declares its batch
+            dimension. Tensors are batched in dimension 0 if they have the length of the first
+            tensor.
+        at: Operations that run eager between graphs, in addition to ``eager_region`` blocks and
+            operators declared not to be capturable for every batch. Each is an operator
             (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
             its class or the class's name), or a function or tensor method that the code
             calls (or its name).
         device: Device of inputs given as a StaticInput; that of the weights by default.
 
     Raises:
-        UnknownNameError: A name in ``at`` is unknown; the error suggests the nearest names.
+        UnknownNameError: A name in ``at`` is unknown; the error suggests similar names.
         ConfigError: An entry of ``at`` does not occur in the step, or the whole step is eager.
         CaptureError: The step cannot be traced as one graph for all sizes.
     """
@@ -107,22 +108,22 @@ def split_graph(
 
     Args:
         traced: The step.
-        rules: Where to split.
-        name: Prefix of the pieces' names; a number follows.
+        rules: The operations to split at.
+        name: Prefix of piece names, followed by a number.
         compile_piece: Compiles a graph piece, given the fake values of its arguments.
         held: The list from which pieces read held tensors when they run; the traced tensors
             by default.
 
     Raises:
-        ConfigError: No piece is left to capture.
+        ConfigError: All operations would run eager.
     """
     parts = _parts(traced.graph.graph, rules)
     if not any(part.is_graph for part in parts):
         raise ConfigError(
             "at",
             [str(rule) for rule in rules.given],
-            "rules that leave some operations for graphs",
-            f"All operations of {name!r} would run eager.",
+            "rules that leave at least one operation to capture",
+            f"With these, all operations of {name!r} would run eager.",
         )
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))
 
@@ -139,19 +140,19 @@ class _Part:
 
 
 def _launches(node: fx.Node) -> bool:
-    """Return whether a node may launch work on the device."""
+    """Return whether a node may launch a kernel."""
     name = op_name(node)
     if name is not None and not name.startswith("aten::"):
         return True
     name = (name or function_name(node)).rpartition("::")[2]
-    if name in _ON_SIZES:
-        # Arithmetic on sizes runs on the host, arithmetic on tensors on the device.
+    if name in _SIZE_ARITHMETIC:
+        # Arithmetic on sizes runs on the host, on tensors on the device.
         return not isinstance(example_of(node), _SIZES)
-    return name not in _LAUNCHES_NOTHING
+    return name not in _WITHOUT_LAUNCH
 
 
 def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
-    """Return consecutive parts; adjacent ones of a kind are merged unless a mark separates them."""
+    """Cut a graph into parts; adjacent parts of a kind merge unless a mark separates them."""
     parts: list[_Part] = []
     depth = 0
     is_broken = True
@@ -174,19 +175,19 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
     for part in parts:
         before = merged[-1] if merged else None
         if before is not None and before.is_graph:
-            # Move the leading allocations of an eager part, for results of its operators, into
-            # the graph before it: their memory then stays in place, and nothing is copied.
+            # Move leading allocations of an eager part into the graph before it. Results that
+            # operators write there then have fixed addresses and need no copy.
             while part.nodes and not _launches(part.nodes[0]):
                 before.nodes.append(part.nodes.pop(0))
             if not part.nodes:
                 continue
         elif before is not None and not any(map(_launches, before.nodes)):
-            # Sizes and their checks, before everything else.
+            # The part before has only size computations and checks.
             before.is_graph = part.is_graph
             before.nodes += part.nodes
             continue
         if not any(map(_launches, part.nodes)):
-            part.is_graph = False  # nothing to capture: it runs on the host either way
+            part.is_graph = False  # without launches there is nothing to capture
         if before is not None and not part.is_graph and not before.is_graph:
             before.nodes += part.nodes
         else:
@@ -195,7 +196,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
 
 
 class _Builder:
-    """Builds the pieces of a split step from its parts."""
+    """Build the pieces of a split step from its parts."""
 
     def __init__(
         self,
@@ -225,17 +226,19 @@ class _Builder:
             made = [node for node in part.nodes if node in needed or node in final]
             stages.append(self._stage(index, part, carried, made, None if is_last else kept))
             carried = kept
-        self._claim_idle_inputs(stages)
+        self._accept_unused_inputs(stages)
         for part, stage in zip(parts, stages, strict=True):
             limits = [node_support(node) for node in part.nodes]
             level, limited_by = min(limits, default=(AttentionSupport.ALWAYS, ""))
-            yield Piece(stage.sign(), is_graph=part.is_graph, support=level, limited_by=limited_by)
+            yield Piece(
+                stage.set_signature(), is_graph=part.is_graph, support=level, limited_by=limited_by
+            )
 
     def _leaves(self, kind: type) -> Iterator[Any]:
         return (leaf for leaf in self._traced.leaves if isinstance(leaf, kind))
 
     def _needed_by(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the nodes that some nodes, and the results of the step, read."""
+        """Return the nodes read by ``nodes`` or returned by the step."""
         needed = {taken for node in nodes for taken in node.all_input_nodes}
         return needed | {one for one in self._results if isinstance(one, fx.Node)}
 
@@ -285,7 +288,7 @@ class _Builder:
         return stage
 
     def _source(self, node: fx.Node, places: Mapping[fx.Node, int]) -> tuple[str, Any]:
-        """Return where a piece reads a value that it does not compute."""
+        """Return the source of a value that a piece reads but does not compute."""
         role = self._roles.get(node)
         if role is None:
             return "carried", places[node]
@@ -293,11 +296,11 @@ class _Builder:
 
     def _final(
         self,
-        leaf: Input | Held | Result | Constant,
+        leaf: Input | HeldTensor | Result | Constant,
         places: Mapping[fx.Node, int],
         made_at: Mapping[fx.Node, int],
     ) -> tuple[str, Any]:
-        """Return where the last piece reads a leaf of the step's result."""
+        """Return the source of a leaf of the step's result in the last piece."""
         if isinstance(leaf, Constant):
             return "constant", leaf.value
         if not isinstance(leaf, Result):
@@ -311,11 +314,11 @@ class _Builder:
             return "made", made_at[node]
         return self._source(node, places)
 
-    def _claim_idle_inputs(self, stages: list[Stage]) -> None:
-        """Let the first piece accept the inputs that no piece needs."""
+    def _accept_unused_inputs(self, stages: list[Stage]) -> None:
+        """Make the first piece accept the inputs that no piece reads."""
         wanted = {name for stage in stages for name in stage.inputs()}
         idle = [name for name in self._traced.inputs if name not in wanted]
-        stages[0].also_takes = tuple(idle)
+        stages[0].unused_inputs = tuple(idle)
 
 
 def _device_of(step: Any, tensors: Mapping[str, torch.Tensor]) -> torch.device:

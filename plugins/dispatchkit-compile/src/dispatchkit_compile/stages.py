@@ -20,7 +20,7 @@ __all__ = ["Stage", "source_of"]
 
 
 def source_of(role: Role) -> tuple[str, Any]:
-    """Return where a piece reads an argument of the graph from."""
+    """Return the source from which a piece reads an argument of the graph."""
     if isinstance(role, Input):
         return "input", role.name
     if isinstance(role, Size):
@@ -30,20 +30,22 @@ def source_of(role: Role) -> tuple[str, Any]:
 
 @declare_bookkeeping
 class Stage:
-    """A piece's callable: gathers its arguments, runs the operations, returns what later ones need.
+    """The callable of a piece.
+
+    Gathers the arguments, runs the operations, and returns the values that later pieces need.
 
     Args:
-        name: Its name in messages.
-        module: Its operations.
+        name: Name of the piece in messages.
+        module: The operations of the piece.
         run: The operations as a callable, compiled or not.
         held: The list of held tensors.
-        is_first: Whether it is the first piece, to which nothing is carried.
+        is_first: Whether this is the first piece, which receives no carried values.
 
     Attributes:
-        arguments: For each argument of ``run``, where it comes from.
-        returns: For each returned value, where it comes from.
-        spec: The structure of the step's result, in the last piece; None in others.
-        also_takes: Further inputs that it accepts.
+        arguments: The source of each argument of ``run``.
+        returns: The source of each returned value.
+        spec: The structure of the step's result in the last piece; None in others.
+        unused_inputs: Inputs of the step that no piece reads; the first piece accepts them.
         failed_at: The operation that raised last, with its line in the user's code.
     """
 
@@ -65,19 +67,19 @@ class Stage:
         self.arguments: list[tuple[str, Any]] = []
         self.returns: list[tuple[str, Any]] = []
         self.spec: Any = None
-        self.also_takes: tuple[str, ...] = ()
+        self.unused_inputs: tuple[str, ...] = ()
         self.failed_at: str = ""
 
     def inputs(self) -> list[str]:
-        """Return the names of its inputs."""
-        names = dict.fromkeys(self.also_takes)
+        """Return the names of the step's inputs that this piece accepts."""
+        names = dict.fromkeys(self.unused_inputs)
         for kind, what in (*self.arguments, *self.returns):
             if kind in ("input", "size"):
                 names[what if kind == "input" else what[0]] = None
         return list(names)
 
-    def sign(self) -> Stage:
-        """Set its signature, from which a runner reads its parameters."""
+    def set_signature(self) -> Stage:
+        """Set ``__signature__``, from which the runner reads the parameters."""
         kinds = inspect.Parameter
         parameters = [] if self._is_first else [kinds("carried", kinds.POSITIONAL_ONLY)]
         parameters += [kinds(name, kinds.KEYWORD_ONLY) for name in self.inputs()]
@@ -85,12 +87,12 @@ class Stage:
         return self
 
     def __call__(self, carried: tuple[Any, ...] = (), /, **inputs: torch.Tensor) -> Any:
-        """Run on the values that the previous piece returned and on its inputs."""
+        """Run the piece on the previous piece's values and the step's inputs."""
         arguments = [self._value(kind, what, carried, (), inputs) for kind, what in self.arguments]
         try:
             made = self.run(*arguments)
         except Exception as error:
-            self.failed_at = place_of(error, self.module)
+            self.failed_at = locate_error(error, self.module)
             error.add_note(f"In {self.__name__}: {self.failed_at}")
             raise
         values = [self._value(kind, what, carried, made, inputs) for kind, what in self.returns]
@@ -120,14 +122,14 @@ class Stage:
         return f"<piece {self.__name__}>"
 
 
-def place_of(error: BaseException, module: fx.GraphModule) -> str:
-    """Return which operation of a piece raised, and its line in the user's code."""
+def locate_error(error: BaseException, module: fx.GraphModule) -> str:
+    """Return the operation of a piece that raised, with its line in the user's code."""
     code = getattr(module.forward, "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     if trace is None:
-        return "its compiled code"
+        return "the compiled code"
     line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
     name = line.partition(" ")[0].rstrip(":;")
     for node in module.graph.nodes:

@@ -1,8 +1,8 @@
-"""A backend for ``torch.compile`` that runs models through captured graphs.
+"""A ``torch.compile`` backend that runs models through captured graphs.
 
-It is registered under the entry point ``torch_dynamo_backends``, so that
-``torch.compile(model, backend="dispatchkit", options={...})`` finds it. ``compile`` in this
-module does the same and marks the batch, so that one compilation serves every size.
+The entry point ``torch_dynamo_backends`` registers it for
+``torch.compile(model, backend="dispatchkit", options={...})``. ``compile`` in this module also
+marks the batch dimension, so that one compilation serves every size.
 """
 
 from __future__ import annotations
@@ -51,43 +51,44 @@ def backend(
     """Compile one Dynamo graph; the function behind ``backend="dispatchkit"``.
 
     Args:
-        graph: Dynamo's graph.
-        example_inputs: Fake tensors and sizes; not used, since the graph has them too.
+        graph: The Dynamo graph.
+        example_inputs: Fake tensors and sizes; unused, because the graph contains them too.
         options: Fields of ``CompileOptions`` by name.
-        mode: The same as the option ``mode``.
+        mode: Alternative to the option ``mode``.
 
     Raises:
         ConfigError: An option has an invalid value.
-        UnknownNameError: An option is unknown; the error suggests the nearest names.
+        UnknownNameError: No option has the given name; the error suggests similar names.
     """
     return _compile_graph(graph, CompileOptions.parse(options, mode))
 
 
 def compiled_graphs() -> list[CompiledGraph]:
-    """Return all graphs compiled in this process that are still alive, oldest first."""
+    """Return all live graphs compiled in this process, oldest first."""
     return sorted(_graphs, key=lambda one: int(one.name.rpartition("_")[2]))
 
 
 def _compile_graph(graph: fx.GraphModule, options: CompileOptions) -> CompiledGraph:
-    # A unique name: Dynamo may pass several graphs of one model, and the same graph again.
+    # The number makes the name unique: Dynamo may pass several graphs of one model, or the same
+    # graph again.
     compiled = CompiledGraph(graph, options, f"{options.name}_{next(_numbers)}")
     _graphs.add(compiled)
     return compiled
 
 
 class Backend:
-    """A backend that keeps the graphs it compiles, for inspection.
+    """A backend that stores the graphs it compiles, for inspection.
 
     Args:
         options: Fields of ``CompileOptions`` by name.
 
     Attributes:
-        options: Its options.
-        graphs: The graphs it has compiled, in order.
+        options: The options of the backend.
+        graphs: The graphs compiled so far, in order.
 
     Raises:
         ConfigError: An option has an invalid value.
-        UnknownNameError: An option is unknown; the error suggests the nearest names.
+        UnknownNameError: No option has the given name; the error suggests similar names.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -113,29 +114,30 @@ def compile(  # noqa: A001 - as torch.compile is called
 
     Args:
         model: A module or function of tensors.
-        batch: The batch dimension of arguments, by parameter name; None for an argument that
-            is not batched. By default, dimension 0 of each tensor as long as the first.
-        fullgraph: Raise if the model would be broken into several graphs.
-        skip_guards: Skip Dynamo's guards after the first call. Types, shapes and arguments
-            other than tensors are still compared here; anything else that the model's Python
+        batch: The batch dimension of each argument, by parameter name; None for an argument that
+            is not batched. By default, tensors are batched in dimension 0 if they have the length
+            of the first tensor.
+        fullgraph: Raise an error if the model would be split into several graphs.
+        skip_guards: Skip Dynamo's guards after the first call. Types, shapes and non-tensor
+            arguments are still compared. Anything else that the model's Python code
             reads (attributes, globals) must not change.
         **options: Fields of ``CompileOptions``.
 
     Raises:
         ConfigError: An option has an invalid value.
-        UnknownNameError: An option is unknown; the error suggests the nearest names.
+        UnknownNameError: No option has the given name; the error suggests similar names.
     """
     return CompiledModel(model, Backend(**options), batch, fullgraph, skip_guards)
 
 
 class CompiledModel:
-    """A compiled model, called as the model is.
+    """A compiled model; call it like the model.
 
     Attributes:
-        model: The model as given.
+        model: The original model.
         backend: The backend that compiles it.
-        num_uncompiled: Calls that ran the uncompiled model, because guards are skipped and the
-            arguments differed from the first call's in more than tensors' contents and sizes.
+        num_uncompiled: Number of calls that ran the original model, because guards are skipped
+            and the arguments differed from those of the first call in more than values and sizes.
     """
 
     model: Callable[..., Any]
@@ -152,7 +154,7 @@ class CompiledModel:
         if not callable(model):
             raise ConfigError("model", model, "a module or a function")
         self.model, self.backend = model, backend
-        self.__wrapped__ = model  # for ``inspect``, and for a runner whose step calls this
+        self.__wrapped__ = model  # for ``inspect``, and for runners whose step calls this object
         self.num_uncompiled: int = 0
         self._batch = None if batch is None else dict(batch)
         self._signature = inspect.Signature()
@@ -163,7 +165,7 @@ class CompiledModel:
             for setting, names in (("batch", batch), ("fill", fill)):
                 unknown = sorted(set(names or ()) - set(known))
                 if unknown:
-                    raise ConfigError(setting, unknown, f"parameters: {', '.join(known)}")
+                    raise ConfigError(setting, unknown, f"parameter names: {', '.join(known)}")
         self._skip_guards = skip_guards
         self._first_facts: Any = None
         self._lock = threading.Lock()
@@ -175,7 +177,7 @@ class CompiledModel:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Run the model."""
         if self._skip_guards:
             facts = self._facts(args, kwargs)
             if self._first_facts is None:
@@ -204,11 +206,15 @@ class CompiledModel:
             if dim is None or value is None:
                 continue
             if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
-                raise InputError(name, f"Argument {name!r} has no dimension {dim} to be the batch.")
+                raise InputError(
+                    name,
+                    f"Argument {name!r} has no dimension {dim}, which batch declares as its batch "
+                    f"dimension; got {_shape_or_type(value)}.",
+                )
             mark_batch(value, dim % value.dim())
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the facts of the call that Dynamo would have guarded, except tensors' sizes."""
+        """Return the properties of the call that Dynamo would guard, except tensor sizes."""
         return (
             tuple(map(_fact, args)),
             tuple((name, _fact(value)) for name, value in kwargs.items()),
@@ -229,14 +235,18 @@ class CompiledModel:
         return len(self.backend.graphs)
 
     def stats(self) -> list[CompiledStats]:
-        """Return the statistics of each graph so far."""
+        """Return the statistics of each graph."""
         return [graph.stats() for graph in self.backend.graphs]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.backend.graphs)) or "nothing compiled yet"
+        return "\n\n".join(map(str, self.backend.graphs)) or "not compiled yet"
 
 
 _COMPARABLE = (int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _shape_or_type(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _fact(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Trace a Python step into one graph of operations that holds for every batch size.
+"""Trace a Python step into one graph that is valid for every batch size.
 
-TorchDynamo traces the step once, with an unknown batch size. Code that cannot be traced so (a
-branch on data or on the size, a call that Dynamo cannot follow) is rejected with its line: a
-graph that fixed such a decision at one size would be wrong at another. The step is not run.
+Dynamo traces the step once, with an unknown batch size, without running it. Code that cannot be
+traced this way (a branch on data or on the size, an unsupported call) is rejected with its line: a
+graph specialized to one size would be wrong at another.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from dispatchkit.errors import CaptureError, ConfigError
 
-# Integers that stand for unknown sizes in the traced step's result; no program uses them.
+# First of the integers that stand for unknown sizes in the traced step's result. User code is
+# unlikely to contain them.
 _FIRST_STAND_IN = 0x5D15_7A7C_0000
 
 
 @attrs.frozen
 class Input:
-    """A graph argument that is one of the step's inputs."""
+    """A graph argument that is an input of the step."""
 
     name: str
 
 
 @attrs.frozen
 class Size:
-    """A graph argument that is the size of an input's dimension."""
+    """A graph argument that is the size of a dimension of an input."""
 
     name: str
     dim: int
 
 
 @attrs.frozen
-class Held:
+class HeldTensor:
     """A graph argument that is the same tensor in every step: a weight, a buffer, a cache."""
 
     index: int
@@ -51,7 +52,7 @@ class Held:
 
 @attrs.frozen
 class Result:
-    """A value that the graph computes, by its position among the graph's results."""
+    """A value computed by the graph, by its index in the graph's results."""
 
     index: int
 
@@ -63,19 +64,19 @@ class Constant:
     value: Any
 
 
-Role = Input | Size | Held
+Role = Input | Size | HeldTensor
 
 
 @attrs.frozen
 class TracedStep:
-    """A step as a graph.
+    """A step traced into a graph.
 
     Attributes:
-        graph: Its operations; parameters of the model are arguments too.
+        graph: The graph; parameters of the model are arguments of it, too.
         inputs: Names of the step's inputs.
-        roles: For each argument of the graph, in order, what is passed to it.
+        roles: The role of each argument of the graph.
         held: The held tensors.
-        leaves: The step's result, flattened.
+        leaves: The leaves of the step's result.
         spec: The structure of the step's result.
     """
 
@@ -83,7 +84,7 @@ class TracedStep:
     inputs: tuple[str, ...]
     roles: tuple[Role, ...]
     held: tuple[torch.Tensor, ...]
-    leaves: tuple[Input | Held | Result | Constant, ...]
+    leaves: tuple[Input | HeldTensor | Result | Constant, ...]
     spec: TreeSpec
 
 
@@ -94,14 +95,14 @@ def trace(
 
     Args:
         step: A function or module, called with the inputs as keywords.
-        example: One tensor for each input; the values do not matter.
+        example: One tensor for each input, with any values.
         batch_dims: The batch dimension of each batched input.
 
     Raises:
         CaptureError: The step cannot be traced as one graph (reason ``not_traceable``), or it
-            has effects in Python that a graph would lose (``python_effects``).
+            has side effects in Python that a replay would omit (``python_effects``).
     """
-    # New tensor objects on the same memory, so that the caller's are not marked.
+    # Mark aliases, so that the caller's tensors stay unmarked.
     inputs = {name: tensor.detach() for name, tensor in example.items()}
     for name, dim in batch_dims.items():
         mark_batch(inputs[name], dim)
@@ -124,12 +125,12 @@ def trace(
     changed = _restore_python_state(before)
     if changed:
         raise CaptureError(
-            f"The step sets {', '.join(changed)}; a replay runs no Python, so this would happen "
-            "only once. Write into a tensor in place, or return the value.",
+            f"The step sets {', '.join(changed)}, but a replay runs no Python and would not set "
+            "it. Update a tensor in place, or return the value.",
             reason="python_effects",
         )
     if not seen:
-        raise CaptureError("The step has no tensor operation to capture.", reason="not_traceable")
+        raise CaptureError("The step has no tensor operations to capture.", reason="not_traceable")
     graph, args, results = seen[0]
     roles, held = _roles(graph, args, inputs)
     flat, spec = tree_flatten(returned)
@@ -146,7 +147,7 @@ def trace(
 
 
 def mark_batch(tensor: torch.Tensor, dim: int) -> None:
-    """Mark a dimension's size as unknown, so that one graph serves every size, 1 included."""
+    """Mark the size of a dimension as unknown, so that one graph serves every size, even 1."""
     mark = torch._dynamo.decorators.mark_unbacked
     if _MARK_TAKES_ID:
         mark(tensor, dim, shape_id="batch")
@@ -158,7 +159,7 @@ _MARK_TAKES_ID = "shape_id" in inspect.signature(torch._dynamo.decorators.mark_u
 
 
 def size_source(size: Any, tensors: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the tensor and dimension that a symbolic size belongs to; None if none does."""
+    """Return the tensor and dimension that have a symbolic size, or None."""
     expression = _expression(size)
     for name, tensor in tensors.items():
         for dim, length in enumerate(tensor.shape):
@@ -172,7 +173,7 @@ def _expression(size: Any) -> Any:
 
 
 def example_of(node: fx.Node) -> Any:
-    """Return the fake value that the tracer assigned to a node of a graph."""
+    """Return the fake value that the tracer assigned to a node."""
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
@@ -180,10 +181,10 @@ def example_of(node: fx.Node) -> Any:
 
 
 def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the step, with a code object that Dynamo has not seen.
+    """Return a function with a new code object that calls the step.
 
-    Dynamo keeps compilations with the code object. On a new one they are released with the
-    trace, and do not count towards the recompile limits of the user's own compilations.
+    Dynamo stores compilations per code object. Those of a new code object are released with the
+    trace, and do not count toward the recompile limits of the user's compilations.
     """
 
     def call(inputs: dict[str, torch.Tensor]) -> Any:
@@ -195,7 +196,7 @@ def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stand_ins(graph: fx.GraphModule) -> list[Any]:
-    """Return a recognisable stand-in for each result of a graph."""
+    """Return a recognizable stand-in for each result of a graph."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     numbers = itertools.count(_FIRST_STAND_IN)
     return [
@@ -223,14 +224,14 @@ def _roles(
             if id(arg) in names:
                 roles.append(Input(names[id(arg)]))
             else:
-                roles.append(Held(len(held)))
+                roles.append(HeldTensor(len(held)))
                 held.append(arg)
             continue
         source = size_source(example_of(node), fakes)
         if source is None:
             raise CaptureError(
-                f"The step's graph takes {node.name!r} = {arg!r:.40}, which is neither a tensor "
-                "nor the size of an input. Pass it as a tensor, or fix it with functools.partial.",
+                f"The step reads {node.name!r} = {arg!r:.40}, which is neither a tensor nor the "
+                "size of an input. Pass it as a tensor, or bind it with functools.partial.",
                 reason="not_traceable",
             )
         roles.append(Size(*source))
@@ -242,7 +243,7 @@ def _leaf(
     results: Sequence[Any],
     inputs: Mapping[str, torch.Tensor],
     held: Sequence[torch.Tensor],
-) -> Input | Held | Result | Constant:
+) -> Input | HeldTensor | Result | Constant:
     for index, result in enumerate(results):
         if leaf is result or (isinstance(result, int) and type(leaf) is int and leaf == result):
             return Result(index)
@@ -251,7 +252,7 @@ def _leaf(
             return Input(name)
     for index, tensor in enumerate(held):
         if leaf is tensor:
-            return Held(index)
+            return HeldTensor(index)
     return Constant(leaf)
 
 
@@ -261,10 +262,10 @@ def _not_traceable(error: Exception) -> CaptureError:
     where = re.findall(r'File "([^"]+)", line (\d+)', text) or re.findall(r"# (\S+):(\d+) in", text)
     place = f" ({where[-1][0]}:{where[-1][1]})" if where else ""
     return CaptureError(
-        f"The step cannot be traced as one graph for all sizes: {problem}{place}. Put that code "
-        "into a custom operator (torch.library.custom_op) and split at it, or list the pieces "
-        "yourself with graph_piece and eager_piece. torch.compile(backend='dispatchkit') without "
-        "fullgraph=True accepts such steps, as several graphs.",
+        f"The step cannot be traced as one graph for all sizes: {problem}{place}. Wrap that code "
+        "in a custom operator (torch.library.custom_op) and split at it, or define the pieces "
+        "with graph_piece and eager_piece. torch.compile(backend='dispatchkit') without "
+        "fullgraph=True compiles such steps into several graphs.",
         reason="not_traceable",
     )
 
@@ -274,7 +275,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def _python_state(step: Callable[..., Any]) -> _ModuleState:
-    """Return the attributes of a step's modules, to detect whether tracing changes them."""
+    """Return the attributes of the step's modules, to detect changes made by tracing."""
     if not isinstance(step, torch.nn.Module):
         step = getattr(step, "__self__", step)  # the module of a bound method
     if not isinstance(step, torch.nn.Module):
@@ -286,7 +287,7 @@ def _python_state(step: Callable[..., Any]) -> _ModuleState:
 
 
 def _restore_python_state(before: _ModuleState) -> list[str]:
-    """Restore attributes; return the names of those that had changed."""
+    """Restore attributes; return the names of the changed ones."""
     changed = []
     for module, attributes, tables in before:
         now = vars(module)
@@ -316,5 +317,5 @@ def batch_dims_of(specs: Mapping[str, Any]) -> dict[str, int]:
     """
     dims = {name: spec.batch_dim for name, spec in specs.items() if spec.batch_dim is not None}
     if not dims:
-        raise ConfigError("example", sorted(specs), "inputs of which at least one is batched")
+        raise ConfigError("example", sorted(specs), "a dict with at least one batched input")
     return dims

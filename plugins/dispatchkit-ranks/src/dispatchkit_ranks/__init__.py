@@ -1,9 +1,8 @@
-"""Ranks that decide together, so every step has one mode and one padded size.
+"""Decide together with other ranks: one mode and one padded size for every step.
 
-``RankAgreement`` exchanges facts between the ranks of a torch.distributed process group;
-``RankedDispatcher`` wraps a ``Dispatcher`` with it, and ``RankedRunner`` a ``GraphRunner``.
-Deciding from the facts needs no torch; the two names that exchange them import torch on
-first use.
+``RankAgreement`` exchanges facts between the ranks of a torch.distributed process group.
+``RankedDispatcher`` and ``RankedRunner`` use it to wrap a ``Dispatcher`` and a ``GraphRunner``.
+``RankAgreement`` and ``RankedRunner`` import torch on first use; the rest needs no torch.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def __getattr__(name: str) -> Any:
         from dispatchkit.errors import BackendUnavailableError
 
         raise BackendUnavailableError(
-            f"{name} needs torch, which is not installed here. Run: pip install "
-            "'dispatchkit[torch]'."
+            f"{name} needs torch, which is not installed. Run: pip install 'dispatchkit[torch]'."
         ) from error
     globals()[name] = value
     return value

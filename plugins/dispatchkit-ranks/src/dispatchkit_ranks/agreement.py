@@ -1,8 +1,8 @@
-"""RankAgreement: exchanges of small rows over a process group, each with a time limit.
+"""Exchanges of small rows over a process group, each with a time limit.
 
-A failed collective leaves connections half used, so the first failure ends the agreement:
-its group is dropped, which wakes the other ranks at once, and each rank reads the notes in
-the store to find out which rank to name.
+A failed collective leaves connections in an undefined state, so the first failure ends the
+agreement. Closing its group wakes the other ranks, and each rank reads the notes in the store to
+find the rank that caused the failure.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import torch.distributed as dist
 
 from dispatchkit.errors import ConfigError, RankError
 
-from dispatchkit_ranks.fingerprint import differences, odd_ranks, versions
+from dispatchkit_ranks.exchange_group import ExchangeGroup
+from dispatchkit_ranks.fingerprint import deviating_ranks, differences, versions
 from dispatchkit_ranks.notes import Notes
 from dispatchkit_ranks.protocol import MAX_COLUMNS, Phase
 from dispatchkit_ranks.verdict import LEFT, RAISED, WAITED, Note
-from dispatchkit_ranks.wire import Wire
 
-# The largest and smallest phase, the mark and its negative; the row follows.
+# A message starts with one column per phase, the mark and its negative; the row follows.
 _MARK = len(Phase)
 _ROW = _MARK + 2
-#: Numbers in one exchange.
+#: Number of integers in one exchange.
 ROW_WIDTH = _ROW + MAX_COLUMNS
-# A collective waits several times, and its limit restarts with each wait. Two limits plus the
-# time for notes fit within the whole timeout.
+# A collective waits several times, and its limit restarts with each wait. Two limits and the time
+# for notes must fit into the timeout.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
-# On a busy machine a rank that woke with the others may need this long to leave its note; until
-# then it looks like a rank that never arrived.
-_LEAST_FOR_NOTES = 1.0
-# The others always wait for this share of a collective's limit, counted from the last collective.
-_SHARE_OF_PATIENCE = 0.5
-# The longest wait for a store that does not accept a note.
+# A rank without a note counts as one that never arrived. On a busy machine, a rank may need this
+# long to leave its note.
+_MIN_NOTES_SECONDS = 1.0
+# Other ranks wait at least this share of a collective's limit, counted from the last collective.
+_SHARE_UNTIL_CHECK = 0.5
+# Time limit for leaving a note in a store that does not answer.
 _SECONDS_FOR_OWN_NOTE = 0.5
 _Given = TypeVar("_Given")
 _Merged = TypeVar("_Merged")
@@ -51,12 +51,12 @@ _instances: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 
 @attrs.frozen
 class AgreementStats:
-    """The time this rank spent in agreements, waits for other ranks included, start-up excluded.
+    """Time that this rank spent in step exchanges, including waits for other ranks.
 
     Attributes:
-        num_exchanges: Number of step exchanges.
-        total_us: Total microseconds spent in them.
-        max_us: Microseconds spent in the longest.
+        num_exchanges: Number of step exchanges after the first.
+        total_us: Total time in microseconds.
+        max_us: Longest exchange in microseconds.
     """
 
     num_exchanges: int
@@ -67,32 +67,31 @@ class AgreementStats:
 class RankAgreement:
     """The ranks of a process group and their exchanges.
 
-    All ranks create one at the same point; creation compares versions. It owns a separate
-    process group with the same members as the given one, so that its collectives do not queue
-    behind others, and closes that group when the agreement ends.
+    All ranks must create one at the same point, where versions are compared. The agreement creates
+    its own process group with the same members, so that its collectives do not queue behind others,
+    and closes that group when it ends.
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
-        timeout: Seconds within which every rank has stopped if another rank does not reach a
-            step. Below 15 seconds, or if the store does not answer, it may take two seconds
-            longer. A rank counts as late after 0.4 of the timeout.
-        setup_timeout: The same for start-up, captures and the first step, which ranks may
-            reach far apart.
-        device: Where rows are exchanged. By default the CPU over gloo, which does not delay
-            device work; a CUDA device uses NCCL and synchronizes with the device in every step.
+        timeout: Time in seconds after which every rank has stopped if another rank does not reach
+            a step. Below 15 seconds, or if the store does not answer, this may take two seconds
+            longer. A rank is late after 0.4 of the timeout.
+        setup_timeout: The timeout of start-up, captures and the first step, which ranks may reach
+            at very different times.
+        device: The device of the exchange. The default is the CPU with gloo, which does not delay
+            device work. A CUDA device uses NCCL and synchronizes with the device in every step.
         name: Distinguishes agreements of the same ranks in the store.
-        name: Tells agreements of the same ranks apart in the store.
         facts: Facts that must be equal on all ranks, compared at creation.
 
     Attributes:
         rank: Index of this rank in the group.
         size: Number of ranks in the group.
-        members: Their global ranks, as torchrun assigns them.
-        step: Last step that was agreed on.
+        members: Global ranks of the group's members, as assigned by torchrun.
+        step: Last step that the ranks agreed on.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or an argument is invalid.
-        RankError: A rank does not arrive, or has other versions or facts.
+        ConfigError: torch.distributed is not initialized, or an argument is invalid.
+        RankError: A rank does not arrive, or its versions or facts differ.
 
     Thread safety: use it from one thread.
     """
@@ -112,50 +111,53 @@ class RankAgreement:
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
-                "group", group, "a process group", "Call torch.distributed.init_process_group."
+                "group",
+                group,
+                "an initialized process group",
+                "Call torch.distributed.init_process_group() first.",
             )
         self.timeout: float = _seconds(timeout, "timeout")
         self.setup_timeout: float = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
-        place = _device(device)
+        exchange_device = _device(device)
         parent = dist.group.WORLD if group is None else group
         # In ascending order, as in the group created below.
         self.members: tuple[int, ...] = tuple(sorted(dist.get_process_group_ranks(parent)))
         me = dist.get_rank()
         if me not in self.members:
-            raise ConfigError("group", self.members, f"a group that rank {me} is in")
+            raise ConfigError("group", self.members, f"a group that contains this rank ({me})")
         self.rank, self.size = self.members.index(me), len(self.members)
         self.step: int = 0
         self._stopped: RankError | None = None
         self._is_first_step = True
         self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0
-        # When all ranks last met, and how long after it no rank can have stopped.
-        self._met_at = time.perf_counter()
-        self._patience = self.timeout * _SHARE_OF_COLLECTIVE * _SHARE_OF_PATIENCE
-        self._wire: Wire | None = None
-        # The head of this rank's row, and the merged head if all ranks send the same one.
+        # Time of the last exchange, and the seconds after it in which no rank can have stopped.
+        self._last_exchange_at = time.perf_counter()
+        self._check_after = self.timeout * _SHARE_OF_COLLECTIVE * _SHARE_UNTIL_CHECK
+        self._group: ExchangeGroup | None = None
+        # By phase, the head of this rank's message, and the merged head if all ranks agree.
         self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
-        self._met = [[int(at == each) * self.size for at in Phase] for each in Phase]
+        self._full_heads = [[int(at == each) * self.size for at in Phase] for each in Phase]
         self._padding = [[0] * (MAX_COLUMNS - used) for used in range(MAX_COLUMNS + 1)]
         if self.size == 1:
             return
         serial = next(_instances.setdefault((name, self.members), itertools.count()))
         prefix = f"dispatchkit/{name}/{'-'.join(map(str, self.members))}/{serial}"
         self._notes = Notes(_store_of(parent), prefix, self.members, self.rank)
-        self._notes.meet(self.setup_timeout)
+        self._notes.wait_for_all(self.setup_timeout)
         start = time.perf_counter()
         try:
-            self._wire = Wire(
+            self._group = ExchangeGroup(
                 self._notes.group_store(),
                 self.rank,
                 self.size,
-                place,
+                exchange_device,
                 ROW_WIDTH,
                 self.setup_timeout,
             )
         except RuntimeError as error:
             seconds = time.perf_counter() - start
             where = "the creation of their process group"
-            raise self._broken(error, seconds, self.setup_timeout, where) from error
+            raise self._collective_failed(error, seconds, self.setup_timeout, where) from error
         self.compare({**versions(), **{k: str(v) for k, v in (facts or {}).items()}})
 
     # -- the step -----------------------------------------------------------------------
@@ -169,46 +171,46 @@ class RankAgreement:
         mark: int = 0,
         step: int = 0,
     ) -> list[int]:
-        """Return the maximum of each column over all ranks, with one small collective.
+        """Return the maximum of each column over all ranks, using one small collective.
 
         Args:
             row: At most ``MAX_COLUMNS`` integers.
-            phase: What this rank is doing.
-            label: The phase in words, for messages.
+            phase: The activity of this rank.
+            label: Description of the activity, for messages.
             mark: An integer that must be equal on all ranks.
-            step: Number of the step; recorded as the last known step.
+            step: Number of the step, recorded as the last agreed step; 0 outside steps.
 
         Raises:
-            RankError: A rank is late, gone, has raised, or is doing something else.
+            RankError: A rank is late, has left, has raised an error, or is in another phase.
         """
-        wire = self._wire
-        if wire is None:
+        group = self._group
+        if group is None:
             self._check_open()
             self.step = step or self.step
             return list(row)
         head = [*self._heads[phase], mark, -mark]
-        # Fixed length, so that ranks in different phases can meet; unused columns are 0.
+        # The length is fixed, so that ranks in different phases can exchange; unused columns are 0.
         message = [*head, *row, *self._padding[len(row)]]
         is_counted = phase is Phase.STEP and not self._is_first_step
         start = time.perf_counter()
-        merged = self._meet(wire.merge, message, phase, label, step)
+        merged = self._run_collective(group.merge, message, phase, label, step)
         if is_counted:
-            elapsed = self._met_at - start
+            elapsed = self._last_exchange_at - start
             self._num_exchanges += 1
             self._total += elapsed
             if elapsed > self._longest:
                 self._longest = elapsed
         elif phase is not Phase.SHARE:
             self._is_first_step = phase is not Phase.STEP
-        # If all ranks are in this phase, the last rank's number is the largest.
-        if merged[:_ROW] != [*self._met[phase], mark, -mark]:
-            raise self._apart(merged, phase, mark, self._where(phase, label, step))
+        # If all ranks are in this phase, its column is the number of ranks and the others are 0.
+        if merged[:_ROW] != [*self._full_heads[phase], mark, -mark]:
+            raise self._mismatch(merged, phase, mark, self._where(phase, label, step))
         if step:
             self.step = step
         return merged[_ROW : _ROW + len(row)]
 
     def _limit(self, phase: Phase) -> float:
-        """Return the time limit of an exchange in seconds; longer where ranks may be far apart."""
+        """Return the time limit of an exchange in seconds."""
         if self._is_first_step or phase is Phase.CAPTURE:
             return self.setup_timeout
         return self.timeout
@@ -216,11 +218,11 @@ class RankAgreement:
     # -- cold paths ---------------------------------------------------------------------
 
     def gather(self, text: str) -> list[str]:
-        """Return the text of every rank, in order."""
+        """Return the texts of all ranks, in order."""
         return [part.decode() for part in self._collect(text.encode(), self.size, self.rank)]
 
     def share(self, text: str) -> str:
-        """Return rank 0's text; the texts of other ranks are ignored."""
+        """Return the text of rank 0; those of other ranks are ignored."""
         given = text.encode() if self.rank == 0 else b""
         return self._collect(given, 1, 0)[0].decode()
 
@@ -229,10 +231,10 @@ class RankAgreement:
         self.exchange((), Phase.SHARE, label=label)
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """Stop on all ranks if any fact is not the same everywhere.
+        """End the agreement on all ranks if any fact differs between ranks.
 
         Raises:
-            RankError: It names what differs, and on which ranks.
+            RankError: Facts differ; the error lists them by rank.
         """
         everyone = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
         found = differences(everyone, self.members)
@@ -240,8 +242,9 @@ class RankAgreement:
             return
         listing = "".join(f"\n  {name}: {who}" for name, who in found.items())
         error = RankError(
-            f"The ranks are set up differently.{listing}\nUse the same settings and versions.",
-            ranks=odd_ranks(everyone, self.members),
+            f"The ranks have different settings or versions.{listing}\nMake them equal on all "
+            "ranks.",
+            ranks=deviating_ranks(everyone, self.members),
             step=self.step,
             reason="differs",
         )
@@ -249,7 +252,7 @@ class RankAgreement:
         raise error
 
     def stats(self) -> AgreementStats:
-        """Return the time spent in agreements of steps since the first."""
+        """Return the time spent in step exchanges after the first."""
         return AgreementStats(self._num_exchanges, self._total * 1e6, self._longest * 1e6)
 
     # -- the end ------------------------------------------------------------------------
@@ -260,33 +263,33 @@ class RankAgreement:
         return self._stopped is None
 
     def close(self) -> None:
-        """Leave together with the other ranks, which call it at the same point.
+        """End the agreement; all ranks call it at the same point.
 
-        Waits at most ``timeout`` for them. The group no longer exists afterwards.
+        Waits at most ``timeout`` for the other ranks, then closes the process group.
         """
         if self._stopped is not None:
             return
-        if self._wire is not None:
+        if self._group is not None:
             message = [*self._heads[Phase.CLOSE], 0, 0, *self._padding[0]]
-            # A rank that left earlier has closed its side; this rank leaves now.
+            # This fails if another rank left earlier and closed its side.
             with contextlib.suppress(RuntimeError):
-                self._wire.merge(message, self.timeout * _SHARE_OF_COLLECTIVE)
+                self._group.merge(message, self.timeout * _SHARE_OF_COLLECTIVE)
             self._notes.leave(Note(LEFT, self.step, "closed"))
         self._end(RankError("The agreement of the ranks was closed.", reason=LEFT))
 
     def fail(self, error: BaseException | str) -> None:
-        """Stop and report the reason; the other ranks stop at their next exchange."""
+        """End the agreement because of an error; other ranks stop at their next exchange."""
         if self._stopped is not None:
             return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        if self._wire is not None:
-            # Leave the note first: dropping the group makes other ranks look for it.
+        if self._group is not None:
+            # Leave the note first: other ranks look for it when the group closes.
             self._notes.leave(Note(RAISED, self.step, text[:2000]))
-        has_others = self._wire is not None
+        has_others = self._group is not None
         me = self.members[self.rank]
         self._end(RankError(f"This rank ({me}) raised {text}.", ranks=(me,), reason=RAISED))
         if has_others:
-            self._notes.see_out(_time_for_notes(self.timeout))
+            self._notes.wait_for_readers(_notes_limit(self.timeout))
 
     def __enter__(self) -> RankAgreement:
         return self
@@ -305,22 +308,22 @@ class RankAgreement:
     # -- inside -------------------------------------------------------------------------
 
     def _collect(self, data: bytes, num_rows: int, row: int) -> list[bytes]:
-        """Gather one row of bytes from every rank, or one row from rank 0 alone."""
-        wire = self._wire
-        if wire is None:
+        """Return one row of bytes from each rank, or the row of rank 0 only."""
+        group = self._group
+        if group is None:
             self._check_open()
             return [data]
         longest = self.exchange((len(data),), Phase.SHARE)[0]
-        # Each rank fills its own row and leaves the others 0, the smallest byte.
+        # Each rank fills its own row. The others stay 0, so the maximum keeps every row.
         width = longest + 8
         table = np.zeros((num_rows, width), dtype=np.uint8)
         if num_rows > 1 or self.rank == row:
             table[row, :8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
             table[row, 8 : 8 + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        found = self._meet(wire.merge_bytes, table, Phase.SHARE)
+        found = self._run_collective(group.merge_bytes, table, Phase.SHARE)
         return [bytes(line[8 : 8 + int.from_bytes(bytes(line[:8]), "little")]) for line in found]
 
-    def _meet(
+    def _run_collective(
         self,
         merge: Callable[[_Given, float], _Merged],
         given: _Given,
@@ -328,42 +331,50 @@ class RankAgreement:
         label: str = "",
         step: int = 0,
     ) -> _Merged:
-        """Return the result of a collective of the wire, or end the agreement and raise."""
+        """Return the result of a collective; end the agreement if it fails.
+
+        Raises:
+            RankError: The collective failed.
+        """
         limit, start = self._limit(phase), time.perf_counter()
-        # Other ranks may have stopped, and a collective need not fail then: an NCCL collective
-        # that they aborted may complete here with partial data.
-        is_overdue = start - self._met_at > self._patience
+        # If other ranks have stopped, the collective may still succeed: one that NCCL aborted on
+        # another rank can complete here with partial data.
+        must_check = start - self._last_exchange_at > self._check_after
         try:
-            if is_overdue:
-                self._check_nobody_stopped()
+            if must_check:
+                self._check_no_rank_stopped()
             found = merge(given, limit * _SHARE_OF_COLLECTIVE)
-            if is_overdue:
-                self._check_nobody_stopped()
+            if must_check:
+                self._check_no_rank_stopped()
         except RuntimeError as error:
             seconds = time.perf_counter() - start
-            raise self._broken(error, seconds, limit, self._where(phase, label, step)) from error
-        self._met_at = time.perf_counter()
+            raise self._collective_failed(
+                error, seconds, limit, self._where(phase, label, step)
+            ) from error
+        self._last_exchange_at = time.perf_counter()
         return found
 
-    def _check_nobody_stopped(self) -> None:
-        if self._notes.is_anyone_stopped():
-            raise RuntimeError("the others had stopped before this rank arrived")
+    def _check_no_rank_stopped(self) -> None:
+        if self._notes.has_stopped_ranks():
+            raise RuntimeError("other ranks had stopped before this rank arrived")
 
     def _where(self, phase: Phase, label: str = "", step: int = 0) -> str:
         if label:
             return label
         return f"step {step}" if phase is Phase.STEP else "a comparison of settings"
 
-    def _broken(self, error: Exception, seconds: float, limit: float, where: str) -> RankError:
-        """End the agreement, attribute a failed collective to ranks, and return the error."""
-        # Only gloo's text distinguishes a timeout from a lost connection; both are RuntimeErrors.
+    def _collective_failed(
+        self, error: Exception, seconds: float, limit: float, where: str
+    ) -> RankError:
+        """End the agreement after a failed collective; return the error that names the cause."""
+        # A timeout and a lost connection both raise RuntimeError; only gloo's text differs.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
         # Leave the note first: a late rank may still receive data from an aborted NCCL
         # collective, and only the note shows that the data is invalid.
         self._notes.leave(own, _SECONDS_FOR_OWN_NOTE)
-        self._drop_wire()
-        found = self._notes.judge(own, _time_for_notes(limit), where)
+        self._close_group()
+        found = self._notes.find_cause(own, _notes_limit(limit), where)
         me = self.members[self.rank]
         stop = RankError(
             f"{found.text} (Reported by rank {me} of {self.size}.)",
@@ -374,23 +385,25 @@ class RankAgreement:
         self._stopped = stop
         return stop
 
-    def _apart(self, merged: Sequence[int], phase: Phase, mark: int, where: str) -> RankError:
-        """End the agreement of ranks that do different things; each of them finds out here."""
+    def _mismatch(self, merged: Sequence[int], phase: Phase, mark: int, where: str) -> RankError:
+        """End the agreement because ranks are in different phases or steps; return the error."""
         me = self.members[self.rank]
         others = {
             each: self.members[merged[each] - 1] for each in Phase if merged[each] and each != phase
         }
         blamed: Sequence[int] = tuple(others.values())
         if others:
-            told = "; ".join(f"rank {number} {each.doing}" for each, number in others.items())
+            report = "; ".join(
+                f"rank {number} {each.description}" for each, number in others.items()
+            )
             reason = LEFT if Phase.CLOSE in others else "differs"
-            text = f"{told[0].upper()}{told[1:]}, while rank {me} reached {where}."
+            text = f"{report[0].upper()}{report[1:]}, while rank {me} reached {where}."
         else:
-            # Every rank sees that the marks differ, so all of them get here.
+            # All ranks get here, because the merged marks are the same on all of them.
             everyone = self._marks(mark, where)
             who = "; ".join(differences(everyone, self.members).values())
-            blamed, reason = odd_ranks(everyone, self.members), "differs"
-            text = f"The ranks reached {where} with different batches or different keys: {who}."
+            blamed, reason = deviating_ranks(everyone, self.members), "differs"
+            text = f"The ranks reached {where} with different batches or keys: {who}."
         error = RankError(
             f"{text} All ranks must make the same calls in the same order; an idle rank joins "
             f"each step with 0 tokens. Last step: {self.step}.",
@@ -402,7 +415,7 @@ class RankAgreement:
         return error
 
     def _marks(self, mark: int, where: str) -> list[dict[str, str]]:
-        """Return each rank's place and mark, once all know that these differ."""
+        """Return the position and mark of each rank; all ranks must call this together."""
         texts = self.gather(json.dumps({"mark": f"{where} with mark {mark:x}"}))
         return [json.loads(text) for text in texts]
 
@@ -417,27 +430,30 @@ class RankAgreement:
 
     def _end(self, error: RankError) -> None:
         self._stopped = error
-        self._drop_wire()
+        self._close_group()
 
-    def _drop_wire(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
 
-def _time_for_notes(limit: float) -> float:
-    return max(_LEAST_FOR_NOTES, limit * _SHARE_OF_NOTES)
+def _notes_limit(limit: float) -> float:
+    return max(_MIN_NOTES_SECONDS, limit * _SHARE_OF_NOTES)
 
 
 def _seconds(value: Any, setting: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(setting, value, "a number of seconds above 0")
+        raise ConfigError(setting, value, "a positive, finite number of seconds")
     return float(value)
 
 
 def _device(value: Any) -> torch.device:
-    """Return the exchange device; a wrong one must not look like a rank that does not arrive."""
-    allowed = "the CPU or a CUDA device"
+    """Return the exchange device.
+
+    Validated here, because a failed collective would be attributed to another rank.
+    """
+    allowed = "'cpu' or a CUDA device"
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:
@@ -445,7 +461,7 @@ def _device(value: Any) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError("device", value, allowed)
     if device.type == "cuda" and not dist.is_nccl_available():
-        raise ConfigError("device", value, "the CPU here", "This torch was built without NCCL.")
+        raise ConfigError("device", value, "'cpu'", "The installed torch was built without NCCL.")
     return device
 
 
@@ -454,7 +470,7 @@ def _store_of(group: Any) -> Any:
     public = getattr(group, "get_group_store", None)
     if public is not None:
         return public()
-    # torch 2.11 and earlier have it under a private name only.
+    # Up to torch 2.11, the function is private.
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_process_group_store(group)  # noqa: SLF001

@@ -1,7 +1,7 @@
-"""The facts of a step when the configuration has axes, whose values are agreed on as well.
+"""The facts of a step in a configuration with axes.
 
-Along an axis, all ranks pad to the largest value of any rank. An exact axis controls what the
-step does: if ranks have different values, no graph serves all of them.
+All ranks pad an axis to the largest value of any rank. The value of an exact axis changes what the
+step computes: if ranks have different values, no graph can serve them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dispatchkit.keys import DispatchConfig
 
 from dispatchkit_ranks.facts import ALL_ON, AgreedBatch, Facts
 
-# Larger values are outside every bucket, and a row cannot hold larger numbers.
-_MOST = 1 << 62
+# Rows cannot represent larger numbers, and larger values are outside every bucket.
+_MAX_VALUE = 1 << 62
 
 
 class AxisFacts(Facts):
-    """Encode one rank's row with the values of its axes, and decode the merged row.
+    """Encode one rank's row including axis values, and decode the merged row.
 
-    ``loras`` are variants here, as ``DispatchConfig.variant`` returns them.
+    ``loras`` is a variant, as returned by ``DispatchConfig.variant``.
 
     Args:
         config: The configuration with the query classes and axes.
-        switches: As for ``Facts``.
+        switches: See ``Facts``.
 
     Raises:
         ConfigError: The query classes, switches and axes do not fit in one row.
@@ -51,8 +51,8 @@ class AxisFacts(Facts):
         adapters, _ = self._variants.facts(loras)
         row = super().row(num_tokens, num_reqs, uniform, adapters, ceiling, mode, switches)
         if num_tokens:
-            values = [min(value, _MOST) for value in self._variants.values(loras)]
-            row[self._first_more :] = values + [_MOST - values[index] for index in self._exact]
+            values = [min(value, _MAX_VALUE) for value in self._variants.values(loras)]
+            row[self._first_more :] = values + [_MAX_VALUE - values[index] for index in self._exact]
         return row
 
     def merge(self, merged: Sequence[int]) -> AgreedBatch:
@@ -63,7 +63,7 @@ class AxisFacts(Facts):
         first, last = self._first_more, self._first_more + len(self._axes)
         values: list[int | None] = list(merged[first:last])
         for index, distance in zip(self._exact, merged[last:], strict=False):
-            if values[index] != _MOST - distance:
+            if values[index] != _MAX_VALUE - distance:
                 values[index] = None
         return self._with_values(agreed, values)
 
@@ -76,7 +76,7 @@ class AxisFacts(Facts):
         ceiling: int,
         switches: int = 0,
     ) -> AgreedBatch:
-        """Return the facts of one rank alone, when nothing can differ."""
+        """Return this rank's own facts as the agreed batch, if ranks cannot differ."""
         agreed = AgreedBatch(num_tokens, num_reqs, uniform, loras, ceiling, switches)
         return agreed._replace(axes=self._variants.values(loras)) if num_tokens else agreed
 

@@ -1,4 +1,4 @@
-"""RankedDispatcher: decide a step from the facts of all ranks."""
+"""A dispatcher that decides each step from the facts of all ranks."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _HASH = (1 << 61) - 1
 
 
 class RankedDispatcher:
-    """Decide together with the other ranks: the same mode and padded size on all of them.
+    """Decide each step together with the other ranks, with the same mode and padded size.
 
     The policy determines how the ranks agree:
 
-    * A policy with the trait ``stateless``: each rank decides for its own batch. The most
-      tokens and the most restrictive mode of any rank are the outcome, and every rank decides
-      again for these.
-    * A ``LeaderPolicy``: the ranks decide once, for the most tokens of any rank, from a table
-      that only the leader changes. Its changes are distributed at epochs.
+    * With a ``stateless`` policy, each rank decides for its own batch. Every rank then decides
+      again, for the largest number of tokens and the most restrictive mode of any rank.
+    * With a ``LeaderPolicy``, the ranks decide once, for the largest number of tokens of any
+      rank, from a table that only the leader changes. The changes are distributed at epochs.
 
-    Every rank creates one at the same point; creation compares everything that affects
-    decisions (configuration, policy, dialect, sizes, versions).
+    All ranks must create one at the same point, where everything that affects decisions is
+    compared: configuration, policy, dialect, sizes, versions.
 
     Args:
-        dispatcher: Decides on this rank. It must not be lazy, because a graph captured in the
-            middle of a step may fail on one rank only. Its graphs may be captured already, or
-            later with ``capture``.
+        dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
+            during a step may fail on one rank only. Its graphs may be captured before, or later
+            with ``capture``.
         ranks: The agreement.
-        same_batches: Every rank gets the same batches, as in tensor parallelism with one
-            scheduler. With a stateless policy nothing can differ, so steps exchange nothing.
+        same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
+            one scheduler. With a stateless policy, such steps need no exchange.
         check_every: With ``same_batches``, exchange in every step whose number is a multiple
-            of this. The exchange finds batches that differ, merges lost keys and distributes
-            the leader's table. 0: never. By default 0; with a LeaderPolicy, ``epoch_steps``.
+            of this, to detect different batches, merge lost keys and distribute the leader's
+            table. 0 disables the exchange. The default is 0; with a LeaderPolicy, it is
+            ``epoch_steps``.
         epoch_steps: With a LeaderPolicy, the minimum number of steps between two epochs.
-        switches: Names of further yes-or-no choices that change the collectives inside a
-            step; ``agree`` takes and returns them as bits in this order.
+        switches: Names of further yes-or-no choices that change the collectives in a step.
+            ``agree`` takes and returns them as bits in this order.
         facts: Further facts that must be equal on all ranks.
 
     Attributes:
-        dispatcher: The dispatcher.
+        dispatcher: The dispatcher of this rank.
         ranks: The agreement.
-        step: Number of steps begun on this rank.
-        epoch: How often the leader's table was distributed.
+        step: Number of steps started on this rank.
+        epoch: Number of times that the leader's table was distributed.
 
     Raises:
         ConfigError: The policy learns on every rank, or the dispatcher is lazy.
-        RankError: The ranks are set up differently, or one is missing.
+        RankError: The ranks have different settings, or a rank is missing.
 
     Thread safety: use it from one thread.
     """
@@ -86,16 +86,16 @@ class RankedDispatcher:
         self._same_batches, self._check_every = same_batches, check_every
         self._switches = tuple(switches)
         self._compared = dict(facts or {})
-        # Checksum of the batches since the last exchange, if all ranks must have the same ones.
+        # With same_batches, a checksum of the batches between exchanges.
         self._history = 0
         self._keys = SharedKeys(dispatcher)
         self.renew()
 
     def renew(self) -> None:
-        """Continue after a swap; all ranks swap and call it at the same point.
+        """Continue after a swap; all ranks must swap and call this at the same point.
 
-        Policy and configuration are compared as at creation. Until then a rank that was
-        swapped raises in its next step.
+        Compares policy and configuration again. Without this call, the next step after a swap
+        raises RankError.
 
         Raises:
             ConfigError: The policy learns on every rank, or the dispatcher is lazy.
@@ -114,13 +114,13 @@ class RankedDispatcher:
             has_axes = bool(dispatcher.config.axes)
             self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
-            ranks.fail(error)  # otherwise the other ranks would wait for this one
+            ranks.fail(error)  # the other ranks would otherwise wait for this rank
             raise
-        # Steps between exchanges; 0 if steps exchange nothing.
+        # Number of steps per exchange; 0 without exchanges.
         self._every = check_every if self._same_batches else 1
         if ranks.size == 1 and self._leader is None:
             self._every = 0
-        # What this rank runs in a step without an exchange.
+        # Makes the agreed batch of a step without an exchange.
         self._own: Callable[..., AgreedBatch] = AgreedBatch
         if isinstance(self._facts, AxisFacts):
             self._own = self._facts.own
@@ -132,7 +132,7 @@ class RankedDispatcher:
         }
         base = None if self._leader is None else self._leader.base
         ranks.compare(fingerprint(dispatcher, {**own, **self._compared}, policy=base))
-        # A swap replaces the object, so a new one was not part of the last comparison.
+        # A swap replaces this object, which reveals a swap without a comparison.
         self._graphs = dispatcher.graphs
         self.sync_keys()
 
@@ -140,12 +140,12 @@ class RankedDispatcher:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether steps exchange anything at all."""
+        """Whether steps exchange facts with other ranks."""
         return self._every != 0 and self.ranks.size > 1
 
     @property
     def withheld(self) -> dict[GraphKey, dict[int, str]]:
-        """Keys not used here because other ranks (by index) cannot run them, and why."""
+        """Keys that other ranks cannot run, with the reason by rank index."""
         return dict(self._keys.withheld)
 
     def agree(
@@ -157,46 +157,46 @@ class RankedDispatcher:
         ceiling: int = 2,
         switches: int = ALL_ON,
     ) -> AgreedBatch:
-        """Return the facts that all ranks run this step under.
+        """Return the facts of this step that all ranks agreed on.
 
-        Every rank calls it in every step, an idle rank with 0 tokens; if the result has
-        tokens, an idle rank runs a dummy batch of that size. Pass the first five fields to
-        ``dispatch`` of the dispatcher, or of the runner that owns it, exactly once.
+        Every rank must call this in every step, an idle rank with 0 tokens. If the result has
+        tokens, an idle rank must run a dummy batch of that size. Pass the first five fields exactly
+        once to ``dispatch`` of the dispatcher, or of the runner that owns it.
 
         Args:
-            num_tokens: Unpadded tokens of this rank.
-            num_reqs: Requests; 0 if unknown.
-            uniform: Query class, as for ``Dispatcher.dispatch``.
-            loras: Active adapters; with axes, ``DispatchConfig.variant`` of the adapters and
-                this rank's value of each axis.
+            num_tokens: Number of unpadded tokens of this rank.
+            num_reqs: Number of requests; 0 if unknown.
+            uniform: Query class, see ``Dispatcher.dispatch``.
+            loras: Number of active adapters; with axes, ``DispatchConfig.variant`` of the adapters
+                and this rank's value of each axis.
             ceiling: Code of the modes that this rank's batch allows.
             switches: Bits of the switches that are on for this rank; all by default.
 
         Raises:
             DescriptorError: A fact is outside the configured limits. Nothing has been
                 exchanged, so the step can be retried.
-            NoGraphError: The ranks allow no common mode; every rank raises it.
+            NoGraphError: The ranks allow no common mode; every rank raises this error.
             PolicyError: In strict mode, the policy failed on this rank. The agreement has ended.
-            RankError: A rank is late, gone or has raised, or this one was swapped without
-                ``renew``; the agreement has ended.
+            RankError: A rank is late, has left or has raised an error, or this rank was swapped
+                without ``renew``. The agreement has ended.
         """
         if self.dispatcher.graphs is not self._graphs:
             raise self._swapped()
         every = self._every
         if every != 1 and (not every or (self.step + 1) % every):
-            return self._alone(num_tokens, num_reqs, uniform, loras, ceiling, switches)
+            return self._decide_locally(num_tokens, num_reqs, uniform, loras, ceiling, switches)
         while True:
-            mode = self._own_mode(num_tokens, num_reqs, uniform, loras, ceiling)
+            mode = self._local_mode(num_tokens, num_reqs, uniform, loras, ceiling)
             row = self._facts.row(num_tokens, num_reqs, uniform, loras, ceiling, mode, switches)
-            row.append(self._news())
+            row.append(self._pending_changes())
             merged = self.ranks.exchange(row, mark=self._history, step=self.step + 1)
             if not merged[-1]:
                 break
-            self._apply_news(merged[-1])
+            self._exchange_changes(merged[-1])
         agreed = self._facts.merge(merged)
         self.step += 1
         if self._leader is not None:
-            self._leader.is_listening = True
+            self._leader.is_observing = True
         return agreed
 
     def dispatch(
@@ -207,14 +207,15 @@ class RankedDispatcher:
         loras: int = 0,
         ceiling: int = 2,
     ) -> Decision:
-        """Return the decision that all ranks run this step under.
+        """Return the decision of this step that all ranks agreed on.
 
-        ``num_tokens`` of the decision is the agreed number, at least this rank's own.
+        ``num_tokens`` of the decision is the agreed number, which may exceed this rank's.
 
         Raises:
-            DescriptorError: As for ``agree``.
-            NoGraphError: As for ``agree``.
-            RankError: As for ``agree``.
+            DescriptorError: See ``agree``.
+            NoGraphError: See ``agree``.
+            PolicyError: See ``agree``.
+            RankError: See ``agree``.
         """
         agreed = self.agree(num_tokens, num_reqs, uniform, loras, ceiling)
         return self.dispatcher.dispatch(*agreed[:5])
@@ -224,19 +225,20 @@ class RankedDispatcher:
     def capture(
         self, capture: Callable[[GraphKey], object], keys: Iterable[GraphKey] | None = None
     ) -> dict[GraphKey, dict[int, str]]:
-        """Capture keys on all ranks in the same order, largest first, with a barrier after each.
+        """Capture keys on all ranks in the same order, largest first.
 
         Args:
-            capture: Captures one key and records it in the registry. It is also called for a
-                key that is captured here but not on another rank. If it raises, the key fails.
-            keys: The keys to capture, equal on all ranks; by default all declared keys.
+            capture: Captures one key and records it in the registry. It is also called for keys
+                that are captured here but not on another rank. If it raises an error, the key
+                fails.
+            keys: The keys to capture, the same on all ranks; by default all declared keys.
 
         Returns:
-            The keys that are not used because some rank could not capture them, with those
-            ranks (by index) and their reasons.
+            The keys that some rank could not capture and no rank uses, with the reason by rank
+            index.
         """
         registry = self.dispatcher.registry
-        self._keys.give_all_back()
+        self._keys.restore_all()
         order = sorted(registry if keys is None else keys, key=_largest_first)
         for key in order:
             entry = registry.get(key)
@@ -251,82 +253,83 @@ class RankedDispatcher:
                 continue
             try:
                 capture(key)
-            except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+            except Exception as error:  # noqa: BLE001 - the registry records any error of a step
                 registry.failed(key, f"{type(error).__name__}: {error}")
         self.ranks.exchange((), Phase.CAPTURE, label="the end of the captures", mark=len(order))
         lost = self.sync_keys()
         return {key: lost[key] for key in order if key in lost}
 
     def sync_keys(self) -> dict[GraphKey, dict[int, str]]:
-        """Exchange which graphs each rank has, and withhold those that a rank lacks.
+        """Exchange the states of all keys, and withhold keys that a rank cannot run.
 
-        All ranks call it at the same point. Steps with an exchange do this automatically; if
-        steps exchange nothing, call it after you enable or disable keys.
+        All ranks must call this at the same point. Steps with an exchange do so automatically. If
+        steps exchange nothing, call this after enabling or disabling keys.
 
         Returns:
-            The keys that some rank cannot run, with the ranks (by index) and their reasons.
+            The keys that some rank cannot run, with the reason by rank index.
         """
         lost = self._keys.merge_reports(self.ranks.gather(self._keys.report()))
         if self._leader is not None:
-            # A key that changed on one rank alone emptied cells there, and dropped one-shot
-            # decisions with them; now all ranks start again from an empty table.
+            # A key that changed on one rank only has emptied cells there, including one-shot
+            # decisions. Make all ranks start again from an empty table.
             self.dispatcher.set_lazy(False)
         return lost
 
     def close(self) -> None:
-        """Stop listening to the registry; the caller still has to close the agreement."""
+        """Unsubscribe from the registry; the caller must close the agreement separately."""
         self._keys.close()
 
     # -- inside -------------------------------------------------------------------------
 
-    def _news(self) -> int:
-        """Return what this rank must exchange before the step, as bits."""
+    def _pending_changes(self) -> int:
+        """Return the code of the changes that this rank must exchange before the step."""
         leader = self._leader
-        if leader is not None and leader.has_news and self._is_epoch_due():
+        if leader is not None and leader.has_updates and self._is_epoch_due():
             return _TABLE
-        return _LOST_KEYS if self._keys.has_news else 0
+        return _LOST_KEYS if self._keys.has_changes else 0
 
     def _is_epoch_due(self) -> bool:
         return self.step - self._last_epoch >= self._epoch_steps
 
-    def _apply_news(self, news: int) -> None:
-        """Exchange the news of all ranks: keys first, then the table, which refers to them."""
+    def _exchange_changes(self, pending: int) -> None:
+        """Exchange the pending changes: first the keys, then the table that refers to them."""
         self.sync_keys()
-        if news == _TABLE and self._leader is not None:
+        if pending == _TABLE and self._leader is not None:
             is_leader = self.ranks.rank == 0
-            text = self.ranks.share(self._leader.take_news() if is_leader else "")
-            self._leader.put_news(text, self.dispatcher)
+            text = self.ranks.share(self._leader.take_updates() if is_leader else "")
+            self._leader.apply_updates(text, self.dispatcher)
             self._last_epoch = self.step
             self.epoch += 1
 
-    def _own_mode(
+    def _local_mode(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> int:
-        """Return the mode that this rank would run in on its own."""
+        """Return the mode that this rank would run its own batch in."""
         if self._leader is not None:
-            # Dispatching from the table here would consume one-shot decisions on this rank only.
+            # Only validate: a dispatch would consume one-shot decisions on this rank alone.
             self.dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling)
             return _FULL
         try:
             return self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).mode
         except NoGraphError:
-            # The other ranks wait: the row holds what this batch allows, so all of them see it.
+            # Continue, because other ranks wait: the row contains the modes that this batch
+            # allows, so every rank raises the error.
             return _FULL
         except PolicyError as error:
-            self.ranks.fail(error)  # the same batch would raise again, so report why
+            self.ranks.fail(error)  # a retry would raise again, so stop the other ranks
             raise
 
     def _swapped(self) -> RankError:
         error = RankError(
-            "Policy or configuration of this rank were swapped since the ranks compared what "
-            "decides. Swap on all ranks at the same point, and call renew() there.",
+            "The policy or configuration of this rank was swapped without renew(). Swap on all "
+            "ranks at the same point, and then call renew() on all of them.",
             step=self.step,
             reason="differs",
         )
         self.ranks.fail(error)
         return error
 
-    def _alone(
+    def _decide_locally(
         self,
         num_tokens: int,
         num_reqs: int,
@@ -335,12 +338,12 @@ class RankedDispatcher:
         ceiling: int,
         switches: int,
     ) -> AgreedBatch:
-        """Return this rank's own facts, in a step where nothing can differ."""
-        if self._keys.has_news and self.ranks.size > 1:
+        """Return this rank's own facts as the agreed batch, in a step without an exchange."""
+        if self._keys.has_changes and self.ranks.size > 1:
             error = RankError(
-                "A graph of this rank changed, and ranks exchange nothing in this step, so the "
-                "others would still use it. After such a change, call sync_keys() on all "
-                "ranks, or set check_every.",
+                "A graph of this rank changed, but this step has no exchange, so other ranks would "
+                "still use the graph. Call sync_keys() on all ranks after such a change, or set "
+                "check_every.",
                 step=self.step,
                 reason="differs",
             )
@@ -358,22 +361,22 @@ class RankedDispatcher:
 def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) -> None:
     if dispatcher.config.axes and leader is not None:
         names = [axis.name for axis in dispatcher.config.axes]
-        raise ConfigError("axes", names, "none with a LeaderPolicy")
+        raise ConfigError("axes", names, "empty with a LeaderPolicy")
     graphs = dispatcher.graphs
     for key, entry in dispatcher.registry.entries.items():
         if entry.state is KeyState.DECLARED and graphs.is_ready(key):
             raise ConfigError(
                 "dispatcher",
                 "lazy",
-                "one that captures before it serves",
-                "A graph captured in the middle of a step may fail on only one rank.",
+                "created with lazy=False",
+                "A graph captured during a step may fail on one rank only.",
             )
     if graphs.may_split:
         raise ConfigError(
             "dispatcher",
             "may_split",
-            "one whose batches are not split",
-            "Ranks agree on one graph per step: do not set rows_independent.",
+            "one that does not split batches",
+            "Ranks agree on one graph per step, so do not set rows_independent.",
         )
     if ranks.size == 1:
         return
@@ -382,15 +385,16 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
             raise ConfigError(
                 "policy",
                 dispatcher.policy_name,
-                "one with the trait 'stateless', or a LeaderPolicy",
-                "Other ranks do not know what it learns on one rank: wrap it in a LeaderPolicy.",
+                "a LeaderPolicy, or a policy with the trait 'stateless'",
+                "A policy that learns would decide differently on each rank: wrap it in a "
+                "LeaderPolicy.",
             )
     elif leader.learner is not None and ranks.rank != 0:
         raise ConfigError(
             "learner",
             policy_name(leader.learner),
             f"None on rank {ranks.rank}",
-            "Only rank 0 of the agreement learns.",
+            "Pass the learner on rank 0 of the agreement only.",
         )
 
 

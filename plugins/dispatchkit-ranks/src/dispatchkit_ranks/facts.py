@@ -1,7 +1,7 @@
-"""A step's facts as a row of integers, and how the rows of all ranks are merged.
+"""Encode the facts of a step as a row of integers, and decode the merged row.
 
-Rows are merged column by column with a maximum, so one collective is enough: a minimum is
-sent as the distance from the largest possible value, and a set as one flag for each member.
+Rows are merged with a maximum per column, which needs a single collective. A minimum is encoded as
+the distance from the largest possible value, and a set as one flag per member.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
 _FORBIDS = tuple(
     tuple(int(mode not in allowed) for mode in RuntimeMode) for allowed in ALLOWED_MODES
 )
-# Columns of a row: tokens, requests, adapters, then these.
-_CARE, _FORBIDDEN, _CLASSES = 3, 4, 7
-_MAX_KEPT = 4096
-#: All switches on for this rank.
+# First columns of a row after tokens, requests and adapters.
+_MODE_DISTANCE, _FORBIDDEN, _CLASSES = 3, 4, 7
+_MAX_CACHED = 4096
+#: Bits of all switches.
 ALL_ON = -1
 
 
 class AgreedBatch(NamedTuple):
-    """The facts that every rank runs this step under, equal on all of them.
+    """The facts of a step that all ranks agreed on.
 
     The first five are the arguments of ``Dispatcher.dispatch``, in its order.
 
     Attributes:
-        num_tokens: The most tokens of any rank; 0 when all are idle.
-        num_reqs: The most requests of any rank that knows its number; 0 if no rank does.
-        uniform: The query class that all batches belong to; 0 (mixed) if there is none.
-        loras: The most active adapters of any rank; with axes, the variant of these.
-        ceiling: Code of the runtime modes that are allowed on every rank and no higher than
-            what each would have chosen alone.
+        num_tokens: Largest number of tokens of any rank; 0 if all ranks are idle.
+        num_reqs: Largest known number of requests of any rank; 0 if no rank knows its number.
+        uniform: The query class of all batches; 0 (mixed) if ranks have different classes.
+        loras: Largest number of active adapters of any rank; with axes, the variant of these.
+        ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode
+            that any rank would choose for its own batch.
         switches: The switches that are on for every rank, as bits in their declared order.
-        axes: The value of each axis that all ranks pad to: the largest of any rank. None for an
-            exact axis on which ranks have different values: no graph serves the step.
+        axes: The value of each axis that all ranks pad to, the largest of any rank. None for an
+            exact axis with different values, for which no graph can serve the step.
     """
 
     num_tokens: int
@@ -57,9 +57,9 @@ class Facts:
 
     Args:
         config: The configuration with the query classes.
-        switches: Names of further yes-or-no choices that change the collectives inside a
-            step (microbatches, another all-to-all); a switch is on if it is on for all ranks.
-        more: Number of further columns at the end, for a subclass.
+        switches: Names of further yes-or-no choices that change the collectives in a step
+            (microbatches, another all-to-all). A switch is on if it is on for all ranks.
+        more: Number of additional columns at the end, for subclasses.
 
     Attributes:
         num_columns: Length of a row.
@@ -75,7 +75,7 @@ class Facts:
         self.switches: tuple[str, ...] = tuple(switches)
         self._num_classes = config.num_query_classes
         self._varlen = self._num_classes - 1 if config.varlen_decode else 0
-        # Query classes whose batches also have requests of at most the first length.
+        # Query classes whose batches also belong to the class with variable query lengths.
         self._fits_varlen: frozenset[int] = frozenset()
         if config.varlen_decode:
             lens = enumerate(config.query_lens, 1)
@@ -85,11 +85,11 @@ class Facts:
         self._first_more: int = self._first_switch + len(self.switches)
         self.num_columns: int = self._first_more + more
         self.all_on: int = (1 << len(self.switches)) - 1
-        # The dispatcher needs one column.
+        # The dispatcher adds one column.
         if self.num_columns >= MAX_COLUMNS:
             raise _too_many(config, self.switches, MAX_COLUMNS - 1 - self._first_switch, more)
         self._idle = [0] * self.num_columns
-        self._kept: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._cache: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
     def row(
         self,
@@ -104,12 +104,12 @@ class Facts:
         """Return the row of a batch.
 
         Args:
-            num_tokens: Unpadded tokens; 0 for an idle rank, which restricts only modes.
-            num_reqs: Requests; 0 if unknown.
-            uniform: Query class, as for ``dispatch``.
-            loras: Active adapters.
+            num_tokens: Number of unpadded tokens. An idle rank passes 0 and restricts only modes.
+            num_reqs: Number of requests; 0 if unknown.
+            uniform: Query class, see ``Dispatcher.dispatch``.
+            loras: Number of active adapters.
             ceiling: Code of the allowed modes.
-            mode: The highest mode that this rank would run in.
+            mode: The mode that this rank would run its own batch in.
             switches: Bits of the switches that are on for this rank.
         """
         row = self._idle.copy()
@@ -126,22 +126,22 @@ class Facts:
         """Decode the merged row of all ranks.
 
         Raises:
-            NoGraphError: No runtime mode is allowed on all ranks; each rank raises it.
+            NoGraphError: No runtime mode is allowed on all ranks; every rank raises this error.
         """
-        # All columns but the counts take few values, so what is derived from them is cached.
-        facts = tuple(merged[_CARE : self._first_more])
-        kept = self._kept.get(facts)
-        if kept is None:
-            kept = self._follow(merged)
-            if len(self._kept) < _MAX_KEPT:
-                self._kept[facts] = kept
-        uniform, ceiling, switches = kept
+        # The columns after the counts have few distinct values, so cache their decoded form.
+        facts = tuple(merged[_MODE_DISTANCE : self._first_more])
+        cached = self._cache.get(facts)
+        if cached is None:
+            cached = self._derive(merged)
+            if len(self._cache) < _MAX_CACHED:
+                self._cache[facts] = cached
+        uniform, ceiling, switches = cached
         return AgreedBatch(merged[0], merged[1], uniform, merged[2], ceiling, switches)
 
-    def _follow(self, merged: Sequence[int]) -> tuple[int, int, int]:
+    def _derive(self, merged: Sequence[int]) -> tuple[int, int, int]:
         """Return the common query class, the code of the common modes and the switches."""
-        care, forbidden = merged[_CARE], merged[_FORBIDDEN:_CLASSES]
-        ceiling = _FULL - care
+        distance, forbidden = merged[_MODE_DISTANCE], merged[_FORBIDDEN:_CLASSES]
+        ceiling = _FULL - distance
         allowed = frozenset(mode for mode in RuntimeMode if mode <= ceiling and not forbidden[mode])
         if not allowed:
             raise _no_common_mode(forbidden, ceiling)
@@ -162,29 +162,33 @@ class Facts:
 def _too_many(
     config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
 ) -> ConfigError:
-    """Return the error for a row that is too long, naming what to reduce.
+    """Return the error for a row that is too long; it names the setting to reduce.
 
     Args:
         config: The configuration of the facts.
-        switches: Their names.
-        left: Columns that query classes leave for axes and switches.
-        more: Columns that axes need.
+        switches: Names of the switches.
+        left: Number of columns available for axes and switches.
+        more: Number of columns that the axes need.
     """
     if left < 0:
         most = len(config.query_lens) + left
-        return ConfigError("query_lens", config.query_lens, f"at most {most} with several ranks")
+        return ConfigError(
+            "query_lens", config.query_lens, f"at most {most} lengths with several ranks"
+        )
     if more > left:
         names = [axis.name for axis in config.axes]
-        expected = f"at most {left} with several ranks, where one that is exact counts as two"
+        expected = f"at most {left} axes with several ranks, counting an exact axis twice"
         return ConfigError("axes", names, expected)
-    return ConfigError("switches", switches, f"at most {left - more} with this configuration")
+    return ConfigError(
+        "switches", switches, f"at most {left - more} switches with these query lengths and axes"
+    )
 
 
 def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:
     out = ", ".join(mode.name for mode in RuntimeMode if forbidden[mode])
     return NoGraphError(
-        f"The ranks allow no common runtime mode: {out or 'nothing'} is excluded by at least "
-        f"one rank, and one rank allows at most {RuntimeMode(ceiling).name}. Allow NONE, or "
+        f"The ranks allow no common runtime mode. Excluded by at least one rank: {out or 'none'}. "
+        f"Highest mode of the most restrictive rank: {RuntimeMode(ceiling).name}. Allow NONE, or "
         "exclude the same modes on all ranks.",
         reason="no_common_mode",
     )

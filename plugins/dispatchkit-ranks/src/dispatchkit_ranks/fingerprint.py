@@ -1,4 +1,4 @@
-"""The facts that ranks compare at start-up: configuration, policy, dialect, sizes, versions."""
+"""Facts that ranks compare at start-up: configuration, policy, dialect, sizes, versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dispatchkit.dispatch import Dispatcher, GraphView, PlainView, Policy, knows
 from dispatchkit.keys import AxisBuckets, Batch, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
-# Number of sizes at which the policy's answers are compared; all sizes would take seconds.
+# Number of sizes to compare the policy's decisions at. Comparing all sizes would take seconds.
 _MAX_PROBED_SIZES = 64
 
 
@@ -37,20 +37,20 @@ def fingerprint(
     *,
     policy: Policy | None = None,
 ) -> dict[str, str]:
-    """Return everything that determines a dispatcher's answers, by name.
+    """Return all facts that determine a dispatcher's decisions, by name.
 
     Args:
-        dispatcher: The dispatcher to describe.
-        extra: Further facts that must be equal, such as the model's revision or the
-            all-reduce it uses. They are compared as text.
-        policy: The policy to ask for answers; by default the dispatcher's. Answers
-            distinguish two policies with the same name and different options.
+        dispatcher: The dispatcher.
+        extra: Further facts that must be equal, such as the revision of the model or the
+            all-reduce implementation. They are compared as text.
+        policy: The policy whose decisions are included, by default that of the dispatcher.
+            Decisions distinguish policies with the same name and different options.
     """
     config = dispatcher.config
     fields = attrs.fields(type(config))
     names = [field.name for field in fields if not field.name.startswith("_")]
     facts = {f"config.{name}": str(getattr(config, name)) for name in names}
-    # If these differed, one rank would raise where another runs eager.
+    # If these differ, one rank raises an error for a batch that another rank runs eager.
     facts["config states limits"] = f"{config.has_token_limit}, {config.has_request_limit}"
     facts["policy"] = dispatcher.policy_name
     facts["policy's distribution"] = dispatcher.policy_origin or "none"
@@ -64,10 +64,10 @@ def fingerprint(
 
 
 def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
-    """Return what differs between ranks: for each name, which ranks have which value.
+    """Return the facts that differ between ranks, as "ranks 0, 1 have X; rank 2 has Y" by name.
 
     Args:
-        facts: The fingerprints, in order of ranks.
+        facts: The fingerprint of each rank.
         numbers: The number to report for each rank.
     """
     found = {}
@@ -83,22 +83,22 @@ def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> d
     return found
 
 
-def odd_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that differ from the most common facts (on a tie, the first)."""
+def deviating_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks whose facts differ from the most common ones (the first ones in a tie)."""
     texts = [tuple(sorted(each.items())) for each in facts]
     usual = max(texts, key=texts.count)
     return tuple(number for number, text in zip(numbers, texts, strict=True) if text != usual)
 
 
 def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
-    """Return a policy's answers for batches around each size, as if every graph were captured."""
+    """Return a policy's decisions around each size, as if all graphs were captured."""
     config = dispatcher.config
     registry = GraphRegistry()
     registry.declare(sorted(dispatcher.registry, key=str))
     every = GraphView(
         registry, config, modes=frozenset(RuntimeMode), dispatchable=lambda entry: True
     )
-    # Each batch with its axes, and the graphs that its policy sees.
+    # Pairs of axis values and the graphs visible to the policy.
     views: list[tuple[AxisBuckets, GraphView]] = [((), every)]
     if config.axes:
         combinations = config.variants.combinations()
@@ -126,15 +126,15 @@ def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
                         allowed=ceiling,
                         axes=axes,
                     )
-                    found.append(f"{batch}: {_ask(policy, batch, view)}")
+                    found.append(f"{batch}: {_answer(policy, batch, view)}")
     return found
 
 
-def _ask(policy: Policy, batch: Batch, view: GraphView) -> str:
-    """Return a policy's answer as text; a policy that raises does so on every rank."""
+def _answer(policy: Policy, batch: Batch, view: GraphView) -> str:
+    """Return a policy's decision, or the type of the error that it raises, as text."""
     try:
         answer = policy.decide(batch, view)
-    except Exception as error:  # noqa: BLE001 - its dispatcher handles it; here it is an answer
+    except Exception as error:  # noqa: BLE001 - the dispatcher handles errors; compare them here
         return f"{policy_name(policy)} raised {type(error).__name__}"
     return "None" if answer is None else f"{answer} {answer.timed}"
 

@@ -1,8 +1,8 @@
-"""LeaderPolicy: one rank learns, and all ranks decide from what it has published.
+"""A policy that learns on one rank and publishes its updates to all ranks.
 
-Each rank measures different times, so policies that learn on every rank drift apart. Here
-every rank serves the answers of a base policy that does not learn, overridden by the updates
-that the leader published; these take effect on all ranks between the same two steps.
+Each rank measures different times, so policies that learn on every rank would diverge. With a
+leader, every rank serves the decisions of a stateless base policy and the updates that the leader
+published. Updates take effect on all ranks between the same two steps.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _BATCH = tuple(field.name for field in attrs.fields(Batch))
 
 
 class LeaderPolicy:
-    """Serve a base policy, overridden by what the leader's learner has published.
+    """Serve the decisions of a base policy, overridden by the leader's published updates.
 
     Args:
-        base: Answers where the learner has published nothing; it must have the trait
-            ``stateless``, and be the same on all ranks.
-        learner: On the leader (rank 0 of the agreement) the policy that learns; None on all
+        base: The policy for batches without a published update. It must have the trait
+            ``stateless`` and be the same on all ranks.
+        learner: The policy that learns, on the leader (rank 0 of the agreement); None on all
             other ranks.
 
     Attributes:
-        num_learner_errors: How often the learner raised, or requested something no policy may
-            choose; such a request is ignored.
-        is_listening: Whether outcomes are passed to the learner. False until ranks run steps
-            together: step times while other ranks are still starting are not representative.
+        num_learner_errors: Number of errors raised by the learner, and of its updates that were
+            ignored because no policy may choose them.
+        is_observing: Whether the learner receives outcomes. False until ranks run steps together,
+            because step times during start-up are not representative.
 
     Raises:
-        ConfigError: The base does not have the trait ``stateless``.
+        ConfigError: The base policy does not have the trait ``stateless``.
     """
 
     base: Policy
@@ -61,14 +61,14 @@ class LeaderPolicy:
                 "base",
                 policy_name(base),
                 "a policy with the trait 'stateless'",
-                "Ranks that fall back on it must get the same answers.",
+                "All ranks must get the same decisions from the base policy.",
             )
         self.base, self.learner = base, learner
         self.name: str = f"leader({policy_name(base)})"
         self.num_learner_errors: int = 0
         self._once = Once()
-        self.is_listening = False
-        self._known: dict[Batch, Decision] = {}
+        self.is_observing = False
+        self._published: dict[Batch, Decision] = {}
         self._steady: dict[Batch, Decision | None] = {}
         self._ranges: list[CellUpdate] = []
         self._one_shots: list[tuple[Batch, Decision]] = []
@@ -76,45 +76,45 @@ class LeaderPolicy:
     # -- deciding -----------------------------------------------------------------------
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys of the base; the learner chooses among them."""
+        """Return the keys of the base policy, among which the learner chooses."""
         if self.learner is not None:
-            self._ask("declare", config, read=list)
+            self._call_learner("declare", config, read=list)
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return what the leader published for a batch, else the base's answer."""
-        served = self._known.get(batch)
+        """Return the published decision for a batch, or else that of the base policy."""
+        served = self._published.get(batch)
         if served is None or (served.key is not None and not graphs.is_ready(served.key)):
             served = self.base.decide(batch, graphs)
         if self.learner is not None and batch.num_reqs is None:
-            wanted = self._ask("decide", batch, graphs, read=_decision)
+            wanted = self._call_learner("decide", batch, graphs, read=_decision)
             if wanted is not None and wanted != served:
                 self._steady[batch] = wanted
         return served
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass an outcome to the learner; its updates are kept until they are published."""
-        if self.learner is None or not self.is_listening:
+        """Pass an outcome to the learner, and store its updates until they are published."""
+        if self.learner is None or not self.is_observing:
             return
-        for update in self._ask("observe", outcome, read=_updates) or ():
+        for update in self._call_learner("observe", outcome, read=_updates) or ():
             if update.one_shot and update.decision is not None:
                 self._one_shots.append((update.batch, update.decision))
             elif update.up_to:
                 self._ranges.append(update)
                 for batch in filter(update.is_about, list(self._steady)):
-                    del self._steady[batch]  # requested earlier
+                    del self._steady[batch]  # superseded by this update
             elif not update.one_shot:
                 self._steady[update.batch] = update.decision
 
     # -- publishing ---------------------------------------------------------------------
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether the learner has updates to publish."""
         return bool(self._ranges or self._steady or self._one_shots)
 
-    def take_news(self) -> str:
-        """Return the learner's updates as text, and clear them."""
+    def take_updates(self) -> str:
+        """Return the unpublished updates as text, and clear them."""
         ranges, steady, one_shots = self._ranges, self._steady, self._one_shots
         self._ranges, self._steady, self._one_shots = [], {}, []
         return json.dumps(
@@ -123,8 +123,8 @@ class LeaderPolicy:
             + [_encoded(batch, decision, True) for batch, decision in one_shots]
         )
 
-    def put_news(self, text: str, dispatcher: Dispatcher) -> int:
-        """Serve what the leader published from now on; return the number of cells it affects.
+    def apply_updates(self, text: str, dispatcher: Dispatcher) -> int:
+        """Apply published updates; return the number of applied ones.
 
         Updates that no policy may choose are ignored on all ranks, and counted as learner errors.
         """
@@ -135,52 +135,52 @@ class LeaderPolicy:
                 dispatcher.update(update)
             except (DescriptorError, PolicyError) as error:
                 if self.learner is not None:
-                    self._blame("observe", error)
+                    self._count_error("observe", error)
                 continue
             served += 1
             if not update.one_shot:
                 if update.decision is None:
-                    for batch in filter(update.is_about, list(self._known)):
-                        del self._known[batch]
+                    for batch in filter(update.is_about, list(self._published)):
+                        del self._published[batch]
                 else:
-                    self._known[update.batch] = update.decision
+                    self._published[update.batch] = update.decision
         return served
 
     # -- inside -------------------------------------------------------------------------
 
-    def _ask(self, method: str, *args: Any, read: Callable[[Any], Any]) -> Any:
-        """Call the learner and read its answer; a learner that fails changes no answers."""
+    def _call_learner(self, method: str, *args: Any, read: Callable[[Any], Any]) -> Any:
+        """Return the validated result of a learner's method; None if it fails."""
         call = getattr(self.learner, method, None)
         try:
             return None if call is None else read(call(*args))
-        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is reported
-            self._blame(method, error)
+        except Exception as error:  # noqa: BLE001 - a policy may raise any error; it is counted
+            self._count_error(method, error)
             return None
 
-    def _blame(self, method: str, error: Exception) -> None:
+    def _count_error(self, method: str, error: Exception) -> None:
         self.num_learner_errors += 1
         if self._once.first():
             warnings.warn(
                 f"Policy {policy_name(self.learner)!r}, {method}: raised "
-                f"{type(error).__name__}: {error}. The ranks continue with what it published "
-                "before.",
+                f"{type(error).__name__}: {error}. The ranks continue with the updates that it "
+                "published before.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
 def _updates(answer: Any) -> list[CellUpdate]:
-    """Return a learner's updates, all read before any is applied."""
+    """Return the validated updates of a learner."""
     updates = list(answer or ())
     for update in updates:
         if not isinstance(update, CellUpdate):
-            raise TypeError(f"it answered {update!r:.60}; only CellUpdates are allowed")
+            raise TypeError(f"expected CellUpdate objects, got {update!r:.60}")
     return updates
 
 
 def _decision(answer: Any) -> Decision | None:
     if answer is not None and not isinstance(answer, Decision):
-        raise TypeError(f"it answered {answer!r:.60}; a Decision or None is allowed")
+        raise TypeError(f"expected a Decision or None, got {answer!r:.60}")
     return answer
 
 
@@ -201,7 +201,7 @@ def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
-    # The key no longer exists: ask the base again, as on every other rank.
+    # If the key does not exist, None resets the cell to the base policy, as on every rank.
     key = keys.get(name)
     decision = None if key is None else Decision.replay(key, reason, timed=timed)
     return CellUpdate(batch, decision, one_shot)

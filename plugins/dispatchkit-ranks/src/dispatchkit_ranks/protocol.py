@@ -1,4 +1,4 @@
-"""How facts are exchanged between ranks, as the deciding part of this package sees it."""
+"""The interface for exchanges between ranks, without torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-#: Number of integers that one exchange can carry.
+#: Maximum number of integers in the row of an exchange.
 MAX_COLUMNS = 26
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing when it reaches an exchange; ranks in different phases stop."""
+    """The activity of a rank at an exchange; ranks in different phases stop with an error."""
 
     STEP = 0
     SHARE = 1
@@ -19,12 +19,12 @@ class Phase(enum.IntEnum):
     CLOSE = 3
 
     @property
-    def doing(self) -> str:
-        """The phase in words."""
-        return _DOING[self]
+    def description(self) -> str:
+        """The phase as a verb phrase, for messages."""
+        return _DESCRIPTIONS[self]
 
 
-_DOING = {
+_DESCRIPTIONS = {
     Phase.STEP: "runs a step",
     Phase.SHARE: "compares or shares settings",
     Phase.CAPTURE: "captures",
@@ -33,7 +33,7 @@ _DOING = {
 
 
 class Ranks(Protocol):
-    """A fixed set of ranks; every rank makes the same calls in the same order.
+    """A fixed set of ranks; all ranks must make the same calls in the same order.
 
     Attributes:
         rank: Index of this rank, from 0.
@@ -52,36 +52,36 @@ class Ranks(Protocol):
         mark: int = 0,
         step: int = 0,
     ) -> list[int]:
-        """Return the maximum of each column over all ranks, with one small collective.
+        """Return the maximum of each column over all ranks, using one small collective.
 
         Args:
             row: At most ``MAX_COLUMNS`` integers.
-            phase: What this rank is doing.
-            label: The phase in words, for messages.
+            phase: The activity of this rank.
+            label: Description of the activity, for messages.
             mark: An integer that must be equal on all ranks.
-            step: Number of the step; recorded as the last known step.
+            step: Number of the step, recorded as the last agreed step; 0 outside steps.
 
         Raises:
-            RankError: The ranks cannot continue together.
+            RankError: A rank is late, has left, has raised an error, or is in another phase.
         """
         ...
 
     def gather(self, text: str) -> list[str]:
-        """Return the text of every rank, in order; on cold paths only."""
+        """Return the texts of all ranks, in order; not for use in steps."""
         ...
 
     def share(self, text: str) -> str:
-        """Return rank 0's text; on cold paths only."""
+        """Return the text of rank 0; not for use in steps."""
         ...
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """Stop on all ranks if any fact is not the same everywhere.
+        """End the agreement on all ranks if any fact differs between ranks.
 
         Raises:
-            RankError: It names what differs, and on which ranks.
+            RankError: Facts differ; the error lists them by rank.
         """
         ...
 
     def fail(self, error: BaseException | str) -> None:
-        """Report to the other ranks that this rank stops, and why."""
+        """Report to the other ranks that this rank stops because of an error."""
         ...

@@ -1,4 +1,4 @@
-"""RankedRunner: a GraphRunner that decides each step together with other ranks."""
+"""A runner that decides each step together with other ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 class RankedRunner:
     """Run steps with the same mode and padded size on all ranks.
 
-    Every rank creates one at the same point, calls ``capture``, and then calls the runner once
+    Every rank must create one at the same point, call ``capture``, and then call the runner once
     in every step, or ``idle`` if it has no batch.
 
     Args:
-        runner: Runs this rank's steps. Not lazy.
+        runner: The runner of this rank, created with ``lazy=False``.
         ranks: The agreement.
-        inputs: The runner's static inputs; their fill values pad the rows when another rank's
-            batch is larger.
+        inputs: The runner's static inputs; their fill values pad this rank's batch if that of
+            another rank is larger.
         options: Options of ``RankedDispatcher``.
 
     Attributes:
-        runner: The runner.
-        ranked: Decides; read its state from ``step``, ``epoch`` and ``withheld``.
+        runner: The runner of this rank.
+        ranked: The dispatcher; see its ``step``, ``epoch`` and ``withheld``.
 
     Raises:
         ConfigError: The runner is lazy, or its policy learns on every rank.
-        RankError: The ranks are set up differently, or one is missing.
+        RankError: The ranks have different settings, or a rank is missing.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RankedRunner:
         **options: Any,
     ) -> None:
         if not any(spec.batch_dim is not None for spec in inputs.values()):
-            error = ConfigError("inputs", list(inputs), "with at least one batched input")
+            error = ConfigError("inputs", list(inputs), "a dict with at least one batched input")
             ranks.fail(error)
             raise error
         self.runner = runner
@@ -57,22 +57,22 @@ class RankedRunner:
         self._fill: dict[str, torch.Tensor] = {}
         self._names: tuple[str, ...] = tuple(axis.name for axis in runner.config.axes)
         self._guard = runner.lanes[0].work.guard
-        self._made_under = self._guard.now()
+        self._captured_under = self._guard.now()
         self.ranked: RankedDispatcher = RankedDispatcher(runner.dispatcher, ranks, **options)
 
     def capture(self, keys: Iterable[GraphKey] | None = None) -> dict[GraphKey, dict[int, str]]:
-        """Capture on all ranks in the same order; no rank uses a key that fails on any rank.
+        """Capture on all ranks in the same order; keys that fail on any rank are not used.
 
         Returns:
-            The keys that are not used, with the ranks (by index) that cannot run them and why.
+            The keys that are not used, with the reason by rank index.
         """
-        self._made_under = self._guard.now()
+        self._captured_under = self._guard.now()
         return self.ranked.capture(self._capture_one, keys)
 
     def renew(self) -> None:
-        """Continue after a ``swap`` of the runner; see ``RankedDispatcher``.
+        """Continue after a ``swap`` of the runner; see ``RankedDispatcher.renew``.
 
-        All ranks swap and call it at the same point.
+        All ranks must swap and call this at the same point.
 
         Raises:
             ConfigError: The policy learns on every rank.
@@ -90,37 +90,37 @@ class RankedRunner:
         switches: int = ALL_ON,
         **tensors: torch.Tensor,
     ) -> Any:
-        """Run one step with the other ranks.
+        """Run one step together with the other ranks.
 
         Args:
-            num_reqs: Requests in this rank's batch; 0 if unknown.
+            num_reqs: Number of requests in this rank's batch; 0 if unknown.
             uniform: Query class of this rank's batch.
-            loras: Active adapters.
+            loras: Number of active adapters.
             ceiling: Code of the modes that this rank's batch allows.
             switches: Bits of the switches that are on for this rank.
-            tensors: Inputs by name; with axes, this rank's values of them as well.
+            tensors: Inputs by name; with axes, also this rank's value of each axis.
 
         Returns:
-            The step's result for this rank's rows. Outputs are cut along dimension 0 if that
-            has the agreed size, and along axes if a capture has measured which dimensions
-            follow them.
+            The result of the step for this rank's rows. Outputs are trimmed along dimension 0 if
+            it has the agreed size, and along the dimensions that follow an axis, as measured by a
+            capture.
 
         Raises:
             InputError: An input is missing, unknown, has no rows or does not match its
                 declaration. Nothing has been exchanged.
             DescriptorError: A fact is outside the limits. Nothing has been exchanged.
-            NoGraphError: The ranks allow no common mode; every rank raises it.
-            RankError: A rank is late, gone or has raised; or another rank's axes are larger, and
-                no capture here has measured how to cut the outputs (``not_measured``).
-            ReplayError: The agreed graph could not be replayed here. The agreement has ended,
-                as after any error of the step itself: the other ranks may be in its
-                collectives, and stop with an error.
+            NoGraphError: The ranks allow no common mode; every rank raises this error.
+            RankError: A rank is late, has left or has raised an error. Or another rank has a larger
+                axis value, and no capture on this rank has measured how to trim the outputs
+                (``not_measured``).
+            ReplayError: The agreed graph could not be replayed. This and any error of the step
+                ends the agreement, because other ranks may be in a collective of the step.
         """
         own = self._num_rows(tensors)
         ceiling = self._ceiling(ceiling)
         if self._names:
             return self._run_with_axes(tensors, own, num_reqs, uniform, loras, ceiling, switches)
-        # Check before any rank waits for this one.
+        # Validate before other ranks wait for this rank.
         for name, given in tensors.items():
             if not isinstance(given, torch.Tensor):
                 raise InputError(name, f"Input {name!r} must be a tensor, got {given!r:.60}.")
@@ -133,10 +133,10 @@ class RankedRunner:
         return _cut_rows(result, own, rows)
 
     def idle(self, ceiling: int = 2) -> bool:
-        """Join a step without a batch: run dummy rows if any other rank has a batch.
+        """Join a step without a batch; run dummy rows if any other rank has a batch.
 
         Returns:
-            Whether a dummy batch was run; False if all ranks are idle.
+            Whether a dummy batch ran; False if all ranks are idle.
         """
         agreed = self.ranked.agree(0, ceiling=self._ceiling(ceiling))
         rows = agreed.num_tokens
@@ -155,14 +155,15 @@ class RankedRunner:
     # -- inside -------------------------------------------------------------------------
 
     def _ceiling(self, ceiling: int) -> int:
-        """Return the modes that this rank allows: only eager under another autocast, for example.
+        """Return the code of the modes that this rank allows in this step.
 
-        Graphs that contain a value that was replaced here are no longer used by any rank.
+        Only eager if the surroundings, such as autocast, differ from those of the capture. Graphs
+        that read a value that was replaced on this rank are dropped, on all ranks.
         """
         self.runner.decisions.drop_replaced()
-        if self._guard.now() == self._made_under:
+        if self._guard.now() == self._captured_under:
             return ceiling
-        # If that mode is excluded, or is not a valid code, the agreement reports it.
+        # The agreement reports an excluded mode or an invalid code.
         has_eager = 0 <= ceiling < len(ALLOWED_MODES) and RuntimeMode.NONE in ALLOWED_MODES[ceiling]
         return int(RuntimeMode.NONE) if has_eager else ceiling
 
@@ -172,26 +173,26 @@ class RankedRunner:
         inputs: Callable[[GraphKey | None], Mapping[str, Any]],
         cut: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Run the agreed step, or report to the other ranks that this rank does not.
+        """Run the agreed step; report an error to the other ranks.
 
         Args:
-            agreed: The facts that all ranks run the step under.
-            inputs: Returns the inputs for the chosen key, or for eager if it is None.
-            cut: Cuts the result to this rank's rows.
+            agreed: The facts that the ranks agreed on.
+            inputs: Returns the inputs for the chosen key; None selects eager.
+            cut: Trims the result to this rank's values of the axes.
         """
         try:
             decision = self.runner.decisions.decide(*agreed[:5])
             result = self.runner.decisions.run(decision, inputs(decision.key))
             return result if cut is None else cut(result)
         except NoGraphError:
-            raise  # every rank raises it
+            raise  # every rank raises this error
         except Exception as error:
             self.ranked.ranks.fail(error)
             raise
 
     def _capture_one(self, key: GraphKey) -> None:
         if self.runner.controls.has(key):
-            self.runner.evict(key)  # another rank lost the key: all warm up and capture again
+            self.runner.evict(key)  # another rank lost this key, so all ranks capture it again
         self.runner.capture([key])
 
     def _num_rows(self, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -200,17 +201,20 @@ class RankedRunner:
                 continue
             tensor = tensors.get(name)
             if not isinstance(tensor, torch.Tensor) or tensor.dim() <= spec.batch_dim:
-                raise InputError(name, f"Input {name!r} is missing, or is not a batched tensor.")
+                raise InputError(
+                    name,
+                    f"Input {name!r} must be a tensor with a batch dimension {spec.batch_dim}.",
+                )
             rows: int = tensor.shape[spec.batch_dim]
             if rows == 0:
-                raise InputError(name, f"Input {name!r} has no rows; an idle rank calls idle().")
+                raise InputError(name, f"Input {name!r} has no rows. On an idle rank, call idle().")
             return rows
-        raise InputError("", "There is no batched input.")
+        raise InputError("", "The runner has no batched input.")
 
     def _padded(
         self, tensors: Mapping[str, torch.Tensor], own: int, rows: int
     ) -> dict[str, torch.Tensor]:
-        """Return inputs of the agreed size: the given rows, then rows of fill values."""
+        """Return inputs of the agreed size, padded with rows of fill values."""
         padded = {}
         for name, spec in self._inputs.items():
             given = tensors.get(name)
@@ -219,7 +223,7 @@ class RankedRunner:
                 padded[name] = self._fill_rows(name, 0) if given is None else given
                 continue
             fill = self._fill_rows(name, rows).narrow(dim, 0, rows - own)
-            # Always new memory: a step may keep its inputs or write to them.
+            # Always copy: a step may keep its inputs or write to them.
             padded[name] = fill.clone() if given is None else torch.cat([given, fill], dim)
         return padded
 
@@ -228,20 +232,22 @@ class RankedRunner:
     ) -> Any:
         missing = [name for name in self._names if name not in given]
         if missing:
-            raise InputError(missing[0], f"Axis {missing[0]!r} has no value in this call.")
+            raise InputError(
+                missing[0], f"Pass the value of axis {missing[0]!r} as a keyword argument."
+            )
         values = {name: given.pop(name) for name in self._names}
         variant = self.runner.config.variant(loras, **values)
         for name, shape in self._shapes(own, values).items():
             tensor: Any = given.get(name)
             is_tensor = isinstance(tensor, torch.Tensor)
-            if not is_tensor or tensor.shape != shape:  # before any rank waits for this one
+            if not is_tensor or tensor.shape != shape:  # before other ranks wait for this rank
                 found = tuple(tensor.shape) if is_tensor else type(tensor).__name__
                 raise InputError(
-                    name, f"Input {name!r} must be a tensor of {tuple(shape)} here, got {found}."
+                    name, f"Input {name!r} must be a tensor of shape {tuple(shape)}, got {found}."
                 )
         self.runner.decisions.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
-        # Ranks have different values of an exact axis: eager, each with its own.
+        # If ranks have different values of an exact axis, each runs eager with its own value.
         wanted = {
             name: values[name] if value is None else value
             for name, value in zip(self._names, agreed.axes, strict=True)
@@ -264,7 +270,7 @@ class RankedRunner:
     def _padded_with_axes(
         self, given: Mapping[str, torch.Tensor], rows: int, values: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return inputs of the agreed rows and values: the given part, then fill values."""
+        """Return inputs with the agreed rows and axis values, padded with fill values."""
         device = torch.device(self.runner.backend.torch_device)
         padded: dict[str, Any] = {}
         for name, shape in self._shapes(rows, values).items():
@@ -274,21 +280,21 @@ class RankedRunner:
             elif tensor.shape == shape:
                 padded[name] = tensor
             else:
-                # Keep the given dtype, so that a wrong one is rejected and not converted.
+                # Keep the dtype: the runner must reject a wrong one, not convert it.
                 padded[name] = pad_input(tensor, spec, shape)
         return padded | {name: one for name, one in given.items() if name not in padded}
 
     def _shapes(self, rows: int, values: Mapping[str, int]) -> dict[str, torch.Size]:
-        """Return the shape of each input for a number of rows and a value of each axis."""
+        """Return the shape of each input for these rows and axis values."""
         return {name: spec.at(values).sized(rows) for name, spec in self._inputs.items()}
 
     def _cuts(
         self, key: GraphKey | None, values: Mapping[str, int], wanted: Mapping[str, int]
     ) -> tuple[AxisCut, ...]:
-        """Return how to cut results from the agreed values to this rank's, before the step runs.
+        """Return how to trim the outputs from the agreed axis values to this rank's.
 
         Raises:
-            RankError: No capture has measured how outputs follow the axes.
+            RankError: No capture has measured which output dimensions follow the axes.
         """
         cuts = self.runner.decisions.known_axis_cuts(tuple(wanted.values()), key)
         if cuts is not None:
@@ -299,10 +305,10 @@ class RankedRunner:
             if values[name] != wanted[name]
         )
         raise RankError(
-            f"This step must be padded from {differ}, and its outputs cut back, but no capture on "
+            f"This step must be padded from {differ} and its outputs trimmed, but no capture on "
             "this rank has measured which output dimensions follow the axis. Call capture() on "
-            "all ranks first, and fix the captures that fail; or use the same values on all "
-            "ranks, or make the axis exact.",
+            "all ranks first and fix captures that fail, use the same values on all ranks, or "
+            "make the axis exact.",
             step=self.ranked.step,
             reason="not_measured",
         )
@@ -324,9 +330,9 @@ class RankedRunner:
             if dim >= len(shape) or shape[dim] != wanted[name] + more:
                 raise RankError(
                     f"Dimension {dim} of output {number} must be {wanted[name] + more} at "
-                    f"{name}={wanted[name]}, as in captures, but the output's shape is {shape}, "
-                    f"so it cannot be cut to {name}={values[name]}. "
-                    "Make the axis exact, or give all ranks the same values.",
+                    f"{name}={wanted[name]}, as measured by a capture, to be trimmed to "
+                    f"{name}={values[name]}; the output has shape {shape}. Make the axis exact, "
+                    "or use the same values on all ranks.",
                     step=self.ranked.step,
                     reason="not_measured",
                 )
@@ -336,16 +342,16 @@ class RankedRunner:
     def _fill_rows(self, name: str, rows: int) -> torch.Tensor:
         """Return at least ``rows`` rows of an input's fill value."""
         spec = self._inputs[name]
-        kept = self._fill.get(name)
-        if kept is None or (spec.batch_dim is not None and kept.shape[spec.batch_dim] < rows):
+        cached = self._fill.get(name)
+        if cached is None or (spec.batch_dim is not None and cached.shape[spec.batch_dim] < rows):
             most = max(rows, self.runner.config.max_num_tokens)
             device = torch.device(self.runner.backend.torch_device)
-            kept = self._fill[name] = spec.full(most, device)
-        return kept
+            cached = self._fill[name] = spec.full(most, device)
+        return cached
 
 
 def _cut_rows(result: Any, own: int, rows: int) -> Any:
-    """Return a result cut to this rank's rows; an object with nothing to cut is returned as is."""
+    """Return a result trimmed to this rank's rows; the same object if nothing is trimmed."""
     leaves, structure = flatten(result)
     found = [_cut(leaf, own, rows) for leaf in leaves]
     is_cut = any(one is not other for one, other in zip(found, leaves, strict=True))

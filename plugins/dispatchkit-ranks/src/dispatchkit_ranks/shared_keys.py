@@ -1,4 +1,4 @@
-"""Keys that all ranks have: a key that is lost on any rank is used by none."""
+"""Keys that all ranks can run: a key that any rank loses is not used anywhere."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from dispatchkit.registry import KeyState, RegistryEvent
 
 
 class SharedKeys:
-    """Withhold, on this rank, the keys that another rank cannot run.
+    """Withhold keys on this rank that another rank cannot run.
 
-    A key is withheld by disabling it in the registry, and enabled again once all ranks have it.
+    Withheld keys are disabled in the registry, and enabled again when all ranks can run them.
     Every change of a key must be exchanged before the next decision.
 
     Args:
         dispatcher: The dispatcher with the keys.
 
     Attributes:
-        has_news: A key changed here since the last exchange.
-        withheld: Keys that are ready here and not used, with the ranks (by index) that
-            cannot run them and why.
+        has_changes: Whether a key changed on this rank since the last exchange.
+        withheld: Keys that are ready on this rank but not used, with the reason by rank index.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher, self._registry = dispatcher, dispatcher.registry
-        self.has_news: bool = True
+        self.has_changes: bool = True
         self.withheld: dict[GraphKey, dict[int, str]] = {}
         self._disabled_by_user: set[GraphKey] = set()
         self._is_merging = False
         self._unsubscribe = self._registry.subscribe(self._on_event)
 
     def close(self) -> None:
-        """Stop listening to the registry; withheld keys stay withheld."""
+        """Unsubscribe from the registry; withheld keys stay withheld."""
         self._unsubscribe()
 
     def report(self) -> str:
-        """Return which keys this rank has and which it cannot run, as text."""
-        self.has_news = False
+        """Return the keys that this rank can and cannot run, as text."""
+        self.has_changes = False
         lost = {}
         ready = []
         for key in self._registry:
@@ -53,13 +52,13 @@ class SharedKeys:
         return json.dumps({"ready": sorted(ready), "lost": lost})
 
     def merge_reports(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:
-        """Withhold keys that are not ready on every rank, and restore those that now are.
+        """Withhold keys that are not ready on every rank, and restore keys that are.
 
         Args:
-            reports: The reports of all ranks, in order.
+            reports: The report of each rank.
 
         Returns:
-            The keys that some rank cannot run, with the ranks (by index) and the reasons.
+            The keys that some rank cannot run, with the reason by rank index.
         """
         everyone = [json.loads(text) for text in reports]
         ready = [set(each["ready"]) for each in everyone]
@@ -75,24 +74,24 @@ class SharedKeys:
                 if why:
                     lost[key] = why
                 if not why or self._why_not(key) is not None:
-                    self._give_back(key)
+                    self._restore(key)
                     continue
                 self.withheld[key] = why
                 if self._registry.is_enabled(key):
                     self._registry.set_enabled(False, key=key)
         return lost
 
-    def give_all_back(self) -> None:
-        """Restore all withheld keys, before captures."""
+    def restore_all(self) -> None:
+        """Restore all withheld keys."""
         with self._merging():
             for key in tuple(self.withheld):
-                self._give_back(key)
+                self._restore(key)
 
     # -- inside -------------------------------------------------------------------------
 
     @contextmanager
     def _merging(self) -> Iterator[None]:
-        # Holds the registry's lock: changes by other threads meanwhile wait, and count as news.
+        # With the lock held, changes by other threads wait and are recorded afterwards.
         with self._registry.lock:
             self._is_merging = True
             try:
@@ -100,13 +99,13 @@ class SharedKeys:
             finally:
                 self._is_merging = False
 
-    def _give_back(self, key: GraphKey) -> None:
+    def _restore(self, key: GraphKey) -> None:
         """Restore a withheld key; a key that the user disabled stays disabled."""
         if self.withheld.pop(key, None) is not None and key not in self._disabled_by_user:
             self._registry.set_enabled(True, key=key)
 
     def _why_not(self, key: GraphKey) -> str | None:
-        """Return why a key cannot run here, ignoring what is withheld for other ranks."""
+        """Return the reason why this rank cannot run a key, ignoring withheld keys."""
         why = self._dispatcher.graphs.why_not(key)
         if why != Reason.DISABLED or key not in self.withheld:
             return why
@@ -120,12 +119,12 @@ class SharedKeys:
     def _on_event(self, event: RegistryEvent) -> None:
         if self._is_merging:
             return
-        self.has_news = True
+        self.has_changes = True
         if event.after is None:
             self.withheld.pop(event.key, None)
             self._disabled_by_user.discard(event.key)
         if event.before is event.after and not event.by_mode:
-            # The user enabled or disabled the key, which may be withheld at the same time.
+            # The user enabled or disabled the key, which may also be withheld.
             if event.reason == "disabled":
                 self._disabled_by_user.add(event.key)
             elif event.reason == "enabled":

@@ -165,15 +165,15 @@ def test_the_examples_run_on_gpus(size, example):
 
     pytest.importorskip("dispatchkit_vllm")
     pytest.importorskip("dispatchkit_adaptive")
-    told = torchrun(f"examples/ranks/{example[0]}", *example[1:], size=size, on_gpus=True)
-    steps = re.findall(r"rank \d: steps (\{.*?\})", told)
-    assert len(steps) == size, told
-    assert len(set(steps)) == 1, told
-    assert "not used" not in told
+    report = torchrun(f"examples/ranks/{example[0]}", *example[1:], size=size, on_gpus=True)
+    steps = re.findall(r"rank \d: steps (\{.*?\})", report)
+    assert len(steps) == size, report
+    assert len(set(steps)) == 1, report
+    assert "not used" not in report
     if "--learn" not in example:
         assert re.fullmatch(r"\{'FULL': \d+\}", steps[0])
     if example == ("tensor_parallel.py",):
         # Lines of two ranks may run into each other.
-        worst = re.findall(r"whole layer (\d\.\de[+-]\d\d)", told)
-        assert len(worst) == size, told
-        assert all(float(each) < 1e-4 for each in worst), told
+        worst = re.findall(r"whole layer (\d\.\de[+-]\d\d)", report)
+        assert len(worst) == size, report
+        assert all(float(each) < 1e-4 for each in worst), report

@@ -1,4 +1,4 @@
-"""Decode transformers models through captured graphs."""
+"""Decode transformers models with captured graphs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""Attention of a few new tokens per sequence over a static cache, read once and in place.
+"""Attention for a few new tokens per sequence, which reads a static cache once, without copies.
 
-The library's ``sdpa`` passes kernels a separate mask for each row, which some kernels do not
-support, and some of its releases first repeat keys and values for heads that share them. cuDNN's
-kernel supports both, so it runs where it is available: CUDA devices from compute capability 8.0
-on, 16-bit types. Elsewhere two small matrix products run for each head of the cache: they do not
-repeat or copy the cache either, and the intermediate scores are one number per position for each
-token.
+The ``sdpa`` of transformers passes one mask per row, which some kernels do not support. Some
+releases also repeat keys and values for grouped-query attention. cuDNN's kernel supports both
+masks and shared heads, and is used where available: 16-bit types on CUDA devices with compute
+capability 8.0 or higher. Elsewhere, two small matrix products per key head compute the result.
+They do not repeat or copy the cache, and store one score per position for each token.
 
-``model.set_attn_implementation(DECODE_ATTENTION)`` selects it, through the library's own registry
-of attention functions. Prompts, and everything else it does not support, use the library's
-``sdpa``.
+``model.set_attn_implementation(DECODE_ATTENTION)`` selects this implementation from the registry
+of transformers. Prompts and unsupported calls fall back to ``sdpa``.
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ from transformers.masking_utils import sdpa_mask
 
 from dispatchkit.errors import ConfigError
 
-#: The name that selects it.
+#: Name of this implementation in the registry of transformers.
 DECODE_ATTENTION = "dispatchkit_decode"
 
-# Options that change scores other than by a mask; None if a model has none. Some releases' ``sdpa``
-# do not know the first ones, and would silently ignore them.
-_REFUSED = ("softcap", "s_aux")
-_OTHERWISE = ("position_bias", "head_mask")
+# Options that change scores other than by a mask; models without them pass None. Some releases of
+# ``sdpa`` silently ignore those in ``_UNSUPPORTED``.
+_UNSUPPORTED = ("softcap", "s_aux")
+_SDPA_ONLY = ("position_bias", "head_mask")
 
-# A step has at most this many tokens: one, and drafts. More are a prompt.
+# Maximum number of tokens per row in a step: the current token and its drafts. More are a prompt.
 _MOST_TOKENS = 8
 
-# torch's own conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): up to
-# this release, lengths that 128 does not divide give wrong results, and only some devices support
-# larger heads.
+# torch's conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Releases up
+# to this one return wrong results for lengths that are not multiples of 128. Larger heads are
+# supported on some devices only.
 _CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
 
 
@@ -51,40 +49,40 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention, with the signature of the library's attention functions.
+    """Compute attention; the signature is that of transformers' attention functions.
 
     Shapes: query (B, heads, T, size), key (B, key heads, positions, size), value (B, key heads,
-    positions, value size), mask (B or 1, 1, T, positions), True where a token may attend, or added
-    to scores. Without cuDNN, scores are rounded to the model's type before the softmax, as in the
-    library's ``eager``.
+    positions, value size), mask (B or 1, 1, T, positions). A boolean mask is True where a token
+    may attend; other masks are added to the scores. Without cuDNN, scores are rounded to the
+    model's dtype before the softmax, as in transformers' ``eager`` implementation.
 
     Returns:
         The attention output (B, T, heads, value size), and None.
 
     Raises:
-        ConfigError: The model limits its scores, or has attention sinks.
+        ConfigError: The model uses logit softcapping or attention sinks.
     """
-    for name in _REFUSED:
+    for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ConfigError(
                 "attn_implementation",
                 DECODE_ATTENTION,
-                f"used with models without {name}, which it does not support",
-                "model.set_attn_implementation('eager') supports it.",
+                f"an attention implementation that supports {name}",
+                "Call model.set_attn_implementation('eager').",
             )
     rows, heads, length, size = query.shape
     bias = kwargs.get("position_bias")
     if length == 1 and isinstance(bias, torch.Tensor) and bias.shape[2] == rows > 1:
-        # For rows at different positions, the library makes one query after the other.
+        # For rows at different positions, transformers stacks the rows' biases as queries.
         kwargs["position_bias"] = bias.permute(2, 1, 0, 3)
-    # A prompt in which each token may attend to all tokens before it has no mask.
+    # A fully causal prompt has no mask.
     is_prompt = length > _MOST_TOKENS or (length > 1 and attention_mask is None)
     if (
         is_prompt
         or dropout
         or (attention_mask is not None and attention_mask.shape[1] != 1)
-        or any(kwargs.get(name) is not None for name in _OTHERWISE)
-        or kwargs.get("output_attentions")  # sdpa warns that it has none
+        or any(kwargs.get(name) is not None for name in _SDPA_ONLY)
+        or kwargs.get("output_attentions")  # sdpa warns that it does not support this
     ):
         given = {"dropout": dropout, "scaling": scaling, **kwargs}
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -95,30 +93,31 @@ def decode_attention(
     if _for_cudnn(query, key, value, mask):
         if mask is not None and mask.dtype == torch.bool:
             mask = additive(mask, query.dtype)
-        # Called directly: torch's sdpa has an order of kernels, and repeats keys for its last one.
+        # Call the kernel directly: torch's sdpa has its own order of preference, and repeats keys
+        # for the last choice.
         one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, False, scale=scaling
         )[0]
         return one.transpose(1, 2), None
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    # Scale first: no product exceeds the type's range, and fewer numbers are multiplied. For a
-    # small model the number of operations matters more than the cost of each.
+    # Scale the query first: products stay within the dtype's range, and the query has fewer
+    # elements than the scores. For a small model, the number of operations dominates.
     grouped = query.reshape(rows, shared, heads // shared * length, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
     if mask is not None:
-        looks, each = mask.unsqueeze(2), scores.view(rows, shared, -1, length, key.shape[2])
+        allowed, each = mask.unsqueeze(2), scores.view(rows, shared, -1, length, key.shape[2])
         if mask.dtype == torch.bool:
-            each.masked_fill_(~looks, torch.finfo(scores.dtype).min)
+            each.masked_fill_(~allowed, torch.finfo(scores.dtype).min)
         else:
-            each.add_(looks)
-    # softmax computes in float32 internally, whatever the type.
+            each.add_(allowed)
+    # softmax accumulates in float32 for every dtype.
     found = scores.softmax(-1).to(value.dtype) @ value
     return found.view(rows, heads, length, value.shape[-1]).transpose(1, 2), None
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask, True where a token may attend, to one that is added to scores."""
+    """Convert a boolean mask, True where a token may attend, to an additive one."""
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
@@ -126,7 +125,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _for_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Return whether cuDNN supports this, with correct results."""
+    """Return whether cuDNN computes this call correctly."""
     size = query.shape[-1]
     return (
         query.is_cuda
@@ -141,10 +140,10 @@ def _for_cudnn(
     )
 
 
-# Compiled code calls this while it is traced, where the check itself is not understood.
+# torch.compile cannot trace the check, so it evaluates this function and keeps the result.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch may and can use cuDNN for heads that share keys, with a mask."""
+    """Return whether cuDNN is enabled and supports shared key heads with a mask."""
     return torch.backends.cuda.cudnn_sdp_enabled() and _can_have_cudnn(device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Decoding steps as functions of static inputs, and their limits."""
+"""Decoding steps as functions of static inputs, and the cache lengths that they read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dispatchkit.keys import check_count
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import Probe
 
-#: Shortest length of the cache that has separate graphs.
-SHORTEST = 128
+#: Shortest cache length to capture graphs for by default.
+SHORTEST_LENGTH = 128
 
 
 def decode_step(
@@ -28,17 +28,16 @@ def decode_step(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that runs one decoding step.
 
-    It takes tokens and positions (B,) and how much of the cache it must read. It returns the
-    most likely next tokens (B,), or their logits (B, V) in float32, and the positions of the next
-    tokens (B,).
+    It takes tokens and positions (B,) and the cache length that they need. It returns the most
+    likely next tokens (B,), or their logits (B, V) in float32, and the next positions (B,).
 
     Args:
         probe: The probe of the model.
         memory: The cache.
-        lengths: Lengths of the cache that the step may read, ascending.
-        forward: The model, or its compiled form.
-        wants_logits: Return logits.
-        compile: Takes the function of one length, and returns the function to run instead.
+        lengths: Cache lengths that the step may read, ascending.
+        forward: The model, or a compiled version of it.
+        wants_logits: Return logits instead of tokens.
+        compile: Called with the step of each length; returns the function to run instead.
     """
 
     def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -46,7 +45,7 @@ def decode_step(
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = logits_of(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-            # A row that waits to be dropped stays at the position that is never read.
+            # A finished row that was not dropped yet stays at the position that is never read.
             following = (positions + 1).clamp(max=memory.sink)
             return (logits if wants_logits else logits.argmax(-1)), following
 
@@ -73,24 +72,25 @@ def verify_step(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return a function that runs one step and verifies drafts.
 
-    It takes tokens and positions (B,), the drafts that may follow each token
-    (B, ``num_draft_tokens``) and how much of the cache it must read. It runs all of them, accepts
-    drafts up to the first one that is not the most likely token, and returns
+    It takes tokens and positions (B,), drafts (B, ``num_draft_tokens``) and the cache length that
+    they need. It runs tokens and drafts together, accepts the drafts before the first mismatch
+    with the most likely token, and returns
 
-    - the most likely token after each of them, the number of drafts accepted and the number given
-      (B, ``num_draft_tokens`` + 3);
-    - the token after the last accepted one (B,), and its position (B,).
+    - the most likely token after each token and draft, the number of accepted drafts, and the
+      number of drafts (B, ``num_draft_tokens`` + 3);
+    - the token after the last accepted draft (B,), and its position (B,).
 
-    A value below 0 or beyond the end of the cache is not a draft. Rejected drafts leave keys and
-    values beyond the row's end: no token attends to them before they are overwritten.
+    Negative values, and drafts beyond the end of the cache, are ignored. Rejected drafts leave
+    keys and values behind the end of the row. These are overwritten before a token attends to
+    them.
 
     Args:
         probe: The probe of the model.
         memory: The cache, with at least ``num_draft_tokens`` spare positions.
-        lengths: Lengths of the cache that the step may read, ascending.
-        forward: The model, or its compiled form.
-        num_draft_tokens: Number of drafts for each row.
-        compile: Takes the function of one length, and returns the function to run instead.
+        lengths: Cache lengths that the step may read, ascending.
+        forward: The model, or a compiled version of it.
+        num_draft_tokens: Number of drafts per row.
+        compile: Called with the step of each length; returns the function to run instead.
     """
     offsets = torch.arange(1 + num_draft_tokens, device=probe.device)
     last_token = probe.vocabulary - 1
@@ -126,26 +126,26 @@ def verify_step(
 
 
 def length_to_read(lengths: Sequence[int], length: int) -> int:
-    """Return how much of the cache a step reads: the smallest of the lengths that covers one.
+    """Return the smallest cache length that covers ``length``.
 
-    Without a graph the exact length is passed; while measuring which outputs follow the length, it
-    may exceed all of ``lengths`` by one, and the largest is read.
+    Eager steps pass the exact length. The probe for outputs that depend on the length may pass one
+    more than the largest of ``lengths``, which is then returned.
 
     Args:
-        lengths: Lengths of the cache that steps may read, ascending.
-        length: The length that a step must read.
+        lengths: Cache lengths that steps may read, ascending.
+        length: The length that a step needs.
     """
     return next((one for one in lengths if one >= length), lengths[-1])
 
 
 def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a step with ``torch.compile`` once for all sizes, and once for a single row.
+    """Compile a step with ``torch.compile``: once for a single row, once for all other sizes.
 
-    By default ``torch.compile`` would specialize on the first size it sees. ``dynamic=True`` would
-    make the sizes of the cache dynamic as well.
+    By default, ``torch.compile`` specializes on the first size. ``dynamic=True`` would make the
+    dimensions of the cache dynamic as well.
 
     Args:
-        step: Takes tensors of the batch.
+        step: A function of tensors whose dimension 0 is the batch.
         options: Options of ``torch.compile``.
     """
     compiled = torch.compile(step, **options)
@@ -160,14 +160,14 @@ def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[.
 
 
 def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple[int, ...]:
-    """Return the lengths of the cache to capture for, ascending.
+    """Return the cache lengths to capture graphs for, ascending.
 
     Raises:
-        ConfigError: They do not end with the longest, or are not lengths.
+        ConfigError: A length is invalid, or the largest is not ``max_length``.
     """
     if lengths is None:
         found = {max_length}
-        length = SHORTEST
+        length = SHORTEST_LENGTH
         while length < max_length:
             found.add(length)
             length *= 2
@@ -176,21 +176,23 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
         raise ConfigError(
             "lengths",
             lengths,
-            f"lengths of which the largest is max_length, such as ({max_length},)",
+            f"cache lengths, the largest equal to max_length, such as ({max_length},)",
         )
     made = tuple(sorted({check_count(length, "lengths") for length in lengths}))
     if not made or made[-1] != max_length:
         raise ConfigError(
-            "lengths", list(lengths), f"lengths of which the largest is max_length ({max_length})"
+            "lengths",
+            list(lengths),
+            f"cache lengths, the largest equal to max_length ({max_length})",
         )
     return made
 
 
-def too_short(needed: int, have: int) -> DescriptorError:
+def sequence_too_long(needed: int, have: int) -> DescriptorError:
     """Return the error for a sequence that does not fit into the cache."""
     return DescriptorError(
         "sequence length",
         needed,
-        f"at most max_length ({have}), the positions of the cache",
-        "Create the GraphDecoder with a larger max_length, or ask for fewer new tokens.",
+        f"at most max_length ({have})",
+        "Create the GraphDecoder with a larger max_length, or request fewer new tokens.",
     )

@@ -41,7 +41,7 @@ try:
         check_lengths,
         compile_for_any_size,
         decode_step,
-        too_short,
+        sequence_too_long,
         verify_step,
     )
     from dispatchkit_transformers.generation import (
@@ -57,7 +57,7 @@ try:
         prompt_runner,
     )
     from dispatchkit_transformers.slot_cache import SlotCache
-    from dispatchkit_transformers.static_models import Probe, Source, probe, takes_drafts
+    from dispatchkit_transformers.static_models import Probe, Source, probe, supports_drafts
 except ImportError as _error:
     raise BackendUnavailableError(
         "GraphDecoder needs transformers 4.57.1 or newer, below 6, and the installed one "
@@ -199,7 +199,7 @@ class GraphDecoder:
             "max_num_tokens": max_batch_size,
             "policy": policy,
             "backend": backend,
-            "state": _with_own(declared, self.cache.slots.step_state),
+            "state": _merge_states(declared, self.cache.slots.step_state),
             "lazy": lazy,
             "mode": "FULL",
             "options": options,
@@ -213,7 +213,7 @@ class GraphDecoder:
             self.cache,
             self.lengths,
             check_prompt_sizes(prompt_sizes, max_length),
-            {**self._settings, "state": _with_own(declared, chunk_state)},
+            {**self._settings, "state": _merge_states(declared, chunk_state)},
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
@@ -335,7 +335,7 @@ class GraphDecoder:
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
         # For eager prompts, windows contain what the next token attends to, and nothing spare.
-        back = self.cache.most_back or 0
+        back = self.cache.max_discarded or 0
         self._ends += [length + back for length in lengths]
         self._admitted += rows
         self._prompt_counts[how] += rows
@@ -416,7 +416,7 @@ class GraphDecoder:
         """
         if len(lengths) != self.num_rows:
             raise DescriptorError("lengths", list(lengths), f"one for each of {self.num_rows} rows")
-        back = self.cache.most_back
+        back = self.cache.max_discarded
         if back == 0:
             self._check_ended()
         written = 1 + self.num_draft_tokens if self._is_amid_step else 0
@@ -652,7 +652,7 @@ class GraphDecoder:
         if longest > self.max_length:
             if not self._lengths:
                 raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
-            raise too_short(longest, self.max_length)
+            raise sequence_too_long(longest, self.max_length)
         runner = self._runners.get(gives) or self._runner(gives)
         length = min(longest + more, self.max_length)
         self._is_amid_step = True
@@ -677,7 +677,7 @@ class GraphDecoder:
                 f"0 for {name}, whose recurrent layers cannot undo a rejected draft",
                 "Omit it.",
             )  # fmt: skip
-        if not takes_drafts(self._probe, self.max_length):
+        if not supports_drafts(self._probe, self.max_length):
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
                 f"0 for {name}: steps of several tokens give other logits than its prompts",
@@ -718,7 +718,7 @@ class GraphDecoder:
                 f"takes {self.cache.num_bytes // self.max_batch_size} bytes for each.",
             )
         if longest > self.max_length:
-            raise too_short(longest, self.max_length)
+            raise sequence_too_long(longest, self.max_length)
 
     def _check_model(self) -> None:
         if self.model.training:
@@ -738,10 +738,10 @@ class GraphDecoder:
 
 
 #: Settings of its runners that are not parameters of the decoder.
-_OF_RUNNERS = ("lanes", "mode")
+_RUNNER_SETTINGS = ("lanes", "mode")
 
 
-def _with_own(declared: StepState, own: StepState) -> StepState:
+def _merge_states(declared: StepState, own: StepState) -> StepState:
     """Return the declared state and the decoder's own as one ``StepState``."""
     return attrs.evolve(
         declared,
@@ -753,6 +753,6 @@ def _with_own(declared: StepState, own: StepState) -> StepState:
 def _check_settings(settings: Mapping[str, Any]) -> None:
     refuse_moved(settings)
     for name in settings:
-        if name not in _OF_RUNNERS:
+        if name not in _RUNNER_SETTINGS:
             own = set(inspect.signature(GraphDecoder).parameters) - {"model", "settings"}
-            raise UnknownNameError("setting of GraphDecoder", name, own.union(_OF_RUNNERS))
+            raise UnknownNameError("setting of GraphDecoder", name, own.union(_RUNNER_SETTINGS))

@@ -1,8 +1,8 @@
-"""The loop behind ``generate``: choose tokens as the library does, with steps run by graphs.
+"""The decoding loop of ``generate``: transformers chooses tokens, graphs run the steps.
 
-The library calls it with everything prepared: logits processors, stopping criteria and the
-prompt. These receive full-width rows in each step, so that they see the same as in the library;
-only the model's own work is limited to the live rows.
+transformers prepares the prompt, the logits processors and the stopping criteria. Processors and
+criteria receive all rows in every step, as they do in transformers. Only the model is limited to
+the live rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dispatchkit.errors import ConfigError, InputError
 
 from dispatchkit_transformers.static_models import CACHE_NAMES
 
-# Arguments that generate() may prepare for the model besides the prompt; steps make their own.
-_UNDERSTOOD = frozenset(
+# Arguments that generate() may prepare for the model in addition to the prompt.
+_MODEL_INPUTS = frozenset(
     {
         *CACHE_NAMES,
         "attention_mask",
@@ -35,16 +35,13 @@ _UNDERSTOOD = frozenset(
 )
 
 
-_ANOTHER_WAY = (
-    "It does not choose tokens one step after the other. Omit it, or call the "
-    "model's own generate()."
-)
+_NOT_STEPWISE = "It needs another decoding loop. Omit it, or call the model's own generate()."
 _COUNTS = ("num_beams", "num_beam_groups")
 _DRAFTS = "For the same tokens, call SpeculativeDecoder(decoder, {}).generate()."
-_NO_RESULT = "The graph of a step returns only tokens and logits."
+_NO_RESULT = "Graphs return only tokens and logits. Call the model's own generate()."
 
-#: Options that are not supported, and what to do instead.
-_REFUSED = {
+#: Unsupported options, with the alternative to suggest.
+_UNSUPPORTED = {
     **dict.fromkeys(
         (
             "assistant_early_exit",
@@ -55,22 +52,22 @@ _REFUSED = {
             "speculation_type",
             "use_mtp",
         ),
-        _ANOTHER_WAY,
+        _NOT_STEPWISE,
     ),
-    **dict.fromkeys(_COUNTS, "Beams are not decoded here."),
+    **dict.fromkeys(_COUNTS, "For beam search, call the model's own generate()."),
     **dict.fromkeys(
         ("output_attentions", "output_hidden_states", "return_legacy_cache"), _NO_RESULT
     ),
     "assistant_model": _DRAFTS.format("DraftModel(decoder, GraphDecoder(assistant_model, ...))"),
     "prompt_lookup_num_tokens": _DRAFTS.format("PromptLookup(decoder)"),
-    "compile_config": "GraphDecoder(..., compile=...) compiles the step.",
-    "prefill_chunk_size": "GraphDecoder(..., prompt_sizes=...) runs prompts in chunks.",
+    "compile_config": "To compile the step, create GraphDecoder(..., compile=True).",
+    "prefill_chunk_size": "For chunked prompts, create GraphDecoder(..., prompt_sizes=...).",
     "stop_strings": "Pass stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
-    "streamer": "Use admit() and step().",
+    "streamer": "To stream tokens, call admit() and step().",
     "synced_gpus": "Call the model's own generate().",
     "token_healing": "Pass model.heal_tokens(input_ids, tokenizer) as input_ids.",
 }
-#: Caches of the library whose location or format the user asks for; others match the decoder's.
+#: Prefixes of cache implementations that request another location or format than the decoder's.
 _OTHER_CACHES = ("paged", "quantized", "offloaded")
 
 
@@ -78,34 +75,34 @@ def check_options(given: Mapping[str, Any]) -> None:
     """Check that all options of ``generate`` are supported.
 
     Args:
-        given: Its arguments and its configuration.
+        given: The options of the call and of the generation configuration.
 
     Raises:
-        ConfigError: An option is not supported; the message says what to do instead.
+        ConfigError: An option is not supported; the message suggests an alternative.
     """
-    for name, hint in _REFUSED.items():
+    for name, hint in _UNSUPPORTED.items():
         value = given.get(name)
         if value is None or value is False or (name in _COUNTS and value == 1):
             continue
-        allowed = "1" if name in _COUNTS else "left out"
+        allowed = "1" if name in _COUNTS else "omitted"
         plain = isinstance(value, str | int | float | list)
         raise ConfigError(name, value if plain else type(value).__name__, allowed, hint)
     cache = given.get("cache_implementation")
     if cache is not None and str(cache).startswith(_OTHER_CACHES):
         raise ConfigError(
-            "cache_implementation", cache, "left out", "A step reads only the decoder's own cache."
+            "cache_implementation", cache, "omitted", "Steps read only the decoder's own cache."
         )
 
 
 class RowDecoder(Protocol):
-    """The decoder interface of the loop: rows are admitted, step together, and are dropped."""
+    """The interface between ``generate`` and a decoder of rows."""
 
     tokens: torch.Tensor
-    """The current token of each live row (rows,); set it before a step to choose."""
+    """The current token of each live row (rows,), input of the next step; assignable."""
 
     @property
     def model(self) -> Any:
-        """The model that it decodes with."""
+        """The model."""
         ...
 
     @property
@@ -155,14 +152,14 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ConfigError: An option is not supported.
     """
-    # The library handles some options before it calls its custom_generate, and decodes without it.
+    # Check here: for some options, transformers decodes without calling custom_generate.
     config = kwargs.get("generation_config") or model.generation_config
     check_options({**vars(config), **kwargs})
     return model.generate(*args, custom_generate=decoder, **kwargs)
 
 
 def is_greedy(config: Any, processors: Any) -> bool:
-    """Return whether tokens are the most likely ones and no further output is requested."""
+    """Return whether a call needs only the most likely tokens, without scores or logits."""
     wants = config.return_dict_in_generate
     return (
         not config.do_sample
@@ -181,30 +178,30 @@ def generate(
     generation_config: Any,
     **prepared: Any,
 ) -> Any:
-    """Decode until the stopping criteria are met, as the library's sampling does.
+    """Decode until the stopping criteria are met, like ``generate`` of transformers.
 
     Args:
         decoder: The decoder with the graphs and the cache.
         model: The decoder's model.
         input_ids: Prompts (B, T), padded on the left.
         logits_processor: Changes scores (B, V) before a token is chosen.
-        stopping_criteria: Determines which rows are done.
+        stopping_criteria: Determines which rows are finished.
         generation_config: The options of the call.
-        prepared: The arguments that the library prepared for the model.
+        prepared: The arguments that transformers prepared for the model.
 
     Returns:
-        Prompts and new tokens (B, T + N), or the library's output with them.
+        Prompts and new tokens (B, T + N), or a transformers output object that contains them.
 
     Raises:
-        ConfigError: An option needs what a step here does not return.
-        DescriptorError: The batch is above the limit, or the cache is too short.
+        ConfigError: An option or argument is not supported.
+        DescriptorError: The batch exceeds ``max_batch_size``, or a sequence exceeds ``max_length``.
     """
     source = _source(model, prepared)
     _check(decoder, model, generation_config, prepared)
     end = next((one.max_length for one in stopping_criteria if _is_max_length(one)), None)
     mask = prepared.get("decoder_attention_mask" if source else "attention_mask")
     if end is not None:
-        # The last token is never fed back, and padding is not stored.
+        # The last token is never an input, and padding is not stored.
         needed = end - 1 - (_shortest_padding(mask) if mask is not None else 0)
         decoder.check_fits(input_ids.shape[0], needed)
     try:
@@ -222,7 +219,7 @@ def generate(
 
 
 def _source(model: Any, prepared: dict[str, Any]) -> dict[str, Any]:
-    """Remove the encoder output from the prepared arguments; return {} without an encoder."""
+    """Remove and return the encoder output in ``prepared``; {} for decoder-only models."""
     if not model.config.is_encoder_decoder:
         return {}
     return {
@@ -240,7 +237,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         raise ConfigError(
             "custom_generate",
             type(model).__name__,
-            "used with the model it was made for",
+            "a decoder of the model that generates",
             "Create a decoder for this model.",
         )
     if decoder.num_rows:
@@ -257,25 +254,25 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             raise ConfigError(
                 name,
                 type(given).__name__,
-                "left out or empty",
-                "Prompts run from their start here.",
+                "omitted or empty",
+                "Pass whole prompts: decoding starts at their first token.",
             )
     odd = sorted(
         name
         for name, value in prepared.items()
-        if name not in _UNDERSTOOD and isinstance(value, torch.Tensor)
+        if name not in _MODEL_INPUTS and isinstance(value, torch.Tensor)
     )
     if odd:
         raise ConfigError(
             "inputs",
             odd,
-            f"among {', '.join(sorted(_UNDERSTOOD))}",
-            "A step takes only these.",
+            f"among {', '.join(sorted(_MODEL_INPUTS))}",
+            "Omit the others, or call the model's own generate().",
         )
 
 
 def _has_seen(cache: Any) -> bool:
-    """Return whether a cache of the library holds part of a sequence."""
+    """Return whether a transformers cache contains part of a sequence."""
     return any(
         any(one.has_previous_state.values())
         if hasattr(one, "has_previous_state")
@@ -315,17 +312,17 @@ class _Loop:
         wants = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
         self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
-        # If graphs choose tokens themselves, no logits leave them.
+        # Greedy steps choose tokens inside the graph and return no logits.
         self.is_greedy = is_greedy(config, processors)
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
-        # The output row of each live row of the decoder; None while they are the same.
+        # The output row of each live row, also as a tensor; None while both are identical.
         self.live = list(range(rows))
         self.index: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
 
     def run(self) -> Any:
-        """Decode until all rows are done."""
+        """Decode until all rows are finished."""
         decoder = self.decoder
         logits = decoder.admit(self.ids, self.mask, **self.source)
         tokens = decoder.tokens if self.is_greedy else self._choose(logits)
@@ -344,8 +341,8 @@ class _Loop:
         )
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token for each output row (B,), from logits of all of them (B, V)."""
-        logits = logits.clone()  # processors may write to them, and they view a graph's output
+        """Choose a token for each output row (B,) from its logits (B, V)."""
+        logits = logits.clone()  # processors may write in place, and logits view a graph's output
         scores: torch.Tensor = self.processors(self.ids, logits)
         if self.scores is not None:
             self.scores.append(scores)
@@ -360,7 +357,7 @@ class _Loop:
         """Append a token to each output row, and pass those of live rows to the decoder.
 
         Returns:
-            Whether all rows are done.
+            Whether all rows are finished.
         """
         if self.pads:
             tokens = torch.where(self.unfinished.bool(), tokens, self.pad.to(tokens.device))
@@ -392,7 +389,7 @@ class _Loop:
         self.index = torch.tensor(self.live, dtype=torch.int64, device=self.ids.device)
 
     def _widen(self, values: torch.Tensor) -> torch.Tensor:
-        """Scatter values of live rows to all output rows; other rows keep their last values."""
+        """Scatter the live rows' values to all output rows; other rows keep their last values."""
         if self.index is None:
             return values
         if self.full is None or self.full.dtype is not values.dtype:
@@ -403,19 +400,23 @@ class _Loop:
 
 
 def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[int]:
-    """Return the padding before each prompt; waits for the device if there is a mask."""
+    """Return the number of padding tokens before each prompt; waits for the device with a mask.
+
+    Raises:
+        InputError: The tokens or the mask are invalid, or padding is not on the left.
+    """
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
         got = getattr(input_ids, "dtype", type(input_ids).__name__)
         raise InputError(
             "input_ids",
-            f"input_ids must be a tensor of tokens (B, T), int64, got {got}. "
-            "For a list of tokens: torch.tensor([tokens]).",
+            f"input_ids must be an int64 tensor of tokens (B, T), got {got}. "
+            "For a list of tokens, pass torch.tensor([tokens]).",
         )
     if input_ids.dim() != 2 or not input_ids.shape[1]:
         raise InputError(
             "input_ids",
-            f"input_ids must be of shape (B, T), got {tuple(input_ids.shape)}. "
-            "One prompt: input_ids[None].",
+            f"input_ids must have shape (B, T), got {tuple(input_ids.shape)}. "
+            "For a single prompt, pass input_ids[None].",
         )
     rows, width = input_ids.shape
     if attention_mask is None:
@@ -423,26 +424,26 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
     if attention_mask.shape != input_ids.shape:
         raise InputError(
             "attention_mask",
-            f"attention_mask must be of shape {tuple(input_ids.shape)}, like input_ids, "
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
             f"got {tuple(attention_mask.shape)}.",
         )
     counts = attention_mask.sum(-1)
-    # Padding only on the left: every row's ones are its last positions.
+    # With padding only on the left, the ones of each row are at its end.
     ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
     if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
         raise InputError(
             "attention_mask",
-            "attention_mask must have zeros only on the left, and a one in each row. Tokenize "
-            "with padding_side='left', and omit empty prompts.",
+            "attention_mask must have zeros only on the left, and at least one 1 in each row. "
+            "Tokenize with padding_side='left', and omit empty prompts.",
         )
     return [width - int(count) for count in counts.tolist()]
 
 
 def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
-    """Check that all tokens are in a vocabulary; waits for the device.
+    """Check that all tokens are in the vocabulary; waits for the device.
 
-    On a CUDA device, a token outside of it would trigger an assertion, after which the process can
-    no longer use the device.
+    On a CUDA device, an invalid token would trigger an assertion, after which the process cannot
+    use the device anymore.
 
     Raises:
         InputError: A token is not from 0 to ``vocabulary`` - 1.
@@ -453,6 +454,6 @@ def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
     if least < 0 or most >= vocabulary:
         raise InputError(
             "input_ids",
-            f"input_ids must be tokens from 0 to {vocabulary - 1}, the vocabulary of the model, "
-            f"got {least if least < 0 else most}. Does the tokenizer belong to the model?",
+            f"input_ids must be tokens from 0 to {vocabulary - 1}, the model's vocabulary, got "
+            f"{least if least < 0 else most}. Check that the tokenizer belongs to the model.",
         )

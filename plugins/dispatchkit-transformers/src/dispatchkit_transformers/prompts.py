@@ -25,7 +25,13 @@ from dispatchkit.keys import Axis, check_count
 from dispatchkit_transformers.decode_step import length_to_read
 from dispatchkit_transformers.layers import ChunkStates, chunk_layer
 from dispatchkit_transformers.slot_cache import SlotCache
-from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near, trial_prompts
+from dispatchkit_transformers.static_models import (
+    CALL_ERRORS,
+    TRIALS,
+    Probe,
+    is_close,
+    trial_prompts,
+)
 
 #: How prompts ran, if they did not run eager.
 GRAPHS = "graphs"
@@ -98,32 +104,32 @@ def prompt_step(
     """
     last = memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
-    views, forms, places = {}, {}, {}
+    views, masks_of, rows_of = {}, {}, {}
     for length in lengths:
-        view, places[length] = memory.view(length)
+        view, rows_of[length] = memory.view(length)
         views[length] = Cache(layers=[chunk_layer(one) for one in view.layers])
-        forms[length] = probe.masks_for(views[length].layers)
+        masks_of[length] = probe.masks_for(views[length].layers)
 
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, length: int
     ) -> torch.Tensor:
         length = length_to_read(lengths, length)
-        place, cache = places[length], views[length]
+        step_rows, cache = rows_of[length], views[length]
         states = [one for one in cache.layers if isinstance(one, ChunkStates)]
-        place.enter(positions, slots)
+        step_rows.begin(positions, slots)
         for one in states:
-            one.enter()
+            one.load()
         given = probe.step_arguments(cache)
         if probe.takes_positions:
             given["position_ids"] = positions.clamp(max=last)
-        masks = forms[length].masks(positions, ahead, probe.mask_of)
+        masks = masks_of[length].masks(positions, ahead, probe.convert_mask)
         if states:
             masks = _with_padding(masks, positions < memory.sink)
         output = probe.model(input_ids=tokens, attention_mask=masks, **given)
         for one in states:
-            one.leave()
+            one.store()
         # State that a step leaves behind would prevent its capture.
-        place.leave()
+        step_rows.end()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
@@ -145,7 +151,7 @@ def _with_padding(masks: Any, tokens: torch.Tensor) -> Any:
     return tokens if masks is None else masks
 
 
-def in_chunks(
+def split_into_chunks(
     input_ids: torch.Tensor, lengths: Sequence[int], chunks: Sequence[int], sink: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
     """Yield tokens and positions (B, T) of each chunk, and how much of the cache it must read.
@@ -169,7 +175,7 @@ def in_chunks(
         begin = end
 
 
-def gives_what_prompts_give(probe: Probe, length: int, *, whole: bool) -> bool:
+def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
     """Return whether chunks give the logits of whole prompts, with a shorter prompt alongside.
 
     Args:
@@ -179,16 +185,14 @@ def gives_what_prompts_give(probe: Probe, length: int, *, whole: bool) -> bool:
     """
     try:
         with torch.no_grad():
-            return any(
-                _gives_what_prompts_give(probe, length, trial, whole=whole) for trial in TRIALS
-            )
+            return any(_matches_prompts(probe, length, trial, whole=whole) for trial in TRIALS)
     except torch.OutOfMemoryError:
         raise  # it says nothing of the model
-    except MISFITS:
+    except CALL_ERRORS:
         return False
 
 
-def _gives_what_prompts_give(
+def _matches_prompts(
     probe: Probe, length: int, trial: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> bool:
     rows = trial_prompts(probe, trial, length)
@@ -197,7 +201,7 @@ def _gives_what_prompts_give(
     memory = probe.cache(len(rows), length)
     step, slots = prompt_step(probe, memory, [length]), torch.arange(len(rows), device=ids.device)
     size = max(lengths) if whole else (max(lengths) + 1) // 2
-    *first, last = in_chunks(ids, lengths, [size] * (1 if whole else 2), length)
+    *first, last = split_into_chunks(ids, lengths, [size] * (1 if whole else 2), length)
     for tokens, positions, _ in first:
         step(tokens, positions, slots, length)
     found = [one.clone() for one in memory.states]
@@ -205,7 +209,7 @@ def _gives_what_prompts_give(
     if first and not _continues(memory, found, lambda: step(*last[:2], slots, length), logits):
         return False
     return all(
-        is_near(got, probe.prompt(row, None).logits[0], probe.dtype)
+        is_close(got, probe.prompt(row, None).logits[0], probe.dtype)
         for got, row in zip(logits, rows, strict=True)
     )
 
@@ -307,7 +311,9 @@ class PromptRunner:
         slots = torch.arange(start, start + rows, device=input_ids.device)
         chunks = self._chunks(rows, max(lengths), whole=self._whole)
         logits = torch.empty(0)
-        for tokens, positions, length in in_chunks(input_ids, lengths, chunks, self._memory.sink):
+        for tokens, positions, length in split_into_chunks(
+            input_ids, lengths, chunks, self._memory.sink
+        ):
             logits = self.runner(
                 tokens=tokens,
                 positions=positions,
@@ -346,7 +352,7 @@ def prompt_runner(
     if _passes_windows(probe, memory.length) and not _masks_windows(probe.model):
         return "windows_not_masked"
     for whole in (False, True):
-        if gives_what_prompts_give(probe, memory.length, whole=whole):
+        if chunks_match_prompts(probe, memory.length, whole=whole):
             return PromptRunner(probe, memory, lengths, sizes, settings, whole=whole)
     return "chunks_differ"
 

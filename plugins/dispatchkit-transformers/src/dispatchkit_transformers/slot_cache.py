@@ -1,12 +1,12 @@
-"""SlotCache: the memory of all layers, with a slot per sequence, for graphs of any size.
+"""The memory of all layers, with one slot per sequence, shared by graphs of all sizes.
 
-The library's own static cache has one length for all rows of one batch size. Here every slot has
-its own length, and a step reads views: of the first slots, up to its bucket, and of the first
-positions, up to its length bucket. So one cache serves all graphs, and sequences are admitted and
-dropped as sessions of a ``SlotState``, which keeps them in the first slots.
+The static cache of transformers has one length for all rows and one batch size. Here, each slot has
+its own length, and a step reads a view: the first slots up to its bucket, and the first positions
+up to its length bucket. One cache therefore serves all graphs. Sequences join and leave as sessions
+of a ``SlotState``, which keeps them in the first slots.
 
-Rows without a sequence write to an additional position, which is never read. States of recurrent
-layers have no such position: rows without a sequence change the states of free slots.
+Rows without a sequence write to an additional position that is never read. Recurrent layers have no
+such position: their rows without a sequence update the states of free slots.
 """
 
 from __future__ import annotations
@@ -25,31 +25,36 @@ from dispatchkit_transformers.layers import (
     AttentionLayer,
     CrossLayer,
     HybridLayer,
-    Place,
     RecurrentLayer,
+    StepRows,
 )
-from dispatchkit_transformers.layers.kept import Kept, kept_by, kept_of_source, put_prompts
+from dispatchkit_transformers.layers.layer_tensors import (
+    LayerTensor,
+    layer_tensors,
+    source_tensors,
+    write_prompts,
+)
 
 _MASK = "source mask"
 
 
 class SlotCache:
-    """The memory of all layers, and the views of it that steps read.
+    """The memory of all layers, and the views that steps read.
 
     Args:
-        like: The layers of a cache of the library that has seen a prompt of any size; they
-            determine the kinds, shapes, types and devices of the memory.
-        num_slots: The most sequences.
-        length: Number of positions of each sequence.
-        cross: The layers of the library's cross-attention cache, if there is one.
-        source_length: The most positions of a source.
-        spare: Number of additional positions of layers with windows, for tokens that may be
-            rejected: these must not overwrite what the next token attends to.
+        like: Layers of a transformers cache after a prompt of any size. They determine the kinds,
+            shapes, dtypes and devices of the memory.
+        num_slots: Maximum number of sequences.
+        length: Number of positions per sequence.
+        cross: Layers of the cross-attention cache of transformers, if the model has one.
+        source_length: Maximum number of positions of a source.
+        spare: Number of additional positions in layers with windows. Drafts that may be rejected
+            use them, because they must not overwrite positions that the next token attends to.
 
     Attributes:
-        slots: The sequences and their memory: one bank for all tensors of a shape (tensors, slots,
-            ...), for keys and values (tensors, slots, heads, capacity + 1, head size).
-        source_mask: True where a slot's source has a position (slots, source length).
+        slots: The sequences and their memory. Tensors of equal shape share a bank (tensors, slots,
+            ...); keys and values are (tensors, slots, heads, capacity + 1, head size).
+        source_mask: True where the source of a slot has a position (slots, source length).
         sink: The position of rows without a sequence, which is never read.
     """
 
@@ -70,11 +75,11 @@ class SlotCache:
     ) -> None:
         self.num_slots, self.length, self.sink = num_slots, length, length
         self._source_length, self._spare = source_length, spare
-        kept = [*map(self._kept_by, like), *map(self._kept_of_source, cross)]
-        groups: dict[tuple[Any, ...], list[tuple[int, Kept]]] = {}
-        for index, members in enumerate(kept):
+        stored = [*map(self._layer_tensors, like), *map(self._source_tensors, cross)]
+        groups: dict[tuple[Any, ...], list[tuple[int, LayerTensor]]] = {}
+        for index, members in enumerate(stored):
             for one in members:
-                groups.setdefault(one.facts, []).append((index, one))
+                groups.setdefault(one.bank_key, []).append((index, one))
         banks = {
             f"{group[0][1].name} {number}": _bank_of(group[0][1], len(group))
             for number, group in enumerate(groups.values())
@@ -87,42 +92,42 @@ class SlotCache:
             for block, group in zip(self.memory, groups.values(), strict=True)
             if group[0][1].capacity not in (None, length)
         ]
-        placed: list[dict[str, torch.Tensor]] = [{} for _ in kept]
+        memory_of: list[dict[str, torch.Tensor]] = [{} for _ in stored]
         for block, group in zip(self.memory, groups.values(), strict=True):
             for (index, member), memory in zip(group, block.unbind(0), strict=True):
-                placed[index][member.name] = memory
+                memory_of[index][member.name] = memory
         self.source_mask: torch.Tensor = self.slots.get_bank(_MASK).tensor
         with torch.inference_mode(False):
             self._numbers = torch.arange(num_slots, device=device)
         self._like = like
-        self._memory, self._cross = placed[: len(like)], placed[len(like) :]
-        capacities = {one.capacity for members in kept for one in members}
+        self._memory, self._cross = memory_of[: len(like)], memory_of[len(like) :]
+        capacities = {one.capacity for members in stored for one in members}
         self._capacities = sorted(one for one in capacities if one is not None)
         self._names = itertools.count()
 
-    def _kept_by(self, layer: Any) -> list[Kept]:
-        return list(kept_by(layer, self.length, self._spare))
+    def _layer_tensors(self, layer: Any) -> list[LayerTensor]:
+        return list(layer_tensors(layer, self.length, self._spare))
 
-    def _kept_of_source(self, layer: Any) -> list[Kept]:
-        return list(kept_of_source(layer, self._source_length))
+    def _source_tensors(self, layer: Any) -> list[LayerTensor]:
+        return list(source_tensors(layer, self._source_length))
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors with the memory of all layers."""
+        """The tensors that contain the memory of all layers."""
         *blocks, _ = self.slots.tensors
         return blocks
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of recurrent layers, in which rows without a sequence change free slots."""
+        """The states of recurrent layers; rows without a sequence update free slots of these."""
         return self.slots.step_state.tensors
 
     def chunk_state(self, *, runs_twice: bool) -> StepState:
-        """Return what chunks of prompts change; rows without a token change none of it.
+        """Return the state that prompt chunks change; rows without a token change nothing.
 
         Args:
-            runs_twice: Whether steps run twice from one state, as in check mode. Chunks read
-                states and windows before they write them.
+            runs_twice: Whether each step runs twice from the same state, as in check mode. Chunks
+                read states and windows before they write them, so these must be restored.
         """
         again = [*self.states, *self._rings] if runs_twice else []
         others = [one for one in self.memory if all(one is not other for other in again)]
@@ -130,45 +135,45 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole cache."""
+        """Size of the whole cache in bytes."""
         return self.slots.num_bytes
 
-    def view(self, length: int) -> tuple[Cache, Place]:
-        """Return the cache as seen by a step that reads ``length`` positions, and its place."""
-        place = Place(self._numbers, self.sink, self._capacities)
+    def view(self, length: int) -> tuple[Cache, StepRows]:
+        """Return a step's view of ``length`` positions of the cache, and the rows of that step."""
+        step_rows = StepRows(self._numbers, self.sink, self._capacities)
         layers = [
-            _layer(given, memory, place, length)
+            _layer(given, memory, step_rows, length)
             for given, memory in zip(self._like, self._memory, strict=True)
         ]
         if not self._cross:
-            return Cache(layers=layers), place
-        cross = [CrossLayer(one["keys"], one["values"], place) for one in self._cross]
-        return EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross)), place
+            return Cache(layers=layers), step_rows
+        cross = [CrossLayer(one["keys"], one["values"], step_rows) for one in self._cross]
+        return EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross)), step_rows
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Each layer's part of the memory, as steps access it."""
+        """The tensors of all layers, as steps access them."""
         return [one for memory in (*self._memory, *self._cross) for one in memory.values()]
 
     @property
     def has_sources(self) -> bool:
-        """Whether it stores cross-attention keys and values of sources."""
+        """Whether the cache stores cross-attention keys and values."""
         return bool(self._cross)
 
     @property
-    def most_back(self) -> int | None:
-        """The most positions at its end that a sequence can discard; None: all of them."""
+    def max_discarded(self) -> int | None:
+        """Maximum number of last positions that a sequence can discard; None for no limit."""
         if self.states:
             return 0
-        # The position that the next token is written to may be lost, too.
+        # The next token overwrites its position anyway, so that position may be lost as well.
         return None if self._capacities == [self.length] else self._spare + 1
 
     @contextmanager
     def joining(self, rows: int) -> Iterator[int]:
-        """Clear the next free slots for sequences, and yield the first of these slots.
+        """Clear the next ``rows`` free slots for new sequences, and yield the first slot.
 
-        A masked position has weight 0, but 0 * NaN is NaN, so stale positions must be zeroed.
-        The sequences leave again if the body raises.
+        Masked positions get weight 0, but 0 * NaN is NaN, so stale positions must be zeroed. The
+        sequences leave again if the body raises.
         """
         first, sequences = len(self.slots), list(itertools.islice(self._names, rows))
         try:
@@ -180,74 +185,74 @@ class SlotCache:
             raise
 
     def leave(self, rows: Iterable[int], lengths: Sequence[int]) -> list[SlotMove]:
-        """Remove sequences from their slots; the last ones move there, on the device.
+        """Remove sequences; the last sequences move into their slots, on the device.
 
         Args:
-            rows: The slots of the sequences to remove.
-            lengths: Used positions of all sequences, in their order.
+            rows: Slots of the sequences to remove.
+            lengths: Number of used positions of every sequence, by slot.
         """
         there = self.slots.sessions
         used = dict(zip(there, lengths, strict=True))
         return self.slots.leave(*(there[row] for row in rows), used=used)
 
     def fill(self, start: int, layers: Sequence[Any], paddings: Sequence[int], width: int) -> None:
-        """Write prompts to cleared slots from ``start`` on, without their left padding.
+        """Write prompts, without their left padding, to cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
-            layers: The layers of a cache of the library that has seen the prompts.
-            paddings: Positions of padding before each row.
-            width: Positions of each row, padding included.
+            layers: Layers of a transformers cache after the prompts.
+            paddings: Number of padding positions before each row.
+            width: Number of positions of each row, padding included.
         """
         rows = len(paddings)
         for layer, memory in zip(layers, self._memory, strict=True):
-            for kept in self._kept_by(layer):
-                slots = memory[kept.name][start : start + rows]
-                if kept.capacity is None:
-                    slots.copy_(kept.states)
+            for tensor in self._layer_tensors(layer):
+                slots = memory[tensor.name][start : start + rows]
+                if tensor.capacity is None:
+                    slots.copy_(tensor.states)
                 else:
-                    put_prompts(slots, kept.states, paddings, width)
+                    write_prompts(slots, tensor.states, paddings, width)
 
     def fill_sources(self, start: int, cross: Sequence[Any], mask: torch.Tensor) -> None:
         """Write sources to cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
-            cross: The layers of a cross-attention cache of the library that has seen the sources.
+            cross: Layers of a transformers cross-attention cache after the sources.
             mask: True where a source has a position (B, T).
         """
         rows, length = mask.shape
         for layer, memory in zip(cross, self._cross, strict=True):
-            for kept in self._kept_of_source(layer):
-                memory[kept.name][start : start + rows, :, :length] = kept.states
+            for tensor in self._source_tensors(layer):
+                memory[tensor.name][start : start + rows, :, :length] = tensor.states
         self.source_mask[start : start + rows, :length] = mask
 
 
-def _bank_of(kept: Kept, number: int) -> RawBank:
-    """Return a bank for a number of tensors with the same properties."""
+def _bank_of(tensor: LayerTensor, number: int) -> RawBank:
+    """Return a bank for ``number`` tensors like this one."""
     return RawBank(
-        (number, None, *kept.slot_shape),
-        kept.states.dtype,
-        positions=None if kept.capacity is None else 3,
-        is_read_only=kept.source_length is not None,
+        (number, None, *tensor.slot_shape),
+        tensor.states.dtype,
+        positions=None if tensor.capacity is None else 3,
+        is_read_only=tensor.source_length is not None,
     )
 
 
-def _layer(given: Any, memory: dict[str, torch.Tensor], place: Place, length: int) -> Any:
-    """Return a step's view of a layer like one of the library."""
+def _layer(given: Any, memory: dict[str, torch.Tensor], step_rows: StepRows, length: int) -> Any:
+    """Return a step's view of the memory of the layer ``given``."""
     convolutions, recurrences = (
         {int(name.rpartition(" ")[2]): one for name, one in memory.items() if name.startswith(kind)}
         for kind in ("convolution", "recurrence")
     )
     if not memory:
-        return type(given)()  # the library's own layer without memory
+        return type(given)()  # a layer class of transformers that stores nothing
     if "keys" not in memory:
-        return RecurrentLayer(convolutions, recurrences, place)
+        return RecurrentLayer(convolutions, recurrences, step_rows)
     capacity = memory["keys"].shape[2] - 1
     attention = AttentionLayer(
         memory["keys"],
         memory["values"],
-        place,
+        step_rows,
         min(length, capacity),
         window=given.sliding_window if given.is_sliding else None,
     )

@@ -1,4 +1,4 @@
-"""A layer that stores keys and values of all positions, or of the latest ones."""
+"""Keys and values of an attention layer, as a step reads and writes them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from dispatchkit_transformers.layers.masks import LayerLook, Look
-from dispatchkit_transformers.layers.place import Place
+from dispatchkit_transformers.layers.masks import MaskSpec, StepMask
+from dispatchkit_transformers.layers.step_rows import StepRows
 
 
 class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
-    """Keys and values as seen by a step of one length.
+    """View of a layer's keys and values for a step of one length.
+
+    The layer stores all positions, or only the latest ones.
 
     Args:
-        keys: All slots' keys (slots, heads, capacity + 1, head size).
-        values: All slots' values, same shape.
-        place: Where the step writes.
-        length: Number of positions that the step reads, from the first on.
-        window: Number of positions that a token may attend to, in a layer that stores only the
-            latest ones; None if it stores all.
+        keys: Keys of all slots (slots, heads, capacity + 1, head size).
+        values: Values of all slots, with the shape of ``keys``.
+        step_rows: The rows of the step and the positions that they write.
+        length: Number of positions that the step reads, starting at position 0.
+        window: Number of positions that a token may attend to, if the layer stores only the
+            latest positions; None if it stores all.
 
     Attributes:
-        is_sliding: The library's term for layers with a window.
-        past: Number of positions to report to a model that asks its cache for it; None: the
-            number of each row (B, 1).
+        is_sliding: Whether the layer has a window (transformers' term).
+        past: Number of past positions that ``get_seq_length`` returns. None returns the number
+            for each row (B, 1).
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    place: Place
+    step_rows: StepRows
     length: int
     device: torch.device
     dtype: torch.dtype
@@ -44,20 +46,20 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        place: Place,
+        step_rows: StepRows,
         length: int,
         *,
         window: int | None = None,
     ) -> None:
         super().__init__()
-        self.keys, self.values, self.place, self.length = keys, values, place, length
+        self.keys, self.values, self.step_rows, self.length = keys, values, step_rows, length
         self.window, self.is_sliding, self.past = window, window is not None, 0
         self.is_initialized = True
         self.device, self.dtype = keys.device, keys.dtype
 
     @property
     def capacity(self) -> int:
-        """Number of positions that are stored."""
+        """Number of positions that the layer stores."""
         return self.keys.shape[2] - 1
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -66,35 +68,35 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write tokens of each row at their own positions; return what the step may read.
+        """Write the new keys and values; return the keys and values to attend to.
 
         Shapes: states (B, heads, T, head size), results (B, heads, length, head size).
         """
-        rows, slots = self.place.num_rows, self.place.slots.unsqueeze(1)
-        written = self.place.written(self.capacity)
+        rows, slots = self.step_rows.num_rows, self.step_rows.slots.unsqueeze(1)
+        written = self.step_rows.write_positions(self.capacity)
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if written.shape[1] > 1:
-                # Tokens after the first may be wrong. Tokens before them give them weight 0, but
-                # 0 * NaN is NaN, and only the sequence with such tokens may become NaN.
+                # Tokens after the first may be rejected drafts. Earlier tokens give them weight
+                # 0, but 0 * NaN is NaN, so a NaN here would spread to accepted tokens.
                 states = states.nan_to_num(0.0, 0.0, 0.0)
-            # Compiled code does this in place; for a scatter it copies all rows, there and back.
+            # Inductor compiles this to an in-place write. For a scatter, it would copy all rows.
             memory[slots, :, written] = states.transpose(1, 2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 
-    def look(self, chunk: int | None) -> LayerLook:
-        """Return what a step may attend to here: all, or the part since a multiple of ``chunk``."""
-        return Look(self.length, self.capacity, self.window, chunk)
+    def mask_spec(self, chunk: int | None) -> MaskSpec:
+        """Return the mask of this layer; ``chunk`` is the size of attention chunks, if any."""
+        return StepMask(self.length, self.capacity, self.window, chunk)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return length and offset of what is read, although the step has its own mask."""
+        """Return the number and the offset of the positions read; the step has its own mask."""
         return self.length, 0
 
     def get_seq_length(self, *args: Any) -> Any:
         """Return ``past``, or the position of each row's first token (B, 1)."""
-        return self.place.positions[:, :1] if self.past is None else self.past
+        return self.step_rows.positions[:, :1] if self.past is None else self.past
 
     def get_max_length(self) -> int:
-        """Return the number of positions that are read."""
+        """Return the number of positions that the step reads."""
         return self.length
 
-    get_max_cache_shape = get_max_length  # its name in releases before 5
+    get_max_cache_shape = get_max_length  # the name before transformers 5

@@ -1,4 +1,4 @@
-"""A prompt chunk's view of one layer's memory: T tokens for each of B slots."""
+"""Views of one layer's memory for a prompt chunk: T tokens for each of B slots."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import attrs
 import torch
 
 from dispatchkit_transformers.layers.attention import AttentionLayer
-from dispatchkit_transformers.layers.masks import LayerLook
-from dispatchkit_transformers.layers.place import Place
+from dispatchkit_transformers.layers.masks import MaskSpec
 from dispatchkit_transformers.layers.recurrent import HybridLayer, RecurrentLayer, States
+from dispatchkit_transformers.layers.step_rows import StepRows
 
 
 @attrs.frozen
-class RingLook:
-    """The positions of a ring that a chunk may attend to: the latest before it, then its own.
+class RingMask:
+    """Mask of a chunk over a ring buffer, followed by the chunk's own tokens.
 
     Attributes:
         capacity: Number of positions that the ring stores.
-        window: Number of latest positions that tokens attend to.
-        chunk: Tokens attend to positions since the last multiple of this; None: all of the window.
+        window: Number of latest positions that a token may attend to.
+        chunk: Size of attention chunks: a token attends to positions from the last multiple of
+            this number. None without such chunks.
         sink: The position of padding.
     """
 
@@ -34,10 +35,10 @@ class RingLook:
 
         Args:
             positions: Positions of each row's tokens (B, T).
-            ahead: Integers from 0 on, at least ``capacity`` of them.
+            ahead: The integers from 0, at least ``capacity`` of them.
         """
         places, tokens = ahead[: self.capacity], positions.shape[1]
-        # The positions in the ring when the chunk begins; below 0 if it is not full.
+        # The position in each entry of the ring before the chunk; negative for unused entries.
         last = positions.amin(1, keepdim=True) - 1
         held = last - (last - places) % self.capacity
         is_padding = positions >= self.sink
@@ -45,34 +46,34 @@ class RingLook:
         own = positions.unsqueeze(-1)
         since = own - (self.window - 1 if self.chunk is None else own % self.chunk)
         allowed = (read >= since.clamp(min=0)) & (read <= own)
-        # A token that may not attend anywhere would be NaN, and so would what depends on it.
+        # Softmax over a fully masked row returns NaN, so padding attends to the whole ring.
         anywhere = torch.nn.functional.pad(torch.ones_like(places, dtype=torch.bool), (0, tokens))
         return (allowed | (is_padding.unsqueeze(-1) & anywhere)).unsqueeze(1)
 
 
 class ChunkAttention(AttentionLayer):
-    """Keys and values of all positions, or of the latest ones in a ring.
+    """View of a layer's keys and values for a chunk.
 
-    A layer with all positions writes and then reads. A ring reads before it writes, because a
-    chunk may be longer than the ring.
+    A layer that stores all positions writes first and then reads. A ring buffer reads first,
+    because a chunk may be longer than the ring.
     """
 
     @property
     def is_ring(self) -> bool:
-        """Whether it stores fewer positions than a sequence may have."""
-        return self.capacity < self.place.sink
+        """Whether the layer stores fewer positions than a sequence may have."""
+        return self.capacity < self.step_rows.sink
 
-    def look(self, chunk: int | None) -> LayerLook:
-        """Return what a chunk may attend to here."""
+    def mask_spec(self, chunk: int | None) -> MaskSpec:
+        """Return the mask of this layer; ``chunk`` is the size of attention chunks, if any."""
         if self.is_ring:
             window = self.capacity if self.window is None else self.window
-            return RingLook(self.capacity, window, chunk, self.place.sink)
-        return super().look(chunk)
+            return RingMask(self.capacity, window, chunk, self.step_rows.sink)
+        return super().mask_spec(chunk)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a chunk into the slots of its prompts; return what these may read.
+        """Write the chunk's keys and values; return the keys and values to attend to.
 
         Shapes: states (B, heads, T, head size), results (B, heads, length, head size) or, for a
         ring, (B, heads, capacity + T, head size).
@@ -91,20 +92,20 @@ class ChunkAttention(AttentionLayer):
         return keys, values
 
     def _read(self, memory: torch.Tensor, length: int) -> torch.Tensor:
-        return memory[:, :, :length].index_select(0, self.place.slots)
+        return memory[:, :, :length].index_select(0, self.step_rows.slots)
 
     def _write(self, memory: torch.Tensor, states: torch.Tensor) -> None:
-        """Write the last tokens of the chunk (B, heads, T, head size)."""
-        written = self.place.written(self.capacity)[:, -states.shape[2] :]
+        """Write ``states`` (B, heads, T, head size) of the chunk's last T tokens."""
+        written = self.step_rows.write_positions(self.capacity)[:, -states.shape[2] :]
         if self.is_ring:
-            # Padding is written to one position that is never read, and which value remains there
-            # is undefined. Check mode compares windows, so it must always be the same.
+            # All padding goes to one position that is never read, in undefined order. Check mode
+            # compares whole rings, so the value there must be deterministic.
             states = states.masked_fill((written == self.capacity)[:, None, :, None], 0)
-        memory[self.place.slots.unsqueeze(1), :, written] = states.transpose(1, 2)
+        memory[self.step_rows.slots.unsqueeze(1), :, written] = states.transpose(1, 2)
 
 
 class ChunkStates(RecurrentLayer):
-    """States of fixed size, copied for the duration of a chunk.
+    """View of a layer's recurrent states for a chunk, which works on a copy.
 
     Rows without a token in the chunk keep their states.
     """
@@ -116,58 +117,58 @@ class ChunkStates(RecurrentLayer):
         super().__init__(*given)
         self._conv_rows, self._recurrent_rows = {}, {}
 
-    def enter(self) -> None:
-        """Copy the states of the chunk's slots; the library changes the copies in place."""
+    def load(self) -> None:
+        """Copy the states of the chunk's slots; the model updates the copies in place."""
         self._conv_rows, self._recurrent_rows = (
-            {one: states.index_select(0, self.place.slots) for one, states in kind.items()}
+            {one: states.index_select(0, self.step_rows.slots) for one, states in kind.items()}
             for kind in self.banks
         )
 
-    def leave(self) -> None:
-        """Write back the states of rows that had tokens."""
+    def store(self) -> None:
+        """Write the states of rows with tokens back to their slots."""
         for bank, rows in zip(self.banks, (self._conv_rows, self._recurrent_rows), strict=True):
-            _write_rows(self.place, bank, rows)
+            _write_rows(self.step_rows, bank, rows)
         self._conv_rows, self._recurrent_rows = {}, {}
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        """The convolution states of the chunk's rows."""
+        """Convolution states of the chunk's rows."""
         return self._conv_rows
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """The recurrence states of the chunk's rows."""
+        """Recurrence states of the chunk's rows."""
         return self._recurrent_rows
 
 
 class ChunkHybrid(ChunkStates, HybridLayer, ChunkAttention):
-    """A layer that stores recurrent states, keys and values."""
+    """View for a chunk of a layer with recurrent states, keys and values."""
 
 
 def chunk_layer(layer: Any) -> Any:
-    """Return the chunk's view of the memory that steps see as ``layer``."""
+    """Return a chunk's view of the memory behind ``layer``, a step's view."""
     if isinstance(layer, HybridLayer):
         return ChunkHybrid(*layer.banks, layer)
     if isinstance(layer, RecurrentLayer):
-        return ChunkStates(*layer.banks, layer.place)
+        return ChunkStates(*layer.banks, layer.step_rows)
     if isinstance(layer, AttentionLayer):
         return ChunkAttention(
-            layer.keys, layer.values, layer.place, layer.length, window=layer.window
+            layer.keys, layer.values, layer.step_rows, layer.length, window=layer.window
         )
     return layer
 
 
-def _write_rows(place: Place, memory: States, rows: dict[int, torch.Tensor]) -> None:
+def _write_rows(step_rows: StepRows, memory: States, rows: dict[int, torch.Tensor]) -> None:
     """Write rows of states (B, ...) into the slots of a chunk.
 
-    Rows of padding refer to a slot that others use. They write the same as the first row, at the
-    same place: of equal values it does not matter which is written last.
+    The slot of a padding row may belong to another row. Padding rows therefore write the first
+    row's values to the first row's slot: the order of equal writes does not matter.
     """
-    has_tokens = place.has_tokens
-    slots = torch.where(has_tokens, place.slots, place.slots[:1])
+    has_tokens = step_rows.has_tokens
+    slots = torch.where(has_tokens, step_rows.slots, step_rows.slots[:1])
     for number, states in memory.items():
         shape = (-1, *(1,) * (states.dim() - 1))
         given = torch.where(
-            has_tokens.view(shape), rows[number], states.index_select(0, place.slots)
+            has_tokens.view(shape), rows[number], states.index_select(0, step_rows.slots)
         )
         states[slots] = torch.where(has_tokens.view(shape), given, given[:1])

@@ -1,4 +1,4 @@
-"""A decoder layer's cross-attention keys and values, computed once for each sequence."""
+"""Cross-attention keys and values of a decoder layer, computed once per sequence."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from dispatchkit_transformers.layers.place import Place
+from dispatchkit_transformers.layers.step_rows import StepRows
 
 
 class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
-    """Keys and values of the source, which steps read and never write.
+    """View of the source's keys and values, which steps only read.
 
     Args:
-        keys: All slots' keys (slots, heads, source length, head size).
-        values: All slots' values, same shape.
-        place: The rows of the step.
+        keys: Keys of all slots (slots, heads, source length, head size).
+        values: Values of all slots, with the shape of ``keys``.
+        step_rows: The rows of the step.
     """
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: Place) -> None:
-        # Do not call the library's __init__, which sets keys and values.
-        self._keys, self._values, self.place = keys, values, place
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, step_rows: StepRows) -> None:
+        # The base class's __init__ would assign keys and values, which are properties here.
+        self._keys, self._values, self.step_rows = keys, values, step_rows
         self.is_initialized = True
         self.device, self.dtype = keys.device, keys.dtype
 
     @property
     def keys(self) -> torch.Tensor:
-        """The keys of the step's rows."""
-        return self._keys[: self.place.num_rows]
+        """Keys of the step's rows."""
+        return self._keys[: self.step_rows.num_rows]
 
     @property
     def values(self) -> torch.Tensor:
-        """The values of the step's rows."""
-        return self._values[: self.place.num_rows]
+        """Values of the step's rows."""
+        return self._values[: self.step_rows.num_rows]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the memory was allocated with the cache."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values unchanged: the library calls it although it has them already."""
+        """Return keys and values unchanged; models call this although they are stored already."""
         return self.keys, self.values
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return length and offset of what is read."""
+        """Return the number and the offset of the positions read."""
         return self._keys.shape[2], 0
 
     def get_seq_length(self, *args: Any) -> int:
-        """Return the source's length: above 0, the library does not recompute keys and values."""
+        """Return the source length; a value above 0 stops models from recomputing the keys."""
         return self._keys.shape[2]
 
     def get_max_length(self) -> int:
-        """Return the source's length."""
+        """Return the source length."""
         return self._keys.shape[2]
 
-    get_max_cache_shape = get_max_length  # its name in releases before 5
+    get_max_cache_shape = get_max_length  # the name before transformers 5

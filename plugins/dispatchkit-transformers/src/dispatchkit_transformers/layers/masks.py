@@ -1,4 +1,4 @@
-"""The positions that each layer of a step may attend to, in the model's mask format."""
+"""Attention masks of a step, in the format that the model expects."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-#: Converts a boolean mask, True where a token may attend, to the format of a model's attention.
+#: Converts a boolean mask, True where a token may attend, to the attention function's format.
 Converter = Callable[[torch.Tensor], torch.Tensor]
 
-# Layer types for which the library has separate masks.
-_OF_TWO = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+# The attention masks of hybrid layer types; transformers passes their recurrent part another mask.
+_ATTENTION_OF_HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
-class LayerLook(Protocol):
-    """The positions that layers of one kind may attend to; equal ones share one mask."""
+class MaskSpec(Protocol):
+    """The mask of a layer; layers with equal specs share one mask."""
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where tokens at positions (B, T) may attend (B, 1, T, read positions)."""
+        """Return a mask (B, 1, T, read positions), True where tokens (B, T) may attend."""
         ...
 
 
 @attrs.frozen
-class Look:
-    """The positions that a step may attend to in layers of one kind.
+class StepMask:
+    """The mask of a step for layers with these properties.
 
     Attributes:
-        length: Number of positions that they read.
-        capacity: Number of positions that they store.
-        window: Number of positions that they attend to; None: all that are stored.
-        chunk: They attend to positions since the last multiple of this; None: no such limit.
+        length: Number of positions that the layers read.
+        capacity: Number of positions that the layers store.
+        window: Number of latest positions that a token may attend to; None for all stored.
+        chunk: Size of attention chunks: a token attends to positions from the last multiple of
+            this number. None without such chunks.
     """
 
     length: int
@@ -42,82 +43,85 @@ class Look:
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """Return True where tokens may attend (B, 1, T, length).
 
-        A ring that is not full is read up to the written part, a full one completely: in both
-        cases these are the places up to the row's position. A ring with spare places also contains
-        positions that are too old or were rejected: a place is read depending on how far before
-        the token it was last written, at the token's position or earlier.
+        In a ring buffer, entries up to the row's position are valid: the written part of a
+        partly filled ring, or all of a full ring. A ring with spare entries also contains
+        rejected positions and positions outside the window. There, an entry is valid if its
+        latest possible position up to the token's lies in the window.
 
         Args:
             positions: Positions of each row's tokens (B, T).
-            ahead: Integers from 0 on, at least ``length`` of them.
+            ahead: The integers from 0, at least ``length`` of them.
         """
         places, last = ahead[: self.length], positions
         if self.chunk is not None:
             last = positions % self.chunk
         if self.window is not None and self.window < self.capacity:
-            # Rows without a sequence attend somewhere as well, so that nothing is NaN.
+            # Rows without a sequence must attend to something: softmax of a fully masked row is
+            # NaN.
             at = positions.clamp(max=self.length - 1) if self.length < self.capacity else positions
             places = (at.unsqueeze(-1) - places) % self.capacity
             last = last.clamp(max=self.window - 1)
         return (places <= last.unsqueeze(-1)).unsqueeze(1)
 
 
-class ByLayerType:
-    """A mask for each type of layer that the configuration lists.
+class MaskByLayerType:
+    """One mask for each layer type in the model's configuration.
 
     Args:
         text: The configuration of the decoder.
-        layers: A step's view of each layer.
+        layers: The step's view of each layer.
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
-        self._looks: dict[str, LayerLook | None] = {}
+        self._specs: dict[str, MaskSpec | None] = {}
         for name, layer in zip(text.layer_types, layers, strict=False):
-            if name in _OF_TWO:
-                self._looks["linear_attention"] = None
-            self._looks.setdefault(_OF_TWO.get(name, name), _look_of(text, name, layer))
+            if name in _ATTENTION_OF_HYBRID:
+                self._specs["linear_attention"] = None
+            self._specs.setdefault(
+                _ATTENTION_OF_HYBRID.get(name, name), _mask_spec_of(text, name, layer)
+            )
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
         """Return the model's ``attention_mask`` argument, for tokens at positions (B, T)."""
         made = {
-            look: convert(look.mask(positions, ahead))
-            for look in dict.fromkeys(self._looks.values())
-            if look is not None
+            spec: convert(spec.mask(positions, ahead))
+            for spec in dict.fromkeys(self._specs.values())
+            if spec is not None
         }
-        return {name: look and made[look] for name, look in self._looks.items()}
+        return {name: spec and made[spec] for name, spec in self._specs.items()}
 
 
-class OneForAll:
-    """One mask for all layers, or none if no layer has keys.
+class SharedMask:
+    """One mask for all layers; None if no layer stores keys.
 
     Args:
         text: The configuration of the decoder.
-        layers: A step's view of each layer.
+        layers: The step's view of each layer.
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
         kind = "chunked_attention" if getattr(text, "attention_chunk_size", None) else ""
-        looks = (_look_of(text, kind, one) for one in layers)
-        self._look = next((one for one in looks if one is not None), None)
+        specs = (_mask_spec_of(text, kind, one) for one in layers)
+        self._spec = next((one for one in specs if one is not None), None)
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
         """Return the model's ``attention_mask`` argument, for tokens at positions (B, T)."""
-        return None if self._look is None else convert(self._look.mask(positions, ahead))
+        return None if self._spec is None else convert(self._spec.mask(positions, ahead))
 
 
-class OfPositions:
-    """The used positions (B, length), from which a model makes its mask and its biases.
+class PositionMask:
+    """A mask over positions (B, length), from which the model derives masks and biases.
 
     Args:
         text: The configuration of the decoder.
-        layers: A step's view of each layer, all of one length.
+        layers: The step's view of each layer; all have the same length.
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
-        attention = [one for one in layers if hasattr(one, "look")]
+        attention = [one for one in layers if hasattr(one, "mask_spec")]
         self._length = attention[0].length
         for one in attention:
-            # The token may attend to all positions except those that the mask excludes.
+            # Report the last position, so that only the mask excludes positions.
             one.past = self._length - 1
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
@@ -125,16 +129,18 @@ class OfPositions:
         return ahead[: self._length] <= positions
 
 
-#: The mask formats of models, the most common first.
-FORMS: tuple[type[ByLayerType | OneForAll | OfPositions], ...] = (
-    ByLayerType,
-    OneForAll,
-    OfPositions,
+#: Mask formats that models expect, the most common first.
+MASK_FORMATS: tuple[type[MaskByLayerType | SharedMask | PositionMask], ...] = (
+    MaskByLayerType,
+    SharedMask,
+    PositionMask,
 )
 
 
-def _look_of(text: Any, kind: str, layer: Any) -> LayerLook | None:
-    if not hasattr(layer, "look"):
+def _mask_spec_of(text: Any, kind: str, layer: Any) -> MaskSpec | None:
+    if not hasattr(layer, "mask_spec"):
         return None
-    look: LayerLook = layer.look(text.attention_chunk_size if kind == "chunked_attention" else None)
-    return look
+    spec: MaskSpec = layer.mask_spec(
+        text.attention_chunk_size if kind == "chunked_attention" else None
+    )
+    return spec

@@ -1,8 +1,8 @@
-"""Position embeddings that models compute from one number, for rows at different positions.
+"""Per-row position embeddings for models that do not accept positions.
 
-Such a model asks its cache for the number of past tokens, and embeds the positions for all rows. If
-it gets one number per row, it embeds all of them, but some classes use the wrong dimension; a hook
-corrects the embeddings' outputs while a step runs.
+These models ask their cache for the number of past tokens and embed the resulting positions. Given
+one number per row, some classes put the rows in the wrong dimension. A hook restores the shape of
+the embeddings while a step runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def position_embeddings(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the embeddings of a model that are called with positions."""
+    """Return the model's embeddings that take ``position_ids``."""
     return tuple(
         one
         for one in model.modules()
@@ -26,13 +26,13 @@ def position_embeddings(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 @contextmanager
-def one_for_each_row(embeddings: Sequence[torch.nn.Module], shape: torch.Size) -> Iterator[None]:
-    """Make embeddings return the positions (B, T) of each row's tokens (B, T, size)."""
+def embeddings_per_row(embeddings: Sequence[torch.nn.Module], shape: torch.Size) -> Iterator[None]:
+    """Reshape the embeddings' outputs to (B, T, size) inside the context; ``shape`` is (B, T)."""
 
-    def put_right(module: torch.nn.Module, args: Any, given: torch.Tensor) -> torch.Tensor:
+    def restore_shape(module: torch.nn.Module, args: Any, given: torch.Tensor) -> torch.Tensor:
         return given.reshape(*shape, -1)
 
     with ExitStack() as hooks:
         for one in embeddings:
-            hooks.callback(one.register_forward_hook(put_right).remove)
+            hooks.callback(one.register_forward_hook(restore_shape).remove)
         yield

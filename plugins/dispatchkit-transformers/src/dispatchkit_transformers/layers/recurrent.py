@@ -1,4 +1,4 @@
-"""Layers that store a state of fixed size: linear attention, state-space models, convolutions."""
+"""Layers with states of fixed size: linear attention, state-space models, convolutions."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 import torch
 
 from dispatchkit_transformers.layers.attention import AttentionLayer
-from dispatchkit_transformers.layers.place import Place
+from dispatchkit_transformers.layers.step_rows import StepRows
 
 try:
     from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
-except ImportError:  # before release 5 each model has its own cache class for such states
+except ImportError:  # before transformers 5, each of these models has its own cache class
     LinearAttentionCacheLayerMixin = LinearAttentionLayer = object
 
-#: States of a layer by number, for all slots (slots, ...).
+#: States of a layer for all slots (slots, ...), by number.
 States = Mapping[int, torch.Tensor]
 
 
 class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library is not type-checked
-    """States as seen by a step: views of its rows' states, which it changes in place.
+    """View of a layer's recurrent states for a step, which updates them in place.
 
     Args:
-        conv_states: Convolution states.
-        recurrent_states: Recurrence states.
-        place: The rows of the step.
+        conv_states: Convolution states of all slots.
+        recurrent_states: Recurrence states of all slots.
+        step_rows: The rows of the step.
     """
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, conv_states: States, recurrent_states: States, place: Place) -> None:
-        # Do not call the library's __init__: it creates states on first use.
+    def __init__(self, conv_states: States, recurrent_states: States, step_rows: StepRows) -> None:
+        # The base class's __init__ would allocate states on first use.
         self._conv_states, self._recurrent_states = conv_states, recurrent_states
-        self.place = place
+        self.step_rows = step_rows
         self.number_of_states = max((*conv_states, *recurrent_states), default=-1) + 1
         numbers = range(self.number_of_states)
         self.is_conv_states_initialized = {one: one in conv_states for one in numbers}
@@ -45,19 +45,19 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
 
     @property
     def banks(self) -> tuple[States, States]:
-        """The convolution and recurrence states of all slots."""
+        """Convolution and recurrence states of all slots."""
         return self._conv_states, self._recurrent_states
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        """The convolution states of the step's rows."""
-        rows = self.place.num_rows
+        """Convolution states of the step's rows."""
+        rows = self.step_rows.num_rows
         return {one: states[:rows] for one, states in self._conv_states.items()}
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """The recurrence states of the step's rows."""
-        rows = self.place.num_rows
+        """Recurrence states of the step's rows."""
+        rows = self.step_rows.num_rows
         return {one: states[:rows] for one, states in self._recurrent_states.items()}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -65,12 +65,12 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
 
 
 class HybridLayer(RecurrentLayer, AttentionLayer):
-    """A layer that stores recurrent states, keys and values.
+    """View of a layer with recurrent states, keys and values.
 
     Args:
-        conv_states: As for ``RecurrentLayer``.
-        recurrent_states: As for ``RecurrentLayer``.
-        attention: The layer's keys and values.
+        conv_states: See ``RecurrentLayer``.
+        recurrent_states: See ``RecurrentLayer``.
+        attention: View of the layer's keys and values.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class HybridLayer(RecurrentLayer, AttentionLayer):
             self,
             attention.keys,
             attention.values,
-            attention.place,
+            attention.step_rows,
             attention.length,
             window=attention.window,
         )
-        RecurrentLayer.__init__(self, conv_states, recurrent_states, attention.place)
+        RecurrentLayer.__init__(self, conv_states, recurrent_states, attention.step_rows)

@@ -35,10 +35,10 @@ def test_a_collective_of_nccl_that_failed_gives_no_numbers(monkeypatch, merge):
     """The row would be this rank's alone, as if all had agreed to it."""
     import numpy as np
 
-    from dispatchkit_ranks import wire as module
+    from dispatchkit_ranks import exchange_group as module
 
     monkeypatch.setattr(module, "_nccl", lambda *_: Group())
-    wire = module.Wire(None, 0, 2, torch.device("meta"), 3, 1.0)
+    group = module.ExchangeGroup(None, 0, 2, torch.device("meta"), 3, 1.0)
     given = [1, 2, 3] if merge == "merge" else np.zeros((1, 4), dtype=np.uint8)
     with pytest.raises(RuntimeError, match="unhandled system error"):
-        getattr(wire, merge)(given, 1.0)
+        getattr(group, merge)(given, 1.0)

@@ -1,4 +1,4 @@
-"""Where a step reads and writes, common to all layers of a view."""
+"""The rows of a step and their positions, shared by all layers of a view."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 import torch
 
 
-class Place:
-    """The rows of a step and the positions that they write, set by the step itself.
+class StepRows:
+    """The rows of the current step, their slots and the positions that they write.
 
-    A layer with fewer positions than a sequence may have is a ring: it stores the latest ones, each
-    at its position modulo the capacity. Rows without a sequence are at ``sink``, and write to an
-    additional position, which is never read.
+    A layer that stores fewer positions than a sequence may have is a ring buffer: it stores the
+    latest positions, each at its index modulo the capacity. Rows without a sequence have position
+    ``sink``, and write to an additional entry that is never read.
 
     Args:
-        slots: The indices of all slots (slots,).
+        slots: Indices of all slots (slots,).
         sink: The position of rows without a sequence.
-        capacities: The numbers of positions that layers store.
+        capacities: Numbers of positions that the layers store.
 
     Attributes:
         sink: The position of rows without a sequence.
@@ -32,36 +32,36 @@ class Place:
     def __init__(self, slots: torch.Tensor, sink: int, capacities: Iterable[int]) -> None:
         self._all, self.sink = slots, sink
         self._capacities = tuple(capacities)
-        self.leave()
+        self.end()
 
-    def enter(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> None:
-        """Begin a step of rows at these positions, in the first slots or in ``slots`` (B,)."""
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+        """Begin a step at ``positions`` (B, T), in ``slots`` (B,) or in the first B slots."""
         self.positions = positions
         self._slots = self._all[: positions.shape[0]] if slots is None else slots
         self._written = {one: self._written_at(positions, one) for one in self._capacities}
 
-    def leave(self) -> None:
-        """End the step; state that it left behind would prevent its capture."""
+    def end(self) -> None:
+        """End the step and drop its tensors; a step that leaves state behind is not captured."""
         self.positions = self._slots = self._all[:0]
         self._written = {}
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the step."""
+        """Number of rows in the step."""
         return self.positions.shape[0]
 
     @property
     def slots(self) -> torch.Tensor:
-        """The slots of the rows (B,)."""
+        """Slots of the rows (B,)."""
         return self._slots
 
     @property
     def has_tokens(self) -> torch.Tensor:
-        """True for rows that have at least one of their T tokens (B,), namely the last one."""
+        """True for rows with at least one token (B,); padding precedes tokens."""
         return self.positions[:, -1] < self.sink
 
-    def written(self, capacity: int) -> torch.Tensor:
-        """Return where a layer with ``capacity`` stores the step's tokens, as ``positions``."""
+    def write_positions(self, capacity: int) -> torch.Tensor:
+        """Return the entries (B, T) that a layer of this capacity stores the step's tokens in."""
         return self._written[capacity]
 
     def _written_at(self, positions: torch.Tensor, capacity: int) -> torch.Tensor:

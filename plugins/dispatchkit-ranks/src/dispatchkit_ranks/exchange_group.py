@@ -1,4 +1,4 @@
-"""The collective behind an agreement: a maximum over all ranks, with a time limit."""
+"""The collective of an agreement: a maximum over all ranks, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import torch
 import torch.distributed as dist
 
 
-class Wire:
-    """A separate process group for one agreement, over gloo on the CPU or over NCCL.
+class ExchangeGroup:
+    """A process group for the exchanges of one agreement, with gloo on the CPU or with NCCL.
 
-    It is not created with ``torch.distributed.new_group``: a group that only its members create
-    is named after those members alone, so a second group of the same members would find the
-    addresses that the first one left in the store.
+    ``torch.distributed.new_group`` is not used: it names a group that only its members create after
+    these members, so a second group would read addresses that the first left in the store.
 
     Args:
-        store: Where the ranks find each other.
+        store: The store for exchanging addresses.
         rank: Index of this rank.
         size: Number of ranks.
-        device: Where rows are exchanged.
+        device: The device of the exchange.
         width: Number of integers in one exchange.
         seconds: Time limit for connecting.
     """
@@ -38,7 +37,7 @@ class Wire:
         self._group: Any = make(store, rank, size, seconds)
         self._row = torch.zeros(width, dtype=torch.int64)
         self._as_array = self._row.numpy()
-        self._row_there = self._row if self._is_on_cpu else self._row.to(device)
+        self._device_row = self._row if self._is_on_cpu else self._row.to(device)
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._seconds = 0.0
@@ -53,9 +52,9 @@ class Wire:
         if self._is_on_cpu:
             self._allreduce(self._row, seconds)
         else:
-            self._row_there.copy_(self._row)
-            self._allreduce(self._row_there, seconds)
-            self._row.copy_(self._row_there)
+            self._device_row.copy_(self._row)
+            self._allreduce(self._device_row, seconds)
+            self._row.copy_(self._device_row)
         merged: list[int] = self._row.tolist()
         return merged
 
@@ -71,14 +70,14 @@ class Wire:
         return found
 
     def close(self) -> None:
-        """Release the group: connections close, and ranks that wait in it wake up."""
+        """Close the group's connections, which wakes ranks that wait in it."""
         group, self._group = self._group, None
         if group is None:
             return
         if self._is_on_cpu:
             group.shutdown()
         else:
-            # An NCCL collective that other ranks do not join would delay a shutdown.
+            # shutdown() would wait for an NCCL collective that other ranks do not join.
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
@@ -89,13 +88,13 @@ class Wire:
         if self._is_on_cpu:
             work.wait()
             return
-        # NCCL's own wait orders streams, and has no time limit on the host.
+        # wait() of NCCL orders streams, without a time limit on the host.
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
-        # A failed collective is also completed, and a wait without a limit does not report it.
-        # Nothing is left to wait for.
+        # A failed collective also counts as completed; wait() with a timeout raises its error. The
+        # collective has ended, so this does not block.
         work.wait(self._options.timeout)
 
 
@@ -109,6 +108,6 @@ def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    # NCCL's own watchdog ends the process, so its limit must not expire first.
-    options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - its only spelling
+    # NCCL's watchdog terminates the process, so its limit must not expire first.
+    options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - there is no public name
     return ProcessGroupNCCL(store, rank, size, options)
