@@ -294,7 +294,7 @@ class InputTransportTests:
             refused = "refused " if number % 4 == 2 else ""
             bench.run_and_compare(runner, number * 5 % 8 + 1, number, f"{refused}{kind}")
         path = runner.controls.input_path(bench.key(4))
-        assert path.startswith("copy: the node failed"), path
+        assert path.startswith("copy: the copy node failed"), path
         assert runner.stats().eager_by_reason == {}
 
 

@@ -182,7 +182,7 @@ def test_fill_of_padded_places_is_the_inputs_own(make_runner):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({}, InputError, "Axis 'length' has no value"),
+        ({}, InputError, "no value for axis 'length'"),
         ({"length": 5, "depth": 1}, InputError, "depth"),
         ({"length": 6}, InputError, "'x'"),
         ({"length": True}, DescriptorError, "length must be"),
@@ -241,7 +241,7 @@ def test_steps_in_place_are_refused_where_there_are_axes(make_runner, quiet):
     runner = make_runner(encode, INPUTS, axes=[LENGTHS])
     runner.capture()
     for variant in (0, runner.config.variant(length=4)):
-        with pytest.raises(InputError, match="in place"):
+        with pytest.raises(InputError, match="In-place steps"):
             runner.run_in_place(3, loras=variant)
 
 

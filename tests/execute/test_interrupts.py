@@ -120,7 +120,7 @@ def test_what_an_interrupt_has_left_changes_no_mode_when_it_is_freed():
     """Memory of graphs is taken outside of inference mode, while gradients are off."""
 
     def take():
-        SharedMemory(torch.device("cpu")).take("x", (2,), torch.float32)
+        SharedMemory(torch.device("cpu")).tensor_at("x", (2,), torch.float32)
 
     for at in range(interrupted(take)):
         with torch.no_grad():

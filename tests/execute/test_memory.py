@@ -452,7 +452,7 @@ def test_graphs_captured_elsewhere_keep_their_memory(make_runner, wide, backend,
         x = rows_of(rows, rows)
         same(runner(x), wide(x))
     assert runner.stats().evictions > 0
-    assert runner.controls.get(keys.full(2)).is_foreign
+    assert runner.controls.get(keys.full(2)).is_external
     assert runner.stats().eager_by_reason == {}
 
 

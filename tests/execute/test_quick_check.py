@@ -44,7 +44,7 @@ def test_it_answers_as_the_slow_check_does_whatever_came_before(calls):
             values[0] = WRONG[what](rows)
         with torch.enable_grad():
             outcomes = []
-            for check in (quick.check, slow._check_alike):
+            for check in (quick.check, slow._check_uniform):
                 try:
                     found, readable = check(values)
                     outcomes.append(found)
@@ -93,11 +93,11 @@ def test_calls_it_does_not_know_are_checked_slowly_and_it_is_not_made_anew_for_e
     inputs = InputSet(twice, CPU)
     for _ in range(200):
         assert inputs.check([same, same])[0] == 2  # one tensor for both: torch's check says no
-    assert len(made) == 2 * (1 + module._MAX_REMADE)  # contiguous, and with any strides
+    assert len(made) == 2 * (1 + module._MAX_REPLACED)  # contiguous, and with any strides
 
 
 def test_without_torchs_comparison_the_slow_check_is_all(monkeypatch):
     monkeypatch.setattr(module, "TensorGuards", None)
     inputs = InputSet(SPECS, CPU)
-    assert inputs.check == inputs._check_alike
+    assert inputs.check == inputs._check_uniform
     assert inputs.check(fitting(3)) == (3, False)

@@ -144,7 +144,7 @@ def test_a_step_in_place_names_its_slots_in_the_buffers():
     with pytest.raises(DescriptorError, match="a slot not passed before"):
         runner.run_in_place(2)
     larger = runner_of(state, max_num_tokens=9)
-    with pytest.warns(EagerStepWarning), pytest.raises(InputError, match="buffers have"):
+    with pytest.warns(EagerStepWarning), pytest.raises(InputError, match="size of the largest"):
         larger.run_in_place(9)
     assert totals(state) == {"a": 1, "b": 1}
 

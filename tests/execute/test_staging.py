@@ -14,7 +14,7 @@ from dispatchkit import (  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, InputError  # noqa: E402
 from dispatchkit.execute import sample_inputs  # noqa: E402
-from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.staging import StagingBuffers  # noqa: E402
 
 HOST = {
     "tokens": StaticInput((None,), "int64", fill=7, host=True),
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(make_runner, given, message):
 
 def test_an_array_for_a_type_that_numpy_lacks_is_refused(make_runner):
     runner = make_runner(lambda x: x, {"x": StaticInput((None,), "bfloat16", host=True)})
-    with pytest.raises(InputError, match="Pass a tensor"):
+    with pytest.raises(InputError, match="must be a CPU tensor of"):
         runner(np.zeros(3, np.int16))
 
 
@@ -216,7 +216,7 @@ def test_memory_is_not_written_before_its_copy_has_run(make_runner, mode, step_i
 
 @pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
 def test_without_the_guard_steps_on_a_late_device_are_wrong(make_runner, monkeypatch, mode):
-    monkeypatch.setattr(Staging, "wait", lambda self: None)
+    monkeypatch.setattr(StagingBuffers, "wait", lambda self: None)
     kept, wanted = results_on_a_late_device(make_runner, 0, mode, step_in_place=False)
     assert any(not torch.equal(got, want) for got, want in zip(kept, wanted, strict=True))
 

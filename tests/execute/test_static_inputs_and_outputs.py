@@ -332,7 +332,7 @@ GOOD = {"x": torch.ones(3, 2), "bias": torch.ones(2)}
         ({"x": None}, "must be a tensor"),
         ({"bias": torch.ones(3)}, "'bias'"),
         ({"x": torch.ones(3, 2, requires_grad=True)}, "gradient"),
-        ({"extra": torch.ones(3)}, "no input 'extra'"),
+        ({"extra": torch.ones(3)}, "Unknown input 'extra'"),
     ],
 )
 def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, changed, match):
@@ -347,11 +347,11 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, c
 
 def test_missing_and_doubled_inputs_are_refused(linear):
     """A missing, unknown or doubled input is an error by name, before anything is touched."""
-    with pytest.raises(InputError, match="'bias' is missing"):
+    with pytest.raises(InputError, match="Missing input 'bias'"):
         linear(x=GOOD["x"])
-    with pytest.raises(InputError, match="given twice"):
+    with pytest.raises(InputError, match="by position and by keyword"):
         linear(GOOD["x"], x=GOOD["x"])
-    with pytest.raises(InputError, match="3 inputs were given"):
+    with pytest.raises(InputError, match="3 positional inputs"):
         linear(GOOD["x"], GOOD["bias"], GOOD["bias"])
 
 

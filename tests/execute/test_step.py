@@ -160,7 +160,7 @@ def test_eager_in_place_gives_results_of_their_own(make_runner, quiet):
 def test_a_step_in_place_beyond_the_buffers_says_what_to_do(make_runner, quiet):
     runner = make_runner(lambda tokens: tokens, max_num_tokens=20)
     runner.capture()
-    with pytest.raises(InputError, match=r"have 8 rows.*Call the runner with tensors"):
+    with pytest.raises(InputError, match=r"at most 8 rows.*Call the runner with tensors"):
         runner.run_in_place(9)
     assert runner.stats().failed_steps == 1
 

@@ -25,7 +25,7 @@ from dispatchkit.errors import ReplayError  # noqa: E402
 from dispatchkit.execute.io.buffers import InputBuffers  # noqa: E402
 from dispatchkit.execute.io.input_path import MAX_BYTES, choose_path, copied_path  # noqa: E402
 from dispatchkit.execute.io.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.staging import StagingBuffers  # noqa: E402
 from dispatchkit.execute.io.transports import CopyTransport, transport_of  # noqa: E402
 from dispatchkit.execute.replay.check import CheckWarning  # noqa: E402
 
@@ -236,7 +236,7 @@ def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
     case.buffers.tensors[1][1] = 44  # a launch that still copied would overwrite it
     case.launch(8)
     assert case.buffers.tensors[1].tolist()[:6] == [2, 44, 4, 0, 1, 7]
-    assert "copied by torch instead" in caplog.text
+    assert "are copied by torch" in caplog.text
     case.backend.stop_code = 1
     case.path(8).is_idle = False
     with pytest.raises(ReplayError, match="CUDA error 1"):
@@ -402,14 +402,16 @@ def test_a_node_that_is_gone_wrong_is_found_by_check_mode(made):
 
 def test_why_there_is_no_node(made, make_runner, keys):
     runner, _ = made(backend=TapeBackend())
-    assert runner.controls.input_path(keys.full(4)) == "copy: this backend has no such node"
+    assert (
+        runner.controls.input_path(keys.full(4)) == "copy: the backend does not support copy nodes"
+    )
     backend = PlayedTape()
     backend.problem = "not today"
     runner, _ = made(backend=backend)
     assert runner.controls.input_path(keys.full(4)) == "copy: not today"
     rows = {"x": StaticInput((None, MAX_BYTES // 4), "int64")}
     runner, _ = made(lambda x: x.sum(-1), rows)
-    assert "no input on the device is small" in runner.controls.input_path(keys.full(1))
+    assert "no device input is small" in runner.controls.input_path(keys.full(1))
     runner, _ = made([graph_piece(lambda x: x), eager_piece(lambda x: x)], {"x": SPECS["x"]})
     assert "pieces" in runner.controls.input_path(keys.piecewise(4))
     backend = PlayedTape()
@@ -448,8 +450,8 @@ def mixed_step(x, y, scale, tokens, half, flags, table):
 
 
 def test_host_inputs_of_a_node_take_neither_a_copy_of_pinned_memory_nor_an_event(made, monkeypatch):
-    for name in ("queue_copy", "note_launch"):
-        monkeypatch.setattr(Staging, name, None)
+    for name in ("queue_copy", "record_launch"):
+        monkeypatch.setattr(StagingBuffers, name, None)
     runner, backend = made(mixed_step, SPECS | HOSTS, proves=False)
     changes = backend.changes
     for number in range(5):
@@ -459,20 +461,20 @@ def test_host_inputs_of_a_node_take_neither_a_copy_of_pinned_memory_nor_an_event
 
 def test_why_host_inputs_do_not_come_by_the_node(made, keys):
     runner, _ = made(mixed_step, SPECS | HOSTS, backend=TapeBackend())
-    problem = "this backend has no such node"
+    problem = "the backend does not support copy nodes"
     assert (
         runner.controls.input_path(keys.full(4))
         == f"copy: {problem}; host inputs: staging: {problem}"
     )
     wide = {"x": SPECS["x"], "wide": StaticInput((3, None), "int32", host=True)}
     runner, _ = made(lambda x, wide: x.sum(-1) + wide.sum(0), wide)
-    assert "dimension other than the first" in runner.controls.input_path(keys.full(4))
+    assert "dimension other than 0" in runner.controls.input_path(keys.full(4))
     many = {f"x{index}": StaticInput((None,), "int64", host=True) for index in range(17)}
     scope = {}
     exec(f"def named({', '.join(many)}): return x0 + x16", scope)  # noqa: S102
     runner, _ = made(scope["named"], many)
     assert runner.controls.input_path(keys.full(4)) == (
-        "staging: there are 17, and the node has room for 16 more inputs"
+        "staging: the copy node has room for 16 host inputs, but the graph has 17"
     )
     assert torch.equal(runner(*[torch.full((3,), n) for n in range(17)]), torch.full((3,), 16))
     pieces = [graph_piece(lambda tokens: tokens), eager_piece(lambda x: x)]

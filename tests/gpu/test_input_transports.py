@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
-from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.staging import StagingBuffers  # noqa: E402
 from dispatchkit.testing import InputTransportTests  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ class TestInputsOnADevice(InputTransportTests):
         """Without host inputs, and with those that are the node's own data."""
         if any(bench.runner().controls.input_path(bench.key(size)) != "node" for size in (1, 8)):
             pytest.skip("Its graphs copy pinned memory, or have no node.")
-        monkeypatch.setattr(Staging, "note_launch", None)
+        monkeypatch.setattr(StagingBuffers, "record_launch", None)
         runner = bench.runner()
         for number in range(20):
             kind = "in place" if number % 3 == 1 else "call"

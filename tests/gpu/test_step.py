@@ -19,7 +19,7 @@ from dispatchkit import (  # noqa: E402
     graph_piece,
 )
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
-from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.staging import StagingBuffers  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +86,7 @@ def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_pl
 
 def test_without_the_guard_steps_on_a_late_device_are_wrong(monkeypatch):
     runner = staged()
-    monkeypatch.setattr(Staging, "wait", lambda self: None)
+    monkeypatch.setattr(StagingBuffers, "wait", lambda self: None)
     assert len(late_steps(runner)) > STEPS // 2
 
 

@@ -310,7 +310,7 @@ class MemoryBudget:
         holding = [
             step
             for step in self._graphs.by_key().values()
-            if step.own_bytes and not step.is_foreign
+            if step.own_bytes and not step.is_external
         ]
         if holding:
             self._evict_one(holding)

@@ -712,7 +712,7 @@ class Capturer:
                     admission.ask(
                         self._lane.between.growth((index, number), leaf.shape, leaf.dtype)
                     )
-                own = self._lane.between.take((index, number), leaf.shape, leaf.dtype)
+                own = self._lane.between.tensor_at((index, number), leaf.shape, leaf.dtype)
                 own.copy_(leaf)
                 link.copies.append((number, own))
                 static.append(own)

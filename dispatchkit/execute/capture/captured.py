@@ -292,9 +292,9 @@ class CapturedKey:
     hits: int = 0
 
     @property
-    def is_foreign(self) -> bool:
+    def is_external(self) -> bool:
         """Whether its graph was captured elsewhere and therefore uses no memory of the lane."""
-        return self.input_path.is_foreign
+        return self.input_path.is_external
 
     def check_values(self, values: dict[int, Any]) -> None:
         """Refuse Python values among the outputs that differ from the warmup's.

@@ -265,7 +265,7 @@ def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
 
 
 def _taken(memory: SharedMemory, slots: Sequence[OutputSlot | None]) -> list[torch.Tensor | None]:
-    return [None if slot is None else memory.take(*slot) for slot in slots]
+    return [None if slot is None else memory.tensor_at(*slot) for slot in slots]
 
 
 class SharedOutputs:

@@ -508,7 +508,7 @@ class Lifecycle:
 
     def num_graphs_in_pool(self) -> int:
         """Return how many keys have a graph in the pool, not counting foreign graphs."""
-        return sum(not step.is_foreign for step in self.live().values())
+        return sum(not step.is_external for step in self.live().values())
 
     def num_steps(self) -> int:
         """Return how many steps the lane has run."""
@@ -520,7 +520,7 @@ class Lifecycle:
         Returns:
             The keys that lost their graph.
         """
-        lost = [key for key, step in self.live().items() if not step.is_foreign]
+        lost = [key for key, step in self.live().items() if not step.is_external]
         for key in lost:
             self.graphs.evict(key, FOR_ROOM)
         self._lane.drop_outputs()

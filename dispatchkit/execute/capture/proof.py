@@ -828,7 +828,7 @@ class _Trial:
         except LaunchError as error:
             raise error.cause from None
         if path.staging is not None and self._lane.last_stream is not None:
-            path.staging.note_launch(self._lane.last_stream)
+            path.staging.record_launch(self._lane.last_stream)
         return leaves
 
 

@@ -327,7 +327,7 @@ class SegmentRecorder:
         place = (self._num_calls, number), leaf.shape, leaf.dtype
         if self._admission is not None:
             self._admission.ask(self._lane.between.growth(*place))
-        own = self._lane.between.take(*place)
+        own = self._lane.between.tensor_at(*place)
         own.copy_(leaf)
         dim = None if dims is None else dims.returned[number]
         return Result(own, is_copied=True, stride=leaf.stride(), batch_dim=dim)

@@ -239,7 +239,7 @@ class Warmups:
         if self._axes is None:
             views = dict(zip(self._inputs.names, tensors, strict=True))
         else:
-            views = self._axes.of_graph(tensors, axes)
+            views = self._axes.graph_arguments(tensors, axes)
         if self._row_count is not None and lane.row_count is not None:
             views[self._row_count] = lane.row_count
         return views
@@ -277,7 +277,9 @@ class Warmups:
         if key is not None:
             return self._cuts.get(family_of(key))
         found = {
-            cuts for family, cuts in self._cuts.items() if self._axes.same_exact(values, family[-1])
+            cuts
+            for family, cuts in self._cuts.items()
+            if self._axes.same_exact_values(values, family[-1])
         }
         return found.pop() if len(found) == 1 else None
 

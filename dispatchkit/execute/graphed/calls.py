@@ -20,7 +20,7 @@ from dispatchkit.execute.graphed.gradients import HeldWeights
 from dispatchkit.execute.graphed.looks import MAX_LOOKS, Looks
 from dispatchkit.execute.graphed.plain import PlainSteps
 from dispatchkit.execute.graphed.varying import Family, Shapes
-from dispatchkit.execute.io.input_errors import odd_kind
+from dispatchkit.execute.io.input_errors import unsupported_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.lanes.lane_set import StepFuture
@@ -381,7 +381,7 @@ class GraphedCalls:
         except RuntimeError:  # a nested tensor has no shape
             rows = None
         if dims is None or rows is None:
-            if any(map(odd_kind, tensors)):
+            if any(map(unsupported_kind, tensors)):
                 return Reason.TENSOR_KIND
             derived = self._derive(args, kwargs, tensors, dims)
             if isinstance(derived, str):
@@ -430,7 +430,7 @@ class GraphedCalls:
         dims: Sequence[int | None],
     ) -> str | tuple[Form, Mapping[str, int]]:
         """Return the form of a call with new shapes, and the sizes of its axes."""
-        if any(map(odd_kind, tensors)):
+        if any(map(unsupported_kind, tensors)):
             return Reason.TENSOR_KIND
         if len({one.device for one in tensors}) > 1:
             return Reason.SEVERAL_DEVICES

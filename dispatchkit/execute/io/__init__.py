@@ -1,1 +1,1 @@
-"""Inputs and outputs: validation, copies into static buffers, cutting to the real rows."""
+"""Inputs and outputs: validation, copies into static input buffers, cutting to real rows."""

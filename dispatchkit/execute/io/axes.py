@@ -1,9 +1,9 @@
-"""Axes in the executor: values of a call, padding of inputs, cutting of results.
+"""Axes in the executor: validate their values, pad inputs along them and cut results.
 
-An axis may be a dimension of inputs (a sequence length, an image size): then a call's tensors are
-padded to its bucket, with each input's fill, and the results are cut back. Or it is a plain number
-that changes what the step does. A graph is captured for the bucket; a step that has the axis in its
-signature gets the bucket there, and the value itself when it runs eager.
+An axis is either a dimension of inputs (a sequence length, an image size) or a number that changes
+what the step does. Along a dimension, the tensors of a call are padded with fill to the bucket, and
+the results are cut back. Graphs are captured at buckets. A step with the axis in its signature
+receives the bucket there in a capture, and the exact value when it runs eager.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 
-#: Index of an output, its dimension, index of the axis that the dimension follows, and its offset
-#: from the axis's value.
+#: Index of an output, dimension of the output, index of the axis that determines the dimension's
+#: size, and the size's offset from the value of the axis.
 AxisCut = tuple[int, int, int, int]
 
 
@@ -31,8 +31,8 @@ class AxisCall(list[Any]):
     """The inputs of a call, padded to the buckets of its graph.
 
     Attributes:
-        given: The inputs as passed.
-        values: The value of each axis, in order.
+        given: Inputs without padding.
+        values: Value of each axis, in the order of the axes.
     """
 
     given: Sequence[Any]
@@ -43,16 +43,17 @@ class AxisInputs:
     """The inputs of a runner with axes.
 
     Args:
-        specs: Static inputs by name; the name of an axis in a shape means its value.
-        config: The configuration with the axes.
-        device: Where the tensors of a call must be.
+        specs: Static inputs by name, whose shapes may name axes.
+        config: Configuration that declares the axes.
+        device: Required device of the tensors in a call.
 
     Attributes:
         names: Names of the axes, in order.
-        smallest: The inputs at the smallest bucket of each axis.
+        smallest: Inputs at the smallest bucket of each axis.
 
     Raises:
-        ConfigError: A name is ambiguous, or a shape names an unknown axis.
+        ConfigError: The name of an axis is reserved or that of an input, or a shape names an
+            unknown axis.
     """
 
     def __init__(
@@ -64,26 +65,28 @@ class AxisInputs:
         for name in self.names:
             if name in RESERVED_NAMES or name in self._specs:
                 raise ConfigError(
-                    "axes", name, "a name that is not used for anything else in a call"
+                    "axes", name, "a name that is neither an input nor a reserved keyword of calls"
                 )
         for name, spec in self._specs.items():
             for size in spec.named:
                 if axis_of(size)[0] not in self.names:
                     known = ", ".join(self.names) or "none"
-                    raise ConfigError(f"inputs[{name!r}]", spec.shape, f"axes in it ({known})")
+                    raise ConfigError(
+                        f"inputs[{name!r}]", spec.shape, f"a shape with declared axes ({known})"
+                    )
         used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
-        # Only axes that are dimensions of inputs matter here.
+        # Axes that are dimensions of inputs; the others do not change shapes.
         self._sizing = tuple(i for i, name in enumerate(self.names) if name in used)
         self._kept: dict[tuple[int, ...], InputSet] = {}
         self.smallest: InputSet = self.at(tuple(axis.buckets[0] for axis in self._axes))
 
     @property
     def has_dimensions(self) -> bool:
-        """Whether an axis is a dimension of an input."""
+        """Whether any axis is a dimension of an input."""
         return bool(self._sizing)
 
     def at(self, values: Sequence[int]) -> InputSet:
-        """Return the inputs with a value for each axis."""
+        """Return the inputs with the axes at ``values``."""
         name = tuple(values[index] for index in self._sizing)
         found = self._kept.get(name)
         if found is None:
@@ -95,32 +98,32 @@ class AxisInputs:
         return found
 
     def buckets(self, call: AxisCall) -> AxisBuckets:
-        """Return the bucket of each axis for a call; None for a value outside all buckets."""
+        """Return the bucket of each axis for a call; None if the value fits no bucket."""
         found = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
         return tuple(
             axis.buckets[index - 1] if index else None
             for axis, index in zip(self._axes, found, strict=True)
         )
 
-    def same_exact(self, values: Sequence[int], others: Sequence[int]) -> bool:
-        """Return whether two sets of values agree on all exact axes."""
+    def same_exact_values(self, values: Sequence[int], others: Sequence[int]) -> bool:
+        """Return whether two sequences of axis values agree on all exact axes."""
         each = zip(self._axes, values, others, strict=True)
         return all(one == other for axis, one, other in each if axis.exact)
 
     # -- a call -------------------------------------------------------------------------
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:
-        """Put the arguments of a call into declared order, without values of axes.
+        """Put the inputs of a call into declared order, and separate the values of axes.
 
         Raises:
-            InputError: One is missing, unknown or given twice.
+            InputError: An input or axis is missing, or an input is unknown or given twice.
         """
         missing = [name for name in self.names if name not in kwargs]
         if missing:
             raise InputError(
                 missing[0],
-                f"Axis {missing[0]!r} has no value in this call. Pass one by keyword for each of "
-                f"{', '.join(self.names)}.",
+                f"The call has no value for axis {missing[0]!r}. Pass a value by keyword for each "
+                f"of: {', '.join(self.names)}.",
             )
         call = AxisCall()
         call.values = tuple(kwargs.pop(name) for name in self.names)
@@ -131,7 +134,7 @@ class AxisInputs:
         """Return the ``loras`` argument of ``dispatch`` for a call.
 
         Raises:
-            DescriptorError: A value is not a whole number of at least 0.
+            DescriptorError: A value is not a nonnegative whole number.
         """
         return self._variants.of_values(loras, dict(zip(self.names, call.values, strict=True)))
 
@@ -141,10 +144,10 @@ class AxisInputs:
         return call
 
     def check(self, call: AxisCall) -> tuple[int, bool]:
-        """Check a call as ``InputSet.check`` does, and pad its inputs to the axes' buckets.
+        """Validate a call like ``InputSet.check``, and pad its inputs to the axes' buckets.
 
         Raises:
-            InputError: One does not fit.
+            InputError: An input is invalid.
         """
         rows, readable = self.at(call.values).check(call.given)
         indices = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
@@ -156,30 +159,30 @@ class AxisInputs:
                 shape = spec.sized(rows)
                 if tuple(call[index].shape) != tuple(shape):
                     call[index] = pad_input(call[index], declared, shape)
-        return rows, readable  # padded inputs are contiguous, too
+        return rows, readable  # padded inputs are contiguous
 
     def part(self, call: AxisCall, start: int, num_rows: int) -> AxisCall:
-        """Return some rows of a checked call, as views."""
+        """Return views of some rows of a validated call."""
         found = AxisCall(self.smallest.part(call, start, num_rows))
         found.given = self.smallest.part(call.given, start, num_rows)
         found.values = call.values
         return found
 
-    def plain(self, call: AxisCall | None) -> dict[str, Any]:
-        """Return the step's arguments when it runs eager: inputs and values by name.
+    def eager_arguments(self, call: AxisCall | None) -> dict[str, Any]:
+        """Return the arguments of an eager step: unpadded inputs and axis values by name.
 
         Raises:
-            InputError: The step runs in place.
+            InputError: ``call`` is None, which means an in-place step.
         """
         if call is None:
-            raise refused_in_place(self.names)
+            raise in_place_error(self.names)
         tensors = self.at(call.values).to_tensors(call.given)
         return self._named(self.smallest.names, tensors, call.values)
 
     # -- graphs -------------------------------------------------------------------------
 
-    def of_graph(self, tensors: Sequence[Any], buckets: Sequence[int]) -> dict[str, Any]:
-        """Return the step's arguments in a capture: static inputs and buckets by name."""
+    def graph_arguments(self, tensors: Sequence[Any], buckets: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of a step in a capture: static inputs and buckets by name."""
         return self._named(self.smallest.names, tensors, buckets)
 
     def _named(
@@ -190,15 +193,16 @@ class AxisInputs:
     def measure_cuts(
         self, key: GraphKey, outputs: Any, run: Callable[[dict[str, Any]], Any]
     ) -> tuple[AxisCut, ...]:
-        """Return the dimensions of a key's outputs that follow an axis.
+        """Return the output dimensions whose size depends on an axis.
 
         Args:
-            key: The key of the outputs.
-            outputs: The outputs at the key's own buckets.
-            run: Runs the step on inputs by name.
+            key: Key of the graph.
+            outputs: Outputs at the buckets of the key.
+            run: Function that runs the step on inputs by name.
 
         Raises:
-            CaptureError: An output depends on an axis in other ways than by its size.
+            CaptureError: The step fails at other buckets, or its outputs cannot be cut along an
+                axis.
         """
         own: Any = key.descriptor.axes
         cuts: list[AxisCut] = []
@@ -213,8 +217,9 @@ class AxisInputs:
                 found = run(self._named(inputs.names, tensors, other))
             except Exception as error:
                 raise CaptureError(
-                    f"To measure its outputs the step was run with {axis.name}={other[index]}, "
-                    f"and raised {type(error).__name__}: {error}. Exact axes are not measured.",
+                    f"The step raised {type(error).__name__}: {error} when it ran with "
+                    f"{axis.name}={other[index]}, to measure its outputs. Declare the axis exact "
+                    "to skip this measurement.",
                     key=str(key),
                     reason="output_layout",
                 ) from error
@@ -222,10 +227,12 @@ class AxisInputs:
         return tuple(cuts)
 
 
-def refused_in_place(names: Sequence[str]) -> InputError:
-    """Return the error for a step in place with axes."""
+def in_place_error(names: Sequence[str]) -> InputError:
+    """Return the error for an in-place step of a runner with axes."""
     return InputError(
-        names[0], "A step in place has no values for axes. Call the runner with tensors instead."
+        names[0],
+        "In-place steps do not support axes. Call the runner with tensors and a value for each of: "
+        f"{', '.join(names)}.",
     )
 
 
@@ -239,25 +246,27 @@ def _dimensions(
 ) -> list[AxisCut]:
     leaves, structure = flatten(outputs)
     found, other_structure = flatten(others)
-    problem = "" if structure == other_structure else "the structure of the outputs"
+    problem = "" if structure == other_structure else "the structure of the outputs changes"
     cuts: list[AxisCut] = []
     for number, (leaf, one) in enumerate(zip(leaves, found, strict=False)):
         if not isinstance(leaf, torch.Tensor) or not isinstance(one, torch.Tensor):
             if not is_same_value(leaf, one):
-                problem = problem or f"output {number}, a Python value,"
+                problem = problem or f"output {number}, a Python value, changes"
             continue
         if leaf.dim() != one.dim():
-            problem = problem or f"the rank of output {number}"
+            problem = problem or f"the rank of output {number} changes"
             continue
         for dim, sizes in enumerate(zip(leaf.shape, one.shape, strict=True)):
             if sizes[0] - sizes[1] == bucket - other:
                 cuts.append((number, dim, index, sizes[0] - bucket))
             elif sizes[0] != sizes[1]:
-                problem = problem or f"dimension {dim} of output {number}"
+                problem = problem or (
+                    f"dimension {dim} of output {number} changes from {sizes[0]} to {sizes[1]}"
+                )
     if problem:
         raise CaptureError(
-            f"With {axis.name}={other} rather than {bucket}, {problem} changes, and not by the "
-            "same amount, so it could not be cut for a value in between. Make the axis exact.",
+            f"If {axis.name} changes from {bucket} to {other}, {problem}, so the outputs cannot be "
+            "cut to values between buckets. Declare the axis exact.",
             reason="output_layout",
         )
     return cuts
@@ -267,9 +276,9 @@ def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
     """Return an input padded with its fill to a larger shape.
 
     Args:
-        value: A tensor, or an array of the host.
-        spec: As it was declared.
-        shape: The shape, not smaller than the value's in any dimension.
+        value: Tensor, or numpy array for a host input.
+        spec: Declaration of the input.
+        shape: Padded shape; no dimension is smaller than that of ``value``.
     """
     inside = tuple(slice(0, size) for size in value.shape)
     padded: Any
@@ -287,5 +296,5 @@ def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
 
 
 def _bits(spec: StaticInput) -> Any:
-    """Return the fill as stored in an array; dtypes that numpy lacks as bit patterns."""
+    """Return the fill as an array element; a bit pattern for dtypes that numpy lacks."""
     return host_array(torch.full((1,), spec.fill_value, dtype=spec.dtype), spec.dtype)[0]

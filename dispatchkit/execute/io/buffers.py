@@ -1,8 +1,8 @@
-"""Static input buffers: the memory that graphs read, filled by ``transports``.
+"""Static input buffers: the memory that graphs read and ``transports`` write.
 
-A graph reads its inputs at the addresses of the capture. Each lane has one buffer per
-input, as large as its largest bucket; a batch is at the front. The rows after it, up to the bucket,
-must hold the input's fill value.
+A graph reads its inputs at the addresses used in its capture. Each lane has one buffer per input,
+with as many rows as the largest bucket. A batch occupies the first rows, and the padding rows after
+it must contain the input's fill value.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.inputs import InputSet
-from dispatchkit.execute.io.staging import Staging
-from dispatchkit.execute.io.static_input import Allocate, plainly
+from dispatchkit.execute.io.staging import StagingBuffers
+from dispatchkit.execute.io.static_input import Allocate, allocate_default
 
 
 class InputBuffers:
-    """The static inputs of one lane, or of a graph captured elsewhere.
+    """The input buffers of a lane, or of a graph captured outside the runner.
 
     Args:
-        inputs: The declared inputs.
-        num_rows: Rows that each batched buffer has.
-        tensors: Existing memory, in declared order; allocated by default.
-        backend: The device; required with host inputs, unless ``tensors`` are given.
-        allocate: Calls a function that creates tensors, in a pool's memory.
+        inputs: Declared inputs.
+        num_rows: Number of rows of each batched buffer.
+        tensors: Existing buffers in declared order; allocated by default.
+        backend: Backend of the device; required with host inputs, unless ``tensors`` is given.
+        allocate: Function that allocates device tensors, for example in a graph pool.
 
     Attributes:
         tensors: One device tensor per input, in declared order.
-        num_rows: Rows that each batched buffer has.
-        staging: Pinned memory of the host inputs; None without host inputs.
-        clean_from: First row known to hold fill in every batched buffer (in pinned memory, for host
-            inputs that have it).
-        clean_to: First row after those.
-        are_shared: Others have access to the memory, and may pass it as an input.
+        num_rows: Number of rows of each batched buffer.
+        staging: Staging buffers of the host inputs; None if there are none.
+        clean_from: Start of the rows that are known to contain fill in every batched buffer. For
+            host inputs with staging buffers, this means their pinned memory.
+        clean_to: End of these rows (exclusive).
+        are_shared: Whether code outside the runner has access to the buffers, and may pass them as
+            inputs.
     """
 
     clean_to: int
@@ -53,11 +54,11 @@ class InputBuffers:
         num_rows: int,
         tensors: Sequence[torch.Tensor] | None = None,
         backend: GraphBackend | None = None,
-        allocate: Allocate = plainly,
+        allocate: Allocate = allocate_default,
     ) -> None:
         self.inputs = inputs
         self.num_rows = num_rows
-        self.staging: Staging | None = None
+        self.staging: StagingBuffers | None = None
         self.are_shared: bool = tensors is not None
         self.clean_from, self.clean_to = 0, num_rows
         if tensors is not None:
@@ -66,9 +67,9 @@ class InputBuffers:
         else:
             if inputs.host and backend is not None:
                 host = {name: spec for name, spec in inputs.specs.items() if spec.host}
-                self.staging = Staging(host, num_rows, backend, allocate)
+                self.staging = StagingBuffers(host, num_rows, backend, allocate)
             staged = {} if self.staging is None else self.staging.device
-            # Not in the caller's inference mode: such memory could not be written outside.
+            # Inference tensors could not be written outside inference mode.
             with inference_mode(False):
                 self.tensors = [
                     staged[name]
@@ -81,29 +82,31 @@ class InputBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """The size of the device buffers in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def row_bytes(self, index: int) -> int:
-        """Return the bytes of one row of an input; of the whole input if it is not batched."""
+        """Return the size in bytes of one row of an input, or of an unbatched input."""
         spec = self.inputs.specs[self.inputs.names[index]]
         return spec.sized(1).numel() * spec.dtype.itemsize
 
     def views(self, num_rows: int) -> list[torch.Tensor]:
-        """Return the first rows of each batched buffer, and the others whole.
+        """Return views of the first rows of batched buffers, and the other buffers whole.
 
         Raises:
             ConfigError: The buffers have fewer rows.
         """
         if not 0 <= num_rows <= self.num_rows:
-            raise ConfigError("rows", num_rows, f"0..{self.num_rows}, the rows of the buffers")
+            raise ConfigError(
+                "num_rows", num_rows, f"0..{self.num_rows}, the number of rows of the buffers"
+            )
         views = list(self.tensors)
         for index, dim in self.inputs.batched:
             views[index] = views[index].narrow(dim, 0, num_rows)
         return views
 
     def host_rows(self, num_rows: int) -> list[tuple[int, torch.Tensor]]:
-        """Return the first rows of each host input in its pinned memory, with its index."""
+        """Return the index of each host input and a view of its first rows in pinned memory."""
         if self.staging is None:
             return []
         dims = dict(self.inputs.batched)
@@ -114,7 +117,7 @@ class InputBuffers:
         ]
 
     def fill_of(self, index: int, num_rows: int) -> torch.Tensor:
-        """Return ``num_rows`` rows of an input's fill, to copy from."""
+        """Return a tensor with ``num_rows`` rows of an input's fill."""
         source = self._fills[index]
         spec = self.inputs.specs[self.inputs.names[index]]
         if source is None:
@@ -124,7 +127,9 @@ class InputBuffers:
         return source.narrow(spec.batch_dim or 0, 0, num_rows)
 
     def copies(self, num_rows: int) -> list[torch.Tensor]:
-        """Copy the first rows of each input, on the device; host inputs from pinned memory.
+        """Return device copies of the first rows of all inputs.
+
+        Host inputs are copied from pinned memory.
 
         Raises:
             InputError: The buffers have fewer rows.
@@ -132,27 +137,31 @@ class InputBuffers:
         if not 0 <= num_rows <= self.num_rows:
             raise InputError(
                 self.inputs.names[0],
-                f"A step of {num_rows} rows cannot run in place: the buffers have {self.num_rows} "
-                "rows, those of the largest graph. Call the runner with tensors instead.",
+                f"An in-place step can have at most {self.num_rows} rows, the size of the largest "
+                f"graph, got {num_rows}. Call the runner with tensors instead.",
             )
         sources = self.views(num_rows)
         for index, rows in self.host_rows(num_rows):
             sources[index] = rows
         return [source.to(self.inputs.device, copy=True) for source in sources]
 
-    def note_results(self, leaves: Iterable[Any]) -> None:
-        """Note results returned without a copy, since a step may return its input."""
+    def mark_shared_results(self, leaves: Iterable[Any]) -> None:
+        """Set ``are_shared`` if results that are returned without a copy are in the buffers."""
         storages = {tensor.untyped_storage()._cdata for tensor in self.tensors}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages:
                 self.are_shared = True
 
-    def apart(self, values: Sequence[Any], indices: Iterable[int] | None = None) -> Sequence[Any]:
-        """Return a batch with copies of values in these buffers, which it will overwrite.
+    def copy_overlapping(
+        self, values: Sequence[Any], indices: Iterable[int] | None = None
+    ) -> Sequence[Any]:
+        """Return a batch in which values that are in these buffers are replaced by copies.
+
+        Copying the batch into the buffers would otherwise overwrite them.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
-            indices: The inputs to check; by default all.
+            indices: Indices of the inputs to check; by default all.
         """
         edges = self._edges
         if edges is None:
@@ -161,7 +170,7 @@ class InputBuffers:
         for index in range(len(values)) if indices is None else indices:
             value = values[index]
             is_tensor = isinstance(value, torch.Tensor)
-            # An odd number of edges before it: after a beginning and before its end.
+            # An odd number of edges before the address means that it is inside a buffer.
             if bisect_right(edges, value.data_ptr() if is_tensor else _address_of(value)) & 1:
                 if made is None:
                     made = list(values)
@@ -169,15 +178,15 @@ class InputBuffers:
         return values if made is None else made
 
     def _find_edges(self) -> list[int]:
-        """Return the begin and end addresses of each buffer, in order."""
+        """Return the start and end addresses of all buffers, in ascending order."""
         pinned = () if self.staging is None else tuple(self.staging.host.values())
         storages = [tensor.untyped_storage() for tensor in (*self.tensors, *pinned)]
         ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages})
         return [edge for both in ranges for edge in both]
 
     @contextmanager
-    def kept(self, num_rows: int) -> Iterator[None]:
-        """Restore the rows of a step in place after a capture, which fills the buffers."""
+    def preserved(self, num_rows: int) -> Iterator[None]:
+        """Save the first rows and restore them on exit, for captures before an in-place step."""
         places = self.views(num_rows)
         places += [rows for _, rows in self.host_rows(num_rows)]
         copies = [place.clone() for place in places]
@@ -191,7 +200,7 @@ class InputBuffers:
             self.mark_written(num_rows)
 
     def reset(self) -> None:
-        """Fill every row that may hold anything else."""
+        """Fill all rows, unless they are known to contain fill."""
         if self.clean_from == 0 and self.clean_to == self.num_rows:
             return
         if self.staging is not None:
@@ -205,12 +214,12 @@ class InputBuffers:
         self.clean_from, self.clean_to = 0, self.num_rows
 
     def refill(self) -> None:
-        """Fill every row on the device, whose memory has lost its contents."""
+        """Fill all device rows after their memory lost its contents."""
         for name, tensor in zip(self.inputs.names, self.tensors, strict=True):
             tensor.copy_(self.inputs.specs[name].full(self.num_rows, self.inputs.device))
 
     def poison(self, value: float = float("nan")) -> None:
-        """Overwrite all rows of floating-point inputs; no later result may depend on them."""
+        """Overwrite all rows of floating-point inputs, so that tests detect reads of stale rows."""
         if self.staging is not None:
             self.staging.wait()
         for index, _ in self.inputs.batched:
@@ -224,11 +233,11 @@ class InputBuffers:
         self.mark_unknown()
 
     def mark_written(self, num_rows: int) -> None:
-        """Note that the first rows are about to be overwritten."""
+        """Record that the first ``num_rows`` rows will be overwritten."""
         self.clean_from = max(self.clean_from, num_rows)
 
     def mark_filled(self, start: int, stop: int) -> None:
-        """Note that rows ``start`` to ``stop`` hold fill, and those before ``start`` do not."""
+        """Record that rows ``start`` to ``stop`` contain fill, and that earlier rows may not."""
         if self.clean_from <= stop:
             self.clean_to = max(self.clean_to, stop)
         else:
@@ -236,12 +245,12 @@ class InputBuffers:
         self.clean_from = start
 
     def mark_unknown(self) -> None:
-        """Note that any row may hold anything."""
+        """Record that no row is known to contain fill."""
         self.clean_from = self.clean_to = 0
 
 
 def _address_of(array: Any) -> int:
-    """Return an address in the memory of an array; 0 if it owns its memory."""
+    """Return an address inside the memory of an array, or 0 if numpy owns the memory."""
     owner, array_type = array.base, numpy_module().ndarray
     while isinstance(owner, array_type):  # a view of a view
         owner = owner.base
@@ -249,19 +258,20 @@ def _address_of(array: Any) -> int:
         return 0
     if isinstance(owner, torch.Tensor):
         return owner.data_ptr()
-    address: int = array.__array_interface__["data"][0]  # another library's memory; slow
+    address: int = array.__array_interface__["data"][0]  # slow: memory of another library
     return address
 
 
 class StaticBuffers:
-    """The static inputs of a runner, by name, for callers that write them in place.
+    """Mapping of input names to static input buffers, for callers that write inputs in place.
 
-    A device input is a tensor on the device: write its first rows on the stream that the
-    steps run on. A host input is pinned memory: write its first rows after ``wait()``. Write every
-    input of a step, since calls may not leave theirs here.
+    The buffer of a device input is a device tensor: write its first rows on the stream of the
+    steps. The buffer of a host input is pinned memory: call ``wait()`` before writing its first
+    rows. Write all inputs before each step, because the buffers need not contain the inputs of
+    earlier calls.
 
     Args:
-        buffers: The memory.
+        buffers: Buffers to expose.
     """
 
     def __init__(self, buffers: InputBuffers) -> None:
@@ -286,7 +296,7 @@ class StaticBuffers:
         return iter(self._tensors)
 
     def keys(self) -> KeysView[str]:
-        """Return the names, in declared order."""
+        """Return the input names in declared order."""
         return self._tensors.keys()
 
     def __len__(self) -> int:
@@ -294,10 +304,10 @@ class StaticBuffers:
 
     @property
     def num_rows(self) -> int:
-        """Rows of each batched input: those of the largest graph."""
+        """The number of rows of each batched buffer, which is the size of the largest graph."""
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Wait until host inputs may be written again, after their last copy."""
+        """Wait until the last copy of host inputs has finished, so that they may be written."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()

@@ -1,4 +1,4 @@
-"""CallReader: binds and validates the arguments of calls."""
+"""Bind and validate the arguments of calls."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dispatchkit.execute.io.inputs import InputSet
 
 
 class CallReader:
-    """Binds and validates the arguments of calls.
+    """Reader that binds and validates the arguments of calls.
 
     Args:
-        inputs: The static inputs; with axes, at their smallest buckets.
-        axes: The axes, if any.
+        inputs: Static inputs; with axes, those at the smallest buckets.
+        axes: Inputs along axes, or None without axes.
 
     Attributes:
-        bind: Puts arguments into declared order.
-        to_arrays: Converts host inputs to arrays.
-        check: Returns the rows of a valid call, and whether a copy node can read the inputs
-            directly; raises InputError otherwise.
-        axes: The axes.
-        has_host: There are inputs in host memory.
-        is_special: There are host inputs or axes, so that ``bind`` and ``check`` are not
-            sufficient.
+        bind: Function that puts arguments into declared order.
+        to_arrays: Function that converts host inputs to arrays.
+        check: Function that validates a call. It returns the number of rows and whether a copy
+            node can read the inputs directly, or raises InputError.
+        axes: Inputs along axes, or None without axes.
+        has_host: Whether any input is in host memory.
+        is_special: Whether there are host inputs or axes, so that ``bind`` and ``check`` alone do
+            not read a call.
     """
 
     def __init__(self, inputs: InputSet, axes: AxisInputs | None) -> None:
@@ -37,7 +37,7 @@ class CallReader:
         self.is_special: bool = self.has_host or axes is not None
 
     def read(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, int, bool]:
-        """Return a call's bound and validated inputs, and the result of ``check``.
+        """Return the bound inputs of a call and the two results of ``check``.
 
         Raises:
             InputError: An input is missing, unknown, or of another type, device or shape.

@@ -1,4 +1,4 @@
-"""Errors for invalid inputs of a call. Valid calls do not reach this module."""
+"""Raise errors for invalid inputs of a call; calls that pass the fast checks skip this module."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ def bind_or_raise(
     if len(args) > len(names):
         raise InputError(
             "",
-            f"{len(args)} inputs were given by position; there are {len(names)}: {listing}.",
+            f"The call has {len(args)} positional inputs, but there are {len(names)} inputs: "
+            f"{listing}.",
         )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
-            raise InputError(name, f"There is no input {name!r}; the inputs are: {listing}.")
+            raise InputError(name, f"Unknown input {name!r}; the inputs are: {listing}.")
         if name in given:
-            raise InputError(name, f"Input {name!r} was given twice, by position and by name.")
+            raise InputError(name, f"Input {name!r} is given both by position and by keyword.")
         given[name] = value
     missing = [name for name in names if name not in given]
     if missing:
         raise InputError(
             missing[0],
-            f"Input {', '.join(map(repr, missing))} is missing; the inputs are: {listing}.",
+            f"Missing input {', '.join(map(repr, missing))}; the inputs are: {listing}.",
         )
     return [given[name] for name in names]
 
 
-def odd_kind(tensor: torch.Tensor) -> str:
-    """Describe why a static buffer cannot take a tensor's data; empty if it can."""
+def unsupported_kind(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be copied into a static buffer; empty if it can."""
     if type(tensor) not in _PLAIN_TYPES:
         return f"a {type(tensor).__name__}"
     if tensor.is_nested:
@@ -58,17 +59,17 @@ def odd_kind(tensor: torch.Tensor) -> str:
 
 
 def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]) -> int:
-    """Return the number of rows of a call; raise for the first invalid input.
+    """Validate the inputs of a call and return its number of rows.
 
-    An input that requires a gradient is valid while gradients are disabled.
+    Inputs that require a gradient are valid while gradients are disabled.
 
     Args:
         specs: Static inputs by name.
-        device: The required device of tensors.
-        values: The given values, in declared order; arrays for host inputs.
+        device: Required device of tensors.
+        values: Values in declared order; arrays for host inputs.
 
     Raises:
-        InputError: An input is invalid.
+        InputError: An input is invalid; names the first one.
     """
     rows: int | None = None
     first = ""
@@ -81,24 +82,24 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
                 f"Input {name!r} must be a tensor of {spec.dtype}, got {_no_tensor(tensor)}."
                 + _next_step(spec),
             )
-        elif not tensor.is_meta and (kind := odd_kind(tensor)):
+        elif not tensor.is_meta and (kind := unsupported_kind(tensor)):
             raise InputError(
                 name,
                 f"Input {name!r} must be a plain strided tensor, got one that is {kind}. Convert "
-                "it before the call, with to_dense(), to_padded_tensor(), dequantize() or "
+                "it before the call with to_dense(), to_padded_tensor(), dequantize() or "
                 "as_subclass(torch.Tensor).",
             )
         elif tensor.dtype is not spec.dtype:
             raise InputError(
                 name,
-                f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it "
-                "before the call; nothing is converted silently.",
+                f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it with "
+                f".to({spec.dtype}) before the call.",
             )
         elif tensor.device != device:
             raise InputError(
                 name,
                 f"Input {name!r} must be on {device}, got {tensor.device}. Move it "
-                f"with .to({str(device)!r}) first.",
+                f"with .to({str(device)!r}) before the call.",
             )
         want = "(" + ", ".join("rows" if s is None else str(s) for s in spec.shape) + ")"
         got = tuple(tensor.shape)
@@ -111,7 +112,7 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
             raise InputError(
                 name,
                 f"Input {name!r} requires a gradient, which graphs do not support. Detach it, or "
-                "call under torch.no_grad().",
+                "make the call under torch.no_grad().",
             )
         if spec.batch_dim is None:
             continue
@@ -121,22 +122,22 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif have != rows:
             raise InputError(
                 name,
-                f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched inputs of "
-                "a call must have the same number.",
+                f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched inputs "
+                "must have the same number of rows.",
             )
     return rows or 0
 
 
 def _no_tensor(value: Any) -> str:
-    """Describe a non-tensor value for a device input, and how to pass it."""
-    hint = ". With host=True it may be an array or a list"
+    """Describe a value that is not a tensor, with a hint on how to pass it."""
+    hint = ". To pass arrays or lists, declare the input with host=True"
     if hasattr(value, "__array_interface__"):
         return f"an array of {value.dtype}{hint}"
     return f"{value!r:.60} ({type(value).__name__})" + (hint if isinstance(value, list) else "")
 
 
 def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
-    """Raise unless a host input was converted to an array of its dtype."""
+    """Raise InputError unless a host input is an array of its dtype."""
     if type(value) is numpy_module().ndarray:
         if value.dtype == array_dtype(spec.dtype):
             return
@@ -144,11 +145,11 @@ def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
     elif not isinstance(value, torch.Tensor):
         got = f"{value!r:.60} ({type(value).__name__})"
     elif value.requires_grad and torch.is_grad_enabled():
-        got = "one that requires a gradient, which graphs do not support. Detach it"
+        got = "a tensor that requires a gradient, which graphs do not support. Detach it"
     elif value.device.type != "cpu":
         got = (
-            f"a tensor on {value.device}. Declare the input without host=True to pass device "
-            "tensors"
+            f"a tensor on {value.device}. To pass device tensors, declare the input without "
+            "host=True"
         )
     else:
         got = f"a tensor of {value.dtype} ({value.layout}). Convert it before the call"

@@ -1,15 +1,16 @@
-"""Choose before a capture how inputs are copied into the graph, and record it.
+"""Choose how inputs are copied into a graph, before its capture.
 
-If the backend has copy nodes, the graph begins with one. A call then only sets the node's
-parameters, and the launch copies the rows of small inputs and fills the rows after them, up to the
-bucket. The node reads the caller's tensors in the order of the stream that the graph is launched
-on, which is the caller's own, like a copy before the launch.
+If the backend supports copy nodes, the graph begins with one. A call then only sets the parameters
+of the node, and the launch copies the rows of small inputs and fills the padding rows of the
+bucket. The node reads the caller's tensors in stream order on the caller's stream, like a copy
+before the launch.
 
-The node also copies host inputs: either all of a graph's or none. They are written to the node's
-own data, which the backend reads when the node is set, so that the next call may write immediately.
-Host inputs that do not fit are copied from pinned memory by the graph (see ``staging``).
+The node copies either all host inputs of a graph or none of them. Calls write host inputs to the
+node's own data. The backend reads this data when the node is set, so the next call can write
+without waiting. Host inputs that do not fit are copied from pinned memory by the graph (see
+``staging``).
 
-Everything else is copied before the launch: large inputs, inputs batched along a dimension other
+Other inputs are copied before the launch: large inputs, inputs batched along a dimension other
 than the first, and tensors whose memory cannot be read directly.
 """
 
@@ -24,37 +25,38 @@ from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.backends.optional import CopyNode, CopyNodeBackend, features_of
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.io.buffers import InputBuffers
-from dispatchkit.execute.io.staging import Staging
+from dispatchkit.execute.io.staging import StagingBuffers
 
 _logger = logging.getLogger(__name__)
 
-#: Largest input that a node copies, in bytes at the size of the graph. Above it, device time
-#: matters more than host time, and torch's copy kernel is faster.
+#: Largest input that a node copies, in bytes at the bucket of the graph. For larger inputs, device
+#: time matters more than host time, and torch's copy kernel is faster.
 MAX_BYTES = 256 << 10
-#: Most inputs of one node.
+#: Maximum number of inputs of one node.
 MAX_INPUTS = 16
-#: Largest element of an input that a node copies, in bytes; also the period of the fill.
+#: Largest element size that a node copies, in bytes; also the period of its fill pattern.
 FILL_BYTES = 8
-# Alignment of host inputs in the node's data, which allows the widest words.
+# Alignment of host inputs in the node's data, in bytes: that of the widest load instruction.
 _ALIGNMENT = 16
 
 
 @attrs.define(eq=False, kw_only=True)
 class InputPath:
-    """How inputs are copied into one graph.
+    """The way that inputs are copied into one graph.
 
     Attributes:
-        buffers: The buffers that the graph reads.
-        bucket: Rows that it reads.
-        source: The buffers that steps in place write: the same ones, unless the graph was captured
-            elsewhere.
-        node: The copy node that the graph begins with, if any.
+        buffers: Buffers that the graph reads.
+        bucket: Number of rows that the graph reads.
+        source: Buffers that in-place steps write. They differ from ``buffers`` only if the graph
+            was captured outside the runner.
+        node: Copy node at the beginning of the graph, or None.
         device_inputs: Indices of the device inputs that the node copies.
-        host_offsets: Offset in the node's data of each host input; either all of them or none.
-        why_copied: Why there is no node.
-        staging: The pinned memory that a launch copies host inputs from, if any.
-        why_staged: Why it is used.
-        is_idle: The node copies nothing when the graph is launched.
+        host_offsets: Offset of each host input in the node's data. Contains all host inputs or
+            none.
+        why_copied: Why there is no node; empty if there is one.
+        staging: Pinned memory that the graph copies host inputs from, or None.
+        why_staged: Why ``staging`` is used.
+        is_idle: Whether the node copies nothing in the next launch.
         node_problem: Why setting the node failed; empty if it never failed.
     """
 
@@ -65,18 +67,18 @@ class InputPath:
     device_inputs: tuple[int, ...] = ()
     host_offsets: Mapping[int, int] = attrs.field(factory=dict)
     why_copied: str = ""
-    staging: Staging | None = None
+    staging: StagingBuffers | None = None
     why_staged: str = ""
     is_idle: bool = True
     node_problem: str = ""
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether the graph was captured elsewhere and reads memory other than the lane's."""
+    def is_external(self) -> bool:
+        """Whether the graph was captured outside the runner and reads its own input buffers."""
         return self.buffers is not self.source
 
     def record(self, stream: int) -> None:
-        """Queue the copies of inputs, as the first part of a capture.
+        """Queue the input copies at the beginning of a capture.
 
         Args:
             stream: Raw handle of the capturing stream.
@@ -87,7 +89,7 @@ class InputPath:
             self.staging.queue_copy(self.bucket)
 
     def attach(self, graph: CapturedGraph) -> None:
-        """Find the node in the captured graph; if not found, inputs are copied."""
+        """Attach the node to the captured graph, or drop it if the graph does not contain it."""
         if self.node is not None:
             self.why_copied = self.node.attach(graph)
             if self.why_copied:
@@ -97,22 +99,23 @@ class InputPath:
         """Make later launches copy nothing.
 
         Raises:
-            ReplayError: The node refused, so a launch would read inputs of an earlier call.
+            ReplayError: The node cannot be stopped, so a launch would read inputs of an earlier
+                call.
         """
         if self.node is None or self.is_idle:
             return
         code = self.node.stop()
         if code:
             raise ReplayError(
-                f"The copy at the beginning of a graph cannot be stopped: CUDA error {code}."
+                f"Disabling the copy node at the beginning of a graph failed: CUDA error {code}."
             )
         self.is_idle = True
 
-    def node_failed(self, code: int) -> None:
-        """Note that the node could not be set; warn the first time."""
+    def record_node_failure(self, code: int) -> None:
+        """Record that setting the node failed, and warn the first time."""
         if not self.node_problem:
-            self.node_problem = f"the node failed with CUDA error {code}"
-            _logger.warning("Inputs are copied by torch instead: %s.", self.node_problem)
+            self.node_problem = f"the copy node failed with CUDA error {code}"
+            _logger.warning("Inputs of a graph are copied by torch, because %s.", self.node_problem)
 
     def __str__(self) -> str:
         problem = self.why_copied or self.node_problem
@@ -127,13 +130,13 @@ class InputPath:
 def copied_path(
     buffers: InputBuffers, bucket: int, why: str, *, source: InputBuffers | None = None
 ) -> InputPath:
-    """Return the path of a step without a copy node.
+    """Return an input path without a copy node.
 
     Args:
-        buffers: The buffers that its graphs read.
-        bucket: Rows that they read.
+        buffers: Buffers that the graphs read.
+        bucket: Number of rows that the graphs read.
         why: Why there is no node.
-        source: The buffers that steps in place write; by default the same.
+        source: Buffers that in-place steps write; by default ``buffers``.
     """
     return InputPath(
         buffers=buffers,
@@ -146,10 +149,10 @@ def copied_path(
 
 
 def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> InputPath:
-    """Choose how inputs are copied into a graph of a size, before its capture."""
+    """Return the input path for a graph that is about to be captured at a bucket."""
     maker = features_of(backend).copy_nodes
     if maker is None:
-        return copied_path(buffers, bucket, "this backend has no such node")
+        return copied_path(buffers, bucket, "the backend does not support copy nodes")
     host = buffers.inputs.host
     sizes = {
         index: buffers.row_bytes(index) * (1 if spec.batch_dim is None else bucket)
@@ -174,7 +177,7 @@ def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> In
             )
         why_staged = node
     small = small[:MAX_INPUTS]
-    node = "no input on the device is small and batched along its first dimension"
+    node = "no device input is small and batched along dimension 0"
     if small:
         node = _make_node(maker, small, sizes, {})
     return InputPath(
@@ -192,14 +195,16 @@ def choose_path(backend: GraphBackend, buffers: InputBuffers, bucket: int) -> In
 def _offsets(
     host: Sequence[int], sizes: Mapping[int, int], room: int
 ) -> tuple[dict[int, int], str]:
-    """Return the offsets of host inputs in a node's data, or why they do not fit."""
+    """Return the offsets of host inputs in a node's data, and the reason if they do not fit."""
     if len(host) > room:
-        return {}, f"there are {len(host)}, and the node has room for {max(room, 0)} more inputs"
+        return {}, (
+            f"the copy node has room for {max(room, 0)} host inputs, but the graph has {len(host)}"
+        )
     offsets, end = {}, 0
     for index in host:
         if index not in sizes:
             return {}, (
-                "one is batched along a dimension other than the first, or has elements of more "
+                "a host input is batched along a dimension other than 0 or has elements of more "
                 f"than {FILL_BYTES} bytes"
             )
         offsets[index] = end

@@ -20,19 +20,19 @@ from dispatchkit.execute.io.host_arrays import (
 from dispatchkit.execute.io.input_errors import bind_or_raise, validate
 from dispatchkit.execute.io.static_input import StaticInput
 
-# Number of cached tuples of expected shapes, one per batch size.
+# Maximum number of batch sizes whose expected properties are cached.
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
-# How often the fast check of a size may be replaced: calls that differ in properties that only the
-# fast check requires must not pay for a new one each time.
-_MAX_REMADE = 64
-# Compares all metadata of some tensors in one call, in a fifth of the time of reading their
-# properties one by one. torch has it for compiled functions and does not document it: if it is
-# missing or returns False, the properties are read.
+# How often fast checks may be replaced before they are abandoned. Calls can differ in properties
+# that only the fast check compares, and building a new check for each would be expensive.
+_MAX_REPLACED = 64
+# Compares all metadata of several tensors in one call, in a fifth of the time of reading the
+# properties one by one. It is an undocumented part of torch.compile. If it is missing or returns
+# False, the properties are read.
 TensorGuards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
-#: Reserved keywords of calls, not allowed as names of inputs.
+#: Keywords of a call that are not allowed as input names.
 RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling", "priority"})
 
 
@@ -41,10 +41,10 @@ class InputSet:
 
     Args:
         specs: Static inputs by name; at least one is batched.
-        device: The required device of a call's tensors.
+        device: Required device of the tensors in a call.
 
     Raises:
-        ConfigError: There is no batched input, or a name is reserved.
+        ConfigError: No input is batched, or a name is reserved or not an identifier.
     """
 
     def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
@@ -77,17 +77,17 @@ class InputSet:
             index for index, spec in enumerate(self) if not spec.host
         )
         # Required properties of a value, read and compared in two calls. With a single visible GPU,
-        # a flag tells that a tensor is on it, which avoids creating a device object.
+        # ``is_cuda`` replaces ``device``, because reading ``device`` creates an object.
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1
-        self._place: Any = True if is_only else device
+        self._device_fact: Any = True if is_only else device
         self._facts: Any = attrgetter(
             "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad", "layout"
         )
         if len(self.host) == len(self.names):
             self._facts = _ARRAY_FACTS
         self._quick: dict[int, tuple[Callable[..., bool], Callable[..., bool]]] = {}
-        self._num_remade = 0
-        # For a single name it returns the value rather than a tuple of one.
+        self._num_replaced = 0
+        # With a single name, itemgetter would return the value instead of a tuple.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
         self._host_types = tuple(
             (index, spec.dtype, carrier_of(spec.dtype) is spec.dtype)
@@ -100,11 +100,11 @@ class InputSet:
         return iter(self.specs.values())
 
     def num_bytes(self, num_rows: int) -> int:
-        """Return the device bytes of buffers with this many rows."""
+        """Return the size in bytes of device buffers with ``num_rows`` rows."""
         return sum(spec.sized(num_rows).numel() * spec.dtype.itemsize for spec in self)
 
     def as_device(self) -> InputSet:
-        """Return the same inputs, all of them on the device."""
+        """Return these inputs with host inputs moved to the device."""
         if not self.host:
             return self
         specs = {name: attrs.evolve(spec, host=False) for name, spec in self.specs.items()}
@@ -114,7 +114,7 @@ class InputSet:
         """Put the arguments of a call into declared order.
 
         Raises:
-            InputError: One is missing, unknown or given twice.
+            InputError: An input is missing, unknown or given twice.
         """
         if not args:
             if len(kwargs) == len(self.names):
@@ -129,22 +129,23 @@ class InputSet:
             return args
         return bind_or_raise(self.names, args, kwargs)
 
-    # ``check(values)`` returns the number of rows of a valid call, and whether all inputs are known
-    # to be tensors whose memory can be read directly (contiguous, without lazy conjugation or
-    # negation), with autocast off. It raises InputError if one is not a tensor, or has a wrong
-    # dtype, device, rank, fixed dimension or number of rows. Host inputs are checked as arrays: see
-    # ``host_arrays``. It is not stored on the object, since only the garbage collector would free
-    # the cycle.
-
+    # Not stored on the object: a bound method would form a reference cycle, which only the garbage
+    # collector frees.
     @property
     def check(self) -> Callable[[Any], tuple[int, bool]]:
-        """The check for this kind of inputs."""
+        """The function that validates the values of a call.
+
+        It returns the number of rows, and whether a copy node can read all inputs directly
+        (contiguous tensors, without lazy conjugation or negation, autocast off). It raises
+        InputError if a value is not a tensor, or has a wrong dtype, device, rank, fixed dimension
+        or number of rows. Host inputs must have been converted to arrays (see ``host_arrays``).
+        """
         if not self.host and TensorGuards is not None:
             return self._check_tensors
-        return self._check_mixed if 0 < len(self.host) < len(self.names) else self._check_alike
+        return self._check_mixed if 0 < len(self.host) < len(self.names) else self._check_uniform
 
     def _check_tensors(self, values: Sequence[Any]) -> tuple[int, bool]:
-        """Check device inputs by comparison with an earlier call of this size."""
+        """Validate device inputs by comparing them with an earlier call of this size."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             known = self._quick.get(rows)
@@ -156,22 +157,22 @@ class InputSet:
                     return rows, False
         except (AttributeError, IndexError, RuntimeError):
             pass  # reported below
-        rows, _ = self._check_alike(values)
+        rows, _ = self._check_uniform(values)
         if any(type(value) is not torch.Tensor for value in values):
-            validate(self.specs, self.device, values)  # a subclass has these properties, too
+            validate(self.specs, self.device, values)  # rejects subclasses
         self._note_fit(rows, values)
         return rows, False
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """Store the fast checks of a valid call: contiguous, and with any strides."""
-        if self._num_remade >= _MAX_REMADE:
+        """Store two fast checks for calls of this size: contiguous tensors, and any strides."""
+        if self._num_replaced >= _MAX_REPLACED:
             self._quick.clear()
             return
         if rows in self._quick:
-            self._num_remade += 1
+            self._num_replaced += 1
         elif len(self._quick) >= MAX_KEPT_SIZES:
             self._quick.clear()
-        # A tensor that requires a gradient is valid only while gradients are disabled.
+        # Inputs that require a gradient are valid only while gradients are disabled.
         if all(type(value) is torch.Tensor and not value.requires_grad for value in values):
             shapes = [list(value.shape) for value in values]
             guards = [
@@ -181,24 +182,24 @@ class InputSet:
                     [[None] * len(shape) for shape in shapes],
                 )
             ]
-            # The guard compares these flags and whether the device's autocast is on.
+            # The guards also compare the lazy bits and the device's autocast state.
             is_special = torch.is_autocast_enabled(self.device.type)
-            is_readable = never if is_special or any(map(is_flagged, values)) else guards[0]
+            is_readable = never if is_special or any(map(has_lazy_bits, values)) else guards[0]
             self._quick[rows] = (is_readable, guards[1])
 
-    def _check_alike(self, values: Sequence[Any]) -> tuple[int, bool]:
-        """Check inputs that are all on the device or all arrays."""
+    def _check_uniform(self, values: Sequence[Any]) -> tuple[int, bool]:
+        """Validate inputs that are either all on the device or all in host memory."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
             if tuple(map(self._facts, values)) == expected:
                 return rows, False
         except (AttributeError, IndexError, RuntimeError):
-            pass  # not a tensor, or of too low a rank: reported below
+            pass  # not a tensor, or too few dimensions: reported below
         return validate(self.specs, self.device, values), False
 
     def _check_mixed(self, values: Sequence[Any]) -> tuple[int, bool]:
-        """Check inputs of which some are on the device and some are arrays."""
+        """Validate a mix of device inputs and host inputs."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
@@ -209,14 +210,14 @@ class InputSet:
             if tuple(found) == expected:
                 return rows, False
         except (AttributeError, IndexError, RuntimeError):
-            pass  # not a tensor or an array, or of too low a rank: reported below
+            pass  # not a tensor or array, or too few dimensions: reported below
         return validate(self.specs, self.device, values), False
 
     def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return a call's values, with those of host inputs converted to arrays if possible.
+        """Return the values of a call, with host inputs converted to arrays where possible.
 
         Raises:
-            InputError: An array was given for a dtype that numpy lacks.
+            InputError: A host input of a dtype that numpy lacks is an array.
         """
         made: list[Any] | None = None
         for index, dtype, is_plain in self._host_types:
@@ -226,8 +227,8 @@ class InputSet:
                     continue
                 raise InputError(
                     self.names[index],
-                    f"Input {self.names[index]!r} is {dtype}, which numpy lacks, so an array of "
-                    f"{value.dtype} is ambiguous. Pass a tensor.",
+                    f"Input {self.names[index]!r} must be a CPU tensor of {dtype}, because numpy "
+                    f"lacks this dtype; got an array of {value.dtype}.",
                 )
             if made is None:
                 made = list(values)
@@ -235,7 +236,7 @@ class InputSet:
         return values if made is None else made
 
     def part(self, values: Sequence[Any], start: int, num_rows: int) -> list[Any]:
-        """Return some rows of a checked call's values, as views."""
+        """Return views of some rows of a validated call."""
         found = list(values)
         for index, dim in self.batched:
             value = found[index]
@@ -246,7 +247,7 @@ class InputSet:
         return found
 
     def to_tensors(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Return a checked call as tensors on the device; only arrays are copied."""
+        """Return the values of a validated call as device tensors; only arrays are copied."""
         if not self.host:
             return values
         return [
@@ -262,7 +263,7 @@ class InputSet:
         expected = tuple(
             (spec.sized(rows), array_dtype(spec.dtype))
             if spec.host
-            else (spec.sized(rows), spec.dtype, self._place, False, torch.strided)
+            else (spec.sized(rows), spec.dtype, self._device_fact, False, torch.strided)
             for spec in self
         )
         self._expected[rows] = expected
@@ -270,7 +271,7 @@ class InputSet:
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:
-    """Return the strides of contiguous memory of a shape."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -278,11 +279,11 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
-def is_flagged(value: torch.Tensor) -> bool:
-    """Return whether torch converts a tensor's memory lazily when reading it."""
+def has_lazy_bits(value: torch.Tensor) -> bool:
+    """Return whether torch applies a lazy conversion (conj, neg, zero) when reading a tensor."""
     return value.is_neg() or value.is_conj() or value._is_zerotensor()
 
 
 def never(*_: Any) -> bool:
-    """Return False: the fast check before any call is known."""
+    """Return False; stands for a fast check until a call was validated."""
     return False

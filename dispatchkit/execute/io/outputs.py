@@ -1,11 +1,12 @@
-"""Outputs: their batch dimensions, the memory that graphs write to, and cutting.
+"""Outputs: batch dimensions, shared output memory, and cutting to the real rows.
 
-The batch dimension of an output is declared (``output_batch_dims``) or measured: the step runs at
-two sizes, and the one dimension that equals the size both times is the batch. Equality at one size
-would prove nothing. An output with two candidates, or with a dimension that grows differently, is
-*open*: it cannot be cut, so that only full buckets replay.
+The batch dimension of an output is declared with ``output_batch_dims`` or measured. To measure it,
+the step runs at two sizes, and the dimension that equals the size in both runs is the batch. A
+single run would not be enough, because another dimension may happen to have that size. An output is
+*open* if it has two candidates or if another dimension changes. Open outputs cannot be cut, so only
+full buckets replay.
 
-All graphs of a lane write their outputs to shared memory, since a lane runs one step at a time.
+All graphs of a lane write their outputs to the same memory, because a lane runs one step at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import CaptureError, ConfigError
-from dispatchkit.execute.io.static_input import Allocate, plainly
+from dispatchkit.execute.io.static_input import Allocate, allocate_default
 from dispatchkit.execute.io.structure import (
     Structure,
     flatten,
@@ -36,16 +37,16 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @attrs.frozen
 class LeafLayout:
-    """One leaf of the outputs.
+    """The layout of one leaf of the outputs.
 
     Attributes:
         kind: ``tensor``; ``open``, a tensor that cannot be cut; ``value``, a Python value that may
             depend on the number of rows; ``rows``, a number declared to be the number of rows;
-            ``constant``, a value declared to be constant; or ``kept``, in an object that the step
-            itself keeps.
-        shape: A tensor's shape with None at its batch dimension.
-        dtype: A tensor's type.
-        value: A constant's value, or the value at some number of rows.
+            ``constant``, a constant Python value; or ``kept``, part of an object that the step
+            keeps.
+        shape: Shape of a tensor, with None as its batch dimension.
+        dtype: Data type of a tensor.
+        value: The constant, or an example of a ``value``.
     """
 
     kind: str
@@ -55,11 +56,11 @@ class LeafLayout:
 
     @property
     def batch_dim(self) -> int | None:
-        """Index of the batch dimension, or None."""
+        """The index of the batch dimension, or None."""
         return self.shape.index(None) if None in self.shape else None
 
     def fits(self, leaf: Any, size: int) -> bool:
-        """Return whether a leaf computed at a size has this layout."""
+        """Return whether a leaf computed on ``size`` rows has this layout."""
         if self.kind == "tensor":
             return (
                 isinstance(leaf, torch.Tensor)
@@ -82,7 +83,7 @@ class LeafLayout:
 
     @property
     def is_mutable_value(self) -> bool:
-        """Whether a caller could modify such a value."""
+        """Whether the leaf is a Python value that a caller could modify."""
         return self.kind == "value" and not is_immutable(self.value)
 
 
@@ -95,24 +96,24 @@ class OutputLayout:
 
     @property
     def has_values(self) -> bool:
-        """Whether there are values that may depend on the number of rows."""
+        """Whether any leaf is a Python value that may depend on the number of rows."""
         return any(one.kind == "value" for one in self.leaves)
 
     @property
     def open_output(self) -> int | None:
-        """Index of the first output that cannot be cut to a batch, or None."""
+        """The index of the first output that cannot be cut, or None."""
         found = (index for index, leaf in enumerate(self.leaves) if leaf.kind == "open")
         return next(found, None)
 
     def fits(self, outputs: Any, size: int) -> bool:
-        """Return whether outputs computed at a size have this layout."""
+        """Return whether outputs computed on ``size`` rows have this layout."""
         leaves, structure = flatten(outputs)
         return structure == self.structure and all(
             one.fits(leaf, size) for one, leaf in zip(self.leaves, leaves, strict=True)
         )
 
     def values(self, outputs: Any, size: int) -> dict[int, Any]:
-        """Return the Python values of outputs computed at a size, by leaf.
+        """Return the Python values in outputs computed on ``size`` rows, by leaf index.
 
         Raises:
             CaptureError: The outputs have a different layout.
@@ -139,10 +140,10 @@ def _undeclared(index: int, problem: str) -> CaptureError:
 
 
 def measure_layout(first: Any, size: int, second: Any, other_size: int) -> OutputLayout:
-    """Return the common layout of outputs computed at two sizes.
+    """Derive the output layout from outputs computed at two sizes.
 
     Raises:
-        CaptureError: The layouts differ, with reason ``output_layout``.
+        CaptureError: The two outputs have no common layout; reason ``output_layout``.
     """
     leaves, structure = flatten(first)
     others, other_structure = flatten(second)
@@ -152,10 +153,10 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
             f"{other_structure} at {other_size}.",
             reason="output_layout",
         )
-    structure = structure.keeping(first, second)
+    structure = structure.with_kept_objects(first, second)
     found = []
     for index, (leaf, other, is_kept) in enumerate(
-        zip(leaves, others, structure.kept(), strict=True)
+        zip(leaves, others, structure.kept_leaves(), strict=True)
     ):
         if is_kept:
             found.append(LeafLayout("kept"))
@@ -164,19 +165,19 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
             if type(leaf) is not type(other):
                 raise CaptureError(
                     f"Output {index} is a {type(leaf).__name__} at {size} rows and a "
-                    f"{type(other).__name__} at {other_size}. Return the same kind of value for "
-                    "all sizes.",
+                    f"{type(other).__name__} at {other_size} rows. Return the same type at all "
+                    "sizes.",
                     reason="output_layout",
                 )
             is_object = leaf is other and not is_immutable(leaf)  # an object that the step keeps
-            # Other values at a number of rows are measured when that number occurs.
+            # Values at other sizes are measured when a batch of that size first occurs.
             kind = "constant" if leaf is None or is_object else "value"
             found.append(LeafLayout(kind, value=leaf))
             continue
         if type(leaf) not in _PLAIN_TENSORS:
             raise CaptureError(
-                f"Output {index} is a {type(leaf).__name__}, but a graph computes plain tensors. "
-                "Return as_subclass(torch.Tensor), and convert it outside the step.",
+                f"Output {index} is a {type(leaf).__name__}, but graphs return plain tensors. "
+                "Return output.as_subclass(torch.Tensor) and convert it outside the step.",
                 reason="output_layout",
             )
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
@@ -196,15 +197,15 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
 
 
 def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
-    """Return the layout declared by the user, for outputs computed at a size.
+    """Return the output layout that follows from ``output_batch_dims``.
 
     Args:
-        outputs: The outputs of the step.
-        size: Number of rows that it ran at.
-        batch_dims: An index or None for all outputs, or a structure with one per output.
+        outputs: Outputs of the step.
+        size: Number of rows that the outputs were computed on.
+        batch_dims: An index or None for all outputs, or a structure with an entry per output.
 
     Raises:
-        CaptureError: It does not match the outputs, with reason ``output_layout``.
+        CaptureError: The declaration does not match the outputs; reason ``output_layout``.
     """
     leaves, structure = flatten(outputs)
     whole = batch_dims is None or isinstance(batch_dims, int)
@@ -220,9 +221,9 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
         if not isinstance(leaf, torch.Tensor):
             if whole and is_same_value(leaf, size):
                 raise CaptureError(
-                    f"Output {index} is the number {leaf!r}, equal to the rows it was computed "
-                    "at. Give output_batch_dims as a structure: 0 for it if it is the number of "
-                    "rows, None if it is a constant.",
+                    f"Output {index} is {leaf!r}, which may be the number of rows or a constant. "
+                    "Pass output_batch_dims as a structure with 0 for this output if it is the "
+                    "number of rows, or None if it is a constant.",
                     reason="output_layout",
                 )
             is_rows = dim is not None and is_same_value(leaf, size)
@@ -242,7 +243,7 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
 
 
 def check_batch_dims(value: Any) -> None:
-    """Raise ConfigError unless a value is valid as ``output_batch_dims``."""
+    """Raise ConfigError unless ``value`` is a valid ``output_batch_dims``."""
     if value == DERIVED:
         return
     for dim in tree_leaves(value):
@@ -251,62 +252,62 @@ def check_batch_dims(value: Any) -> None:
 
 
 class SharedMemory:
-    """Output memory that a lane's graphs share, by slot; each graph uses the front.
+    """Output memory shared by the graphs of a lane, with one block per slot.
 
-    The largest graph is captured first, so that the others fit into its memory. A graph that needs
-    more gets new memory, and earlier graphs keep theirs.
+    The largest graph is captured first, so smaller graphs fit into its blocks. If a graph needs a
+    larger block, the slot gets a new one, and earlier graphs keep the old block alive.
 
     Args:
-        device: The device.
-        allocate: Calls a function that creates a tensor, in a pool's memory.
+        device: Device of the memory.
+        allocate: Function that allocates a tensor, for example in a graph pool.
     """
 
     def __init__(
         self,
         device: torch.device,
-        allocate: Allocate = plainly,
+        allocate: Allocate = allocate_default,
     ) -> None:
         self._device, self._allocate = device, allocate
         self._blocks: dict[Any, torch.Tensor] = {}
         self._replaced: list[tuple[StorageWeakRef, int]] = []
 
-    def take(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor at the front of a slot's memory."""
+    def tensor_at(self, slot: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor at the start of a slot's block."""
         num_bytes = _num_bytes(shape, dtype)
-        if growth := self.growth(place, shape, dtype):
-            if (old := self._blocks.get(place)) is not None:
+        if growth := self.growth(slot, shape, dtype):
+            if (old := self._blocks.get(slot)) is not None:
                 self._replaced.append((StorageWeakRef(old.untyped_storage()), old.numel()))
             with inference_mode(False):
-                self._blocks[place] = self._allocate(
+                self._blocks[slot] = self._allocate(
                     lambda: torch.zeros(growth, dtype=torch.uint8, device=self._device)
                 )
         with inference_mode(False):
-            return self._blocks[place][:num_bytes].view(dtype).view(tuple(shape))
+            return self._blocks[slot][:num_bytes].view(dtype).view(tuple(shape))
 
-    def growth(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes that taking a tensor would add; earlier graphs keep their memory."""
+    def growth(self, slot: Any, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes that ``tensor_at`` would allocate, 0 if the slot's block is enough."""
         num_bytes = _num_bytes(shape, dtype)
-        block = self._blocks.get(place)
+        block = self._blocks.get(slot)
         return 0 if block is not None and block.numel() >= num_bytes else max(num_bytes, 16)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in the current memory."""
+        """Return whether a tensor is in a current block."""
         return self.owns(tensor.untyped_storage())
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage is current memory."""
+        """Return whether a storage is that of a current block."""
         identity = storage._cdata
         return any(block.untyped_storage()._cdata == identity for block in self._blocks.values())
 
     def clear(self) -> None:
-        """Release all memory; tensors taken from it keep theirs."""
+        """Release all blocks; existing tensors in them stay valid."""
         for block in self._blocks.values():
             self._replaced.append((StorageWeakRef(block.untyped_storage()), block.numel()))
         self._blocks.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes alive now, including replaced memory that graphs still use."""
+        """The size of all live blocks in bytes, including replaced blocks still in use."""
         self._replaced = [pair for pair in self._replaced if not pair[0].expired()]
         replaced = sum(num_bytes for _, num_bytes in self._replaced)
         return replaced + sum(block.numel() for block in self._blocks.values())
@@ -319,16 +320,16 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 def cut(
     layout: OutputLayout, leaves: Sequence[Any], num_rows: int, values: Mapping[int, Any]
 ) -> list[Any]:
-    """Return padded leaves cut to the real rows; too short a leaf is an error.
+    """Cut padded output leaves to the real rows.
 
     Args:
-        layout: The layout of the leaves.
-        leaves: The leaves, computed at the size of the graph.
-        num_rows: The real rows.
-        values: Python values at this number of rows, by leaf, if they may differ.
+        layout: Layout of the leaves.
+        leaves: Leaves computed at the bucket of the graph.
+        num_rows: Number of real rows.
+        values: Python values that differ at this number of rows, by leaf index.
 
     Raises:
-        CaptureError: A leaf has fewer rows than the call, with reason ``output_layout``.
+        CaptureError: A leaf has fewer rows than the call; reason ``output_layout``.
     """
     result: list[Any] = []
     for index, (one, leaf) in enumerate(zip(layout.leaves, leaves, strict=True)):
@@ -338,7 +339,7 @@ def cut(
             result.append(one.value)
         elif one.kind in ("value", "kept"):
             result.append(values.get(index, leaf))
-        elif (dim := one.batch_dim) is None:  # also for open ones, which are never cut
+        elif (dim := one.batch_dim) is None:  # includes open outputs, which are never cut
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
             raise _undeclared(index, f"has {leaf.shape[dim]} rows for a call of {num_rows}")

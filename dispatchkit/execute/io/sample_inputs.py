@@ -1,4 +1,4 @@
-"""Inputs for measuring steps on dummy rows."""
+"""Create inputs with dummy rows for timing steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dispatchkit.execute.io.static_input import StaticInput
 def sample_inputs(
     specs: Mapping[str, StaticInput], size: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return inputs of ``size`` rows: random floating-point numbers, fill in other dtypes.
+    """Return inputs with ``size`` dummy rows.
 
-    Random, because a device computes zeros with less power, and therefore faster.
+    Floating-point inputs are random, because a device needs less power for zeros and computes them
+    faster. Inputs of other dtypes contain their fill value.
 
     Args:
         specs: Static inputs by name.
-        size: Rows.
-        device: The device of the tensors; host inputs are in host memory.
+        size: Number of rows.
+        device: Device of the tensors, except host inputs, which are in host memory.
     """
     made = {}
     for name, spec in specs.items():

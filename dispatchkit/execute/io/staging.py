@@ -1,21 +1,21 @@
-"""Staging buffers: pinned memory of host inputs, copied to the device by the graph itself.
+"""Staging buffers: pinned memory for host inputs, copied to the device by the graph itself.
 
-Used by graphs whose host inputs do not fit into their copy node (see ``input_path``), and by steps
-of pieces.
+They are used by graphs whose host inputs do not fit into their copy node (see ``input_path``), and
+by steps that are split into pieces.
 
-The memory is one block, with one region per host input. A call writes its rows there, which
-takes a fraction of a microsecond, and the graph begins with its copy. A small block is copied as a
-whole: every further copy would take longer, on the host and on the device, than the bytes it would
-save.
+The memory is one block with a region for each host input. A call writes its rows into the block in
+a fraction of a microsecond, and the graph begins by copying the block to the device. A small block
+is copied whole, because each additional copy costs more time, on host and device, than copying
+fewer bytes saves.
 
-The next call must not write before that copy has run. An event after the step shows whether it has;
-querying it takes a quarter of a microsecond. A call waits for the previous step if that still runs;
-the device does not idle as long as it has work in its queue.
+The next call must not overwrite the block before the copy has run. An event recorded after the
+step shows this; querying it takes a quarter of a microsecond. If the previous step is still
+running, the call waits for it. The device stays busy as long as work is queued.
 
-Measured on one H200 (torch 2.11), 3 inputs of 512 rows: one copy adds nothing to a launch of 3.2
-us, three copies add 2.5 us, and 8 copies 8.6 us. As an alternative to the event, a word that the
-graph copies back to the host after its inputs took the device 10 us longer, and was once seen too
-early: 5 of 100 steps were wrong.
+Measured on one H200 (torch 2.11) with 3 inputs of 512 rows: one copy adds nothing to a launch of
+3.2 us, three copies add 2.5 us, and 8 copies 8.6 us. The alternative to the event, a flag that the
+graph copies back to the host after its inputs, took the device 10 us longer. It was also read too
+early in one run, where 5 of 100 steps were wrong.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ import torch
 from dispatchkit.backends.base import GraphBackend, Stream
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.execute.io.host_arrays import as_array
-from dispatchkit.execute.io.static_input import Allocate, StaticInput, plainly
+from dispatchkit.execute.io.static_input import Allocate, StaticInput, allocate_default
 
-# Up to this size the whole block is copied, regardless of the batch.
+# Blocks up to this size are copied whole, regardless of the batch.
 WHOLE_BLOCK_BYTES = 256 << 10
-# Alignment of regions, as of the device's own allocations.
+# Alignment of the regions in bytes, equal to that of device allocations.
 _ALIGNMENT = 256
 
 
-class Staging:
-    """The pinned memory of one lane's host inputs, and the device memory that graphs read.
+class StagingBuffers:
+    """Pinned memory for the host inputs of a lane, and its copy on the device.
 
     Args:
-        specs: The host inputs by name.
-        num_rows: Rows of each batched input.
-        backend: The device.
-        allocate: Calls a function that creates device tensors, in a pool's memory.
+        specs: Host inputs by name.
+        num_rows: Number of rows of each batched input.
+        backend: Backend of the device.
+        allocate: Function that allocates device tensors, for example in a graph pool.
 
     Attributes:
-        host: Pinned memory by name, as large as the device's.
-        fill_arrays: Fill values by name, as 0-d arrays.
-        device: The device memory that graphs read, by name.
+        host: Pinned tensors by input name, with the shapes of ``device``.
+        fill_arrays: Fill values by input name, as 0-d arrays.
+        device: Device tensors that graphs read, by input name.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Staging:
         specs: Mapping[str, StaticInput],
         num_rows: int,
         backend: GraphBackend,
-        allocate: Allocate = plainly,
+        allocate: Allocate = allocate_default,
     ) -> None:
         device = torch.device(backend.torch_device)
         starts: dict[str, tuple[int, int]] = {}
@@ -89,23 +89,23 @@ class Staging:
         self._is_used = False
 
     def queue_copy(self, num_rows: int) -> None:
-        """Queue the copy of the first rows on the current stream, also inside a capture."""
+        """Queue the copy of the first rows on the current stream, which may be capturing."""
         if self._is_whole:
             self._device_block.copy_(self._host_block, non_blocking=True)
         else:
             for name, spec in self._specs.items():
                 target, source = self.device[name], self.host[name]
-                if spec.batch_dim == 0:  # along other dimensions rows are not contiguous
+                if spec.batch_dim == 0:  # rows of other batch dimensions are not contiguous
                     target, source = target[:num_rows], source[:num_rows]
                 target.copy_(source, non_blocking=True)
 
-    def note_launch(self, stream: Stream) -> None:
-        """Note that the work last queued on a stream reads the memory."""
+    def record_launch(self, stream: Stream) -> None:
+        """Record that the last launch on a stream reads the pinned memory."""
         self._used.record(stream)
-        self._is_used = True  # permanently: another thread may be waiting
+        self._is_used = True  # never reset, because another thread may be waiting
 
     def wait(self) -> None:
-        """Wait until the memory may be written, after the last step that reads it."""
+        """Wait until no launched step reads the pinned memory."""
         if self._is_used and not self._used.query():
             self._used.synchronize()
 

@@ -1,4 +1,4 @@
-"""The declaration of a static input: shape, dtype, fill and location."""
+"""Declarations of static inputs: shape, dtype, fill value and location."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dispatchkit.keys.checks import whole_number
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """Return the torch dtype for a dtype or its name (``"int64"``, ``"torch.bfloat16"``).
+    """Return a torch dtype, given itself or its name (``"int64"``, ``"torch.bfloat16"``).
 
     Raises:
-        UnknownNameError: torch has no dtype of that name.
+        UnknownNameError: torch has no dtype with this name.
     """
     if isinstance(value, torch.dtype):
         return value
@@ -30,18 +30,18 @@ def parse_dtype(value: Any) -> torch.dtype:
     return found
 
 
-# A dimension along an axis: its value, possibly plus or minus a number.
+# A dimension along an axis: the axis's name, optionally plus or minus a number.
 _OF_AXIS = re.compile(r"(?P<axis>[^\W\d]\w*)( ?(?P<sign>[+-]) ?(?P<more>\d+))?")
-#: The fill of inputs along an axis whose last value is repeated.
+#: The ``fill`` that repeats the last value of an input along an axis.
 LAST = "last"
 
 
 def axis_of(size: str) -> tuple[str, int]:
-    """Return the axis that a dimension follows, and its offset from the axis's value."""
+    """Return the axis of a dimension such as ``"requests + 1"``, and its offset from the axis."""
     found = _OF_AXIS.fullmatch(size)
     if found is None:
         raise ConfigError(
-            "shape", size, "an axis, or an axis plus or minus a number: 'requests + 1'"
+            "shape", size, "an axis, or an axis plus or minus a number, such as 'requests + 1'"
         )
     more = int(found["more"] or 0)
     return found["axis"], -more if found["sign"] == "-" else more
@@ -57,12 +57,12 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
     if any((number := whole_number(size)) is None or number < 0 for size in sizes):
         raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
     if shape.count(None) > 1:
-        raise ConfigError("shape", value, "a shape with None at most once, the batch dimension")
+        raise ConfigError("shape", value, "a shape with at most one None, the batch dimension")
     return shape
 
 
 def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
-    """Return whether a dtype can hold a value, possibly rounded; torch would truncate others."""
+    """Return whether a dtype can hold a fill value; rounding is allowed, truncation is not."""
     try:
         held = torch.full((), fill, dtype=dtype).item()
         if dtype.is_floating_point and math.isfinite(fill):
@@ -74,18 +74,19 @@ def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
 
 @attrs.frozen
 class StaticInput:
-    """What a graph expects of one input.
+    """The declaration of one static input.
 
     Attributes:
-        shape: Its shape, None at the batch dimension (tokens). Without a None it is not
-            batched and is copied whole. The name of an axis means the axis's value; ``"requests +
-            1"`` means one more, as for offsets of packed sequences.
-        dtype: Its dtype, as a torch dtype or a name.
-        fill: Value of padding rows, in warmup, capture and every replay. ``"last"``, for an input
-            along an axis without a batch dimension, repeats the last value of a call, as for
-            offsets of packed sequences, where further sequences are empty.
-        host: It is passed in host memory: a numpy array, a CPU tensor (pinned or not), or a list.
-            Its copy to the device is part of the graph.
+        shape: Shape of the input, with None as the batch dimension (tokens). An input without None
+            is not batched and is copied whole. A dimension may name an axis, whose value it then
+            has, or an axis plus or minus a number: offsets of packed sequences have the dimension
+            ``"requests + 1"``.
+        dtype: Data type, as a torch dtype or its name.
+        fill: Value of padding rows in warmups, captures and replays. ``"last"`` repeats the last
+            value of the call. It is allowed for inputs along an axis that are not batched, such as
+            offsets of packed sequences, where it makes the padding sequences empty.
+        host: Whether calls pass the input in host memory, as a numpy array, a CPU tensor (pinned or
+            not) or a list. The graph then includes its copy to the device.
     """
 
     shape: tuple[Any, ...] = attrs.field(converter=_shape)
@@ -93,7 +94,7 @@ class StaticInput:
     fill: float | int | bool | str = 0
     host: bool = False
 
-    #: What to do after a value of another kind was given; empty where the error says all.
+    #: Next step that is appended to errors about values of a wrong kind; may be empty.
     next_step: ClassVar[str] = ""
 
     def __attrs_post_init__(self) -> None:
@@ -103,23 +104,23 @@ class StaticInput:
                     "fill",
                     self.fill,
                     "a value, unless the input is along an axis and not batched",
-                    "Padding rows need the same value in every step.",
+                    "Padding rows must have the same value in every step.",
                 )
         elif not _is_value_of(self.fill, self.dtype):
             raise ConfigError("fill", self.fill, f"a value of {self.dtype}")
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The dimensions that follow an axis."""
+        """The dimensions that depend on an axis."""
         return tuple(size for size in self.shape if isinstance(size, str))
 
     @property
     def fill_value(self) -> float | int | bool:
-        """The contents of its memory before the first call."""
+        """The fill as a number; 0 if ``fill`` is ``"last"``."""
         return 0 if isinstance(self.fill, str) else self.fill
 
     def at(self, values: Mapping[str, int]) -> StaticInput:
-        """Return the input for a value of each axis, with a single fill value."""
+        """Return a copy with all axes replaced by their values."""
 
         def sized(size: Any) -> Any:
             if not isinstance(size, str):
@@ -132,48 +133,49 @@ class StaticInput:
 
     @property
     def batch_dim(self) -> int | None:
-        """Index of the batch dimension, or None if the input is not batched."""
+        """The index of the batch dimension, or None if the input is not batched."""
         return self.shape.index(None) if None in self.shape else None
 
     def sized(self, num_rows: int) -> torch.Size:
-        """Return the shape at a number of rows."""
+        """Return the shape with ``num_rows`` rows."""
         return torch.Size(num_rows if size is None else size for size in self.shape)
 
     def full(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return new memory of this many rows, filled with the fill value."""
+        """Return a new tensor with ``num_rows`` rows of the fill value."""
         return torch.full(self.sized(num_rows), self.fill_value, dtype=self.dtype, device=device)
 
 
-#: Calls a function that creates a tensor, in some pool's memory.
+#: Calls a function that creates a tensor, and decides which memory pool the tensor is in.
 Allocate = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
-def plainly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call a function that creates a tensor, in default memory."""
+def allocate_default(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Create a tensor in memory of the default allocator."""
     return make()
 
 
 def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, StaticInput]:
-    """Derive static inputs from one example of each.
+    """Derive static inputs from example tensors.
 
-    The inputs that share the size of dimension 0 of the first tensor are batched along it;
-    the others are not batched. If another input of the example happens to have that size, this is
-    wrong: give ``inputs`` instead.
+    Inputs whose dimension 0 has the same size as that of the first tensor are batched along it. If
+    an unbatched input happens to have that size, declare ``inputs`` instead.
 
     Raises:
-        InputError: An example is not a tensor, or the first has no dimensions.
+        InputError: A value is not a tensor, or the first tensor has no dimensions.
     """
     rows: int | None = None
     derived = {}
     for name, tensor in example.items():
         if not isinstance(tensor, torch.Tensor):
-            raise InputError(name, f"Example of {name!r} must be a tensor, got {tensor!r:.60}.")
+            raise InputError(
+                name, f"The example for input {name!r} must be a tensor, got {tensor!r:.60}."
+            )
         if rows is None:
             if tensor.dim() == 0:
                 raise InputError(
                     name,
-                    f"Example of {name!r} must have a batch dimension, got a 0-d tensor. Put a "
-                    "batched input first, or declare `inputs`.",
+                    f"The example for the first input, {name!r}, must have a batch dimension, got "
+                    "a 0-d tensor. Put a batched input first, or declare `inputs`.",
                 )
             rows = tensor.shape[0]
         batched = tensor.dim() > 0 and tensor.shape[0] == rows

@@ -1,8 +1,8 @@
-"""Flatten results: containers known to torch's pytree, and objects that hold tensors.
+"""Flatten results: pytree containers, and objects that contain tensors.
 
-Besides tensors, a result may hold any value. Dataclasses, caches and other plain objects with
-tensors inside are flattened like containers, and a replay returns new ones. A value without tensors
-is one leaf, of any type.
+A result may contain any value. Dataclasses, caches and other plain objects that contain tensors are
+flattened like containers, and each replay returns new objects. A value without tensors is a single
+leaf.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from dispatchkit.execute.io.tree import tree_flatten
 
-# Types that can be returned repeatedly, since they are immutable.
+# Immutable types: every replay may return the same object.
 _IMMUTABLE: Final = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -36,10 +36,10 @@ class _Object:
     """A flattened object.
 
     Attributes:
-        cls: Its class.
-        names: Names of its attributes.
-        inside: The structure of a list of its contents: its items, then its attributes.
-        own: The object to return instead of a new one, if the step keeps it.
+        cls: Class of the object.
+        names: Names of the object's attributes.
+        inside: Structure of the list of its items, if any, followed by its attribute values.
+        own: The object itself, if the step keeps it and returns it every time; otherwise None.
     """
 
     cls: type
@@ -67,15 +67,15 @@ class Structure:
     """The structure of a result.
 
     Attributes:
-        spec: The containers that torch's pytree knows.
-        objects: Flattened objects among the leaves of these containers, by index.
+        spec: Containers that are registered with torch's pytree.
+        objects: Index and structure of each leaf of ``spec`` that is a flattened object.
     """
 
     spec: TreeSpec
     objects: tuple[tuple[int, _Object], ...] = ()
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """Return a result built from leaves."""
+        """Build a result from its leaves."""
         if not self.objects:
             return tree_unflatten(leaves, self.spec)
         whole: list[Any] = []
@@ -90,13 +90,13 @@ class Structure:
         return tree_unflatten(whole, self.spec)
 
     def builder(self) -> Callable[[list[Any]], Any]:
-        """Return ``build``, or something faster for a tensor, a tuple, a list or a dictionary."""
+        """Return ``build``, or a faster equivalent for a leaf, flat tuple, list or dictionary."""
         spec = self.spec
         if self.objects:
             return self.build
         if spec.is_leaf():
             return lambda leaves: leaves[0]
-        if spec.num_nodes == 1 + spec.num_leaves:  # flat: no container inside
+        if spec.num_nodes == 1 + spec.num_leaves:  # no nested containers
             if spec.type is tuple:
                 return tuple
             if spec.type is list:
@@ -108,26 +108,26 @@ class Structure:
 
     @property
     def num_leaves(self) -> int:
-        """Number of leaves."""
+        """The number of leaves."""
         inside = sum(one.inside.num_leaves - 1 for _, one in self.objects)
         return int(self.spec.num_leaves) + inside
 
     @property
     def is_leaf(self) -> bool:
-        """Whether a result is one leaf."""
+        """Whether the result is a single leaf."""
         return not self.objects and bool(self.spec.is_leaf())
 
     @property
     def is_flat_tuple(self) -> bool:
-        """Whether a result is a tuple of leaves."""
+        """Whether the result is a tuple without nested containers."""
         spec = self.spec
         is_flat = spec.num_nodes == 1 + spec.num_leaves
         return not self.objects and spec.type is tuple and bool(is_flat)
 
-    def keeping(self, one: Any, other: Any) -> Structure:
-        """Return the structure for steps that keep the objects they return, from two results.
+    def with_kept_objects(self, one: Any, other: Any) -> Structure:
+        """Return this structure with kept objects marked, by comparing two results.
 
-        An object that is identical in both results is kept by the step.
+        If both results contain the same object, the step keeps that object.
         """
         if not self.objects:
             return self
@@ -137,12 +137,14 @@ class Structure:
             if ones[index] is others[index]:
                 objects.append((index, attrs.evolve(found, own=ones[index])))
             else:
-                inside = found.inside.keeping(_contents(ones[index]), _contents(others[index]))
+                inside = found.inside.with_kept_objects(
+                    _contents(ones[index]), _contents(others[index])
+                )
                 objects.append((index, attrs.evolve(found, inside=inside)))
         return attrs.evolve(self, objects=tuple(objects))
 
-    def kept(self) -> Iterator[bool]:
-        """Yield for each leaf whether it is in an object that the step keeps."""
+    def kept_leaves(self) -> Iterator[bool]:
+        """Yield, for each leaf, whether it belongs to an object that the step keeps."""
         objects = dict(self.objects)
         for index in range(self.spec.num_leaves):
             found = objects.get(index)
@@ -151,7 +153,7 @@ class Structure:
             elif found.own is not None:
                 yield from [True] * found.inside.num_leaves
             else:
-                yield from found.inside.kept()
+                yield from found.inside.kept_leaves()
 
     def __str__(self) -> str:
         inside = "".join(f", {one.cls.__name__}{one.names}" for _, one in self.objects)
@@ -159,7 +161,10 @@ class Structure:
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves and the structure of a result; ``structure.build(leaves)`` reverses it."""
+    """Return the leaves and the structure of a result.
+
+    ``structure.build(leaves)`` is the inverse.
+    """
     return _flatten(value, ())
 
 
@@ -173,7 +178,7 @@ def _flatten(value: Any, around: tuple[int, ...]) -> tuple[list[Any], Structure]
     leaves: list[Any] = []
     objects = []
     for index, leaf in enumerate(found):
-        if isinstance(leaf, torch.Tensor) or not _is_opened(leaf, around):
+        if isinstance(leaf, torch.Tensor) or not _is_flattened(leaf, around):
             leaves.append(leaf)
             continue
         names, contents = _names(leaf), _contents(leaf)
@@ -187,7 +192,7 @@ def _flatten(value: Any, around: tuple[int, ...]) -> tuple[list[Any], Structure]
 
 
 def _tree(value: Any) -> tuple[list[Any], TreeSpec]:
-    # A torch.Size is a value: torch's pytree would rebuild it as a plain tuple.
+    # torch.Size is kept as a leaf, because torch's pytree would rebuild it as a plain tuple.
     return tree_flatten(value, is_leaf=_is_size)
 
 
@@ -195,25 +200,25 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, torch.Size)
 
 
-def _is_opened(value: Any, around: tuple[int, ...]) -> bool:
-    """Return whether an object may be flattened: a plain one, not nested in itself."""
+def _is_flattened(value: Any, around: tuple[int, ...]) -> bool:
+    """Return whether to flatten an object: it is plain and does not contain itself."""
     cls: Any = type(value)
     if isinstance(value, _IMMUTABLE) or callable(value) or id(value) in around:
         return False
     if dataclasses.is_dataclass(cls) or attrs.has(cls) or isinstance(value, _BUILTIN_BASES):
         return True
     is_library = (cls.__module__ or "").partition(".")[0] in _LIBRARIES
-    # An object with state other than its attributes would be restored incompletely.
+    # A class that defines __reduce__ may have state besides its attributes, which would be lost.
     is_plain = cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
     return not is_library and is_plain and _base_of(cls) is object
 
 
 def _base_of(cls: type) -> type:
-    """Return the builtin base class that creates objects of a class."""
+    """Return the builtin base class whose ``__new__`` creates instances of a class."""
     for base in cls.__mro__:
         if base in _BUILTIN_BASES:
             return base
-        if base.__flags__ & (1 << 9) == 0 and base is not object:  # not created by Python code
+        if base.__flags__ & (1 << 9) == 0 and base is not object:  # defined in C (no heap type)
             return base
     return object
 
@@ -231,7 +236,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return the contents of an object: its items, if any, and its attributes."""
+    """Return the items of an object, if any, followed by its attribute values."""
     items: list[Any] = []
     if isinstance(value, dict):
         items = [dict(value.items())]
@@ -245,7 +250,7 @@ def _contents(value: Any) -> list[Any]:
 
 
 def is_same_value(one: Any, other: Any) -> bool:
-    """Return whether two values are equal and of one type; NaN is equal to itself."""
+    """Return whether two values have the same type and are equal; NaN equals NaN."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -259,17 +264,17 @@ def is_same_value(one: Any, other: Any) -> bool:
         return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
     try:
         return bool(one == other)
-    except Exception:  # noqa: BLE001 - what cannot be compared is not the same
+    except Exception:  # noqa: BLE001 - values that cannot be compared count as different
         return False
 
 
 def is_immutable(value: Any) -> bool:
-    """Return whether a value may be returned repeatedly."""
+    """Return whether a value is immutable, so that every replay may return it."""
     if isinstance(value, frozenset):
         return all(map(is_immutable, value))
     return isinstance(value, _IMMUTABLE)
 
 
 def own_value(value: Any) -> Any:
-    """Return a value that the caller may modify without affecting the next result."""
+    """Return a deep copy, which the caller may modify without affecting later results."""
     return copy.deepcopy(value)

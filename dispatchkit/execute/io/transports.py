@@ -1,10 +1,10 @@
-"""Transports: copy a batch into the memory that a graph reads.
+"""Transports: copy batches into the static input buffers of a graph.
 
-``transport_of`` returns the one for a graph's ``InputPath``: ``CopyTransport`` copies on the device
-before the launch, ``StagedTransport`` writes host inputs to pinned memory that the graph copies,
-and ``NodeTransport`` sets the graph's copy node.
+``transport_of`` returns the transport for the ``InputPath`` of a graph. ``CopyTransport`` copies on
+the device before the launch. ``StagedTransport`` writes host inputs to pinned memory that the graph
+copies. ``NodeTransport`` sets the graph's copy node.
 
-A transport serves batches of one size, so that its views are cached and a step slices nothing.
+A transport serves batches of one size, so its views are cached and a step does no slicing.
 """
 
 from __future__ import annotations
@@ -19,51 +19,53 @@ from dispatchkit.backends.optional import CopyNode, CopyRegion
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.host_arrays import array_dtype, as_array, numpy_module
 from dispatchkit.execute.io.input_path import FILL_BYTES, InputPath
-from dispatchkit.execute.io.inputs import TensorGuards, is_flagged, never
-from dispatchkit.execute.io.staging import Staging
+from dispatchkit.execute.io.inputs import TensorGuards, has_lazy_bits, never
+from dispatchkit.execute.io.staging import StagingBuffers
 
-_copy: Any = torch._foreach_copy_  # its stub accepts only lists and tuples
+_copy: Any = torch._foreach_copy_  # Any, because its stub accepts only lists and tuples
 
 
 class Transport(Protocol):
-    """Copies batches of one size into the memory that one graph reads.
+    """Copies batches of one size into the static input buffers of one graph.
 
-    Either method is called under the runner's lock, right before the launch. After the launch's own
-    copies, the graph reads the rows of this batch and, from there to its bucket, each input's fill.
+    Both methods are called under the runner's lock, immediately before the launch. The graph then
+    reads the rows of the batch, followed by fill up to its bucket.
 
     Attributes:
-        buffers: The memory.
-        overlapping: The inputs that may be in memory that ``load`` writes before it has read all of
-            them, since code with access to the buffers may pass parts of them as inputs. Host
-            inputs are included only if they are written to pinned memory.
+        buffers: Static input buffers of the graph.
+        overlapping: Indices of the inputs that a caller may have taken from the buffers, and that
+            ``load`` could therefore overwrite before reading. Contains host inputs only if they are
+            written to pinned memory.
     """
 
     buffers: InputBuffers
     overlapping: Sequence[int]
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Copy a batch in.
+        """Copy a batch into the buffers.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
-            readable: As returned by ``InputSet.check`` for these values.
+            readable: The second result of ``InputSet.check`` for these values.
 
         Raises:
-            ReplayError: A copy set by the last call can neither be replaced nor stopped.
+            ReplayError: The copy node can neither be set nor stopped, so a launch would copy inputs
+                of an earlier call.
         """
 
     def load_in_place(self) -> None:
-        """Copy in the rows that the caller wrote into the runner's own static inputs.
+        """Prepare a batch that the caller wrote into the runner's static inputs.
 
         Raises:
-            ReplayError: As for ``load``.
-            InputError: The runner's static inputs have fewer rows.
+            ReplayError: The copy node can neither be set nor stopped.
+            InputError: The runner's static inputs have too few rows.
         """
 
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
-    """Return the transport for batches of ``num_rows`` rows into a graph."""
-    # Also if setting the node failed: a launch must not copy inputs of an earlier call.
+    """Return the transport that copies batches of ``num_rows`` rows into a graph."""
+    # Used even after a failure of the node, which must be stopped: a launch must not copy inputs of
+    # an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
     return _without_node(path, num_rows)
@@ -72,7 +74,7 @@ def transport_of(path: InputPath, num_rows: int) -> Transport:
 def _without_node(
     path: InputPath, num_rows: int, indices: Sequence[int] | None = None
 ) -> CopyTransport | StagedTransport:
-    """Return the transport for a batch, or some of its inputs, without a node."""
+    """Return a transport for all or some inputs that does not use the node."""
     buffers, bucket = path.buffers, path.bucket
     if path.staging is not None:
         return StagedTransport(buffers, path.staging, num_rows, bucket, indices=indices)
@@ -80,18 +82,17 @@ def _without_node(
 
 
 class CopyTransport:
-    """Copies a batch on the device, with one fused copy per dtype.
+    """Transport that copies batches on the device, with one fused copy per dtype.
 
-    The rows after a batch are filled in the same copy, but only if they may hold anything else.
-    Host inputs are first moved to the device; the pinned memory that other graphs copy from is not
-    updated.
+    The padding rows are filled in the same copy, unless they are known to hold fill. Host inputs
+    are moved to the device first. The pinned memory that other graphs copy from is not updated.
 
     Args:
-        buffers: The buffers that the graph reads.
-        num_rows: Rows of the batches.
-        bucket: Rows that the graph reads.
-        indices: The inputs to copy; by default all.
-        source: The buffers that steps in place write; by default the same.
+        buffers: Buffers that the graph reads.
+        num_rows: Number of rows of each batch.
+        bucket: Number of rows that the graph reads.
+        indices: Indices of the inputs to copy; by default all.
+        source: Buffers that in-place steps write; by default ``buffers``.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class CopyTransport:
     ) -> None:
         self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket
         inputs, views = buffers.inputs, buffers.views(num_rows)
-        self.overlapping: Sequence[int] = inputs.on_device  # host inputs are moved first
+        self.overlapping: Sequence[int] = inputs.on_device  # host inputs are copied first
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, spec in enumerate(inputs):
             if indices is None or index in indices:
@@ -118,19 +119,19 @@ class CopyTransport:
         self._leaves_pinned = self._moves_host and buffers.staging is not None
         is_elsewhere = source is not None and source is not buffers
         self._source = (source or buffers) if is_elsewhere or self._moves_host else None
-        # A whole batch in declared order: nothing to select.
+        # All inputs are copied in declared order, so a call need not select any.
         is_whole = indices is None and len(self._groups) == 1 and not self._moves_host
         self._all: list[torch.Tensor] | None = self._copies[0][0] if is_whole else None
         self._kept_tails: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Copy a batch, and fill the rows after it."""
+        """Copy a batch and fill the padding rows."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         if self._leaves_pinned:
             buffers.mark_unknown()
         elif num_rows == bucket or (buffers.clean_from <= num_rows and bucket <= buffers.clean_to):
             if buffers.clean_from < num_rows:
-                buffers.clean_from = num_rows  # before the copy, which may fail half-way
+                buffers.clean_from = num_rows  # before the copy, which may fail halfway
             if self._all is not None:
                 _copy(self._all, values)
             else:
@@ -142,7 +143,7 @@ class CopyTransport:
             buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Fill the rows after existing ones, which are copied here first if necessary."""
+        """Fill the padding rows; first copy the batch if the caller wrote it to other buffers."""
         buffers, num_rows = self.buffers, self.num_rows
         if self._source is not None:
             self.load(self._source.copies(num_rows), readable=True)
@@ -158,7 +159,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the rows after it, without marking the buffers."""
+        """Copy a batch and optionally fill the padding rows, without marking the buffers."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -169,13 +170,13 @@ class CopyTransport:
             _copy([*targets, *stale], [*pick(values), *fills])
 
     def fill(self) -> None:
-        """Fill the rows after a batch, without marking the buffers."""
+        """Fill the padding rows, without marking the buffers."""
         for stale, fills in self._tails():
             if stale:
                 _copy(stale, fills)
 
     def _tails(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return, for each dtype, the rows after a batch and as many rows of fill."""
+        """Return, for each dtype, views of the padding rows and the fill to copy there."""
         if self._kept_tails is None:
             buffers, length = self.buffers, self.bucket - self.num_rows
             dims = dict(buffers.inputs.batched)
@@ -194,20 +195,22 @@ class CopyTransport:
 
 
 class StagedTransport:
-    """Writes host inputs to pinned memory that the launch copies; copies device inputs.
+    """Transport that writes host inputs to pinned memory, which the graph copies.
+
+    Device inputs are copied on the device before the launch.
 
     Args:
-        buffers: The buffers that the graph reads.
-        staging: Their pinned memory.
-        num_rows: Rows of the batches.
-        bucket: Rows that the graph reads.
-        indices: The device inputs to copy; by default all.
+        buffers: Buffers that the graph reads.
+        staging: Pinned memory of ``buffers``.
+        num_rows: Number of rows of each batch.
+        bucket: Number of rows that the graph reads.
+        indices: Indices of the device inputs to copy; by default all.
     """
 
     def __init__(
         self,
         buffers: InputBuffers,
-        staging: Staging,
+        staging: StagingBuffers,
         num_rows: int,
         bucket: int,
         *,
@@ -226,7 +229,7 @@ class StagedTransport:
         self._kept_tails: list[tuple[Any, Any]] | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Write and copy a batch, and fill the rows after it."""
+        """Write host inputs, copy device inputs, and fill the padding rows."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         if num_rows == bucket or (buffers.clean_from <= num_rows and bucket <= buffers.clean_to):
             if buffers.clean_from < num_rows:
@@ -238,7 +241,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
-        """Fill the rows after existing ones."""
+        """Fill the padding rows."""
         buffers, num_rows = self.buffers, self.num_rows
         if num_rows == self.bucket or (
             buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to
@@ -251,7 +254,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Write and copy a batch and optionally fill the rows after it, without marking."""
+        """Copy a batch and optionally fill the padding rows, without marking the buffers."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -261,7 +264,7 @@ class StagedTransport:
             self._device.copy(values, fill=fill)
 
     def fill(self) -> None:
-        """Fill the rows after a batch, without marking."""
+        """Fill the padding rows, without marking the buffers."""
         self._staging.wait()
         self._fill_pinned()
         if self._device is not None:
@@ -282,18 +285,18 @@ class StagedTransport:
 
 
 class NodeTransport:
-    """Sets the graph's copy node for a batch, and copies the other inputs.
+    """Transport that sets the graph's copy node, and copies the inputs that the node does not.
 
-    Later batches never rely on rows filled by a launch, since it is not known whether the launch
-    happened when they are loaded.
+    Padding rows that the node fills are not marked as filled, because a later batch cannot know
+    whether the launch took place.
 
-    A step in place also sets the node if it has host inputs, whose rows are in pinned memory until
-    then. Rows of device inputs are already in place, and the node only fills the rows after them.
+    In-place steps with host inputs set the node too, because these inputs are still in pinned
+    memory. For device inputs, which are already in place, the node only fills the padding rows.
 
     Args:
-        path: The input path of the graph.
-        node: The path's node.
-        num_rows: Rows of the batches.
+        path: Input path of the graph.
+        node: Copy node of the path.
+        num_rows: Number of rows of each batch.
     """
 
     def __init__(self, path: InputPath, node: CopyNode, num_rows: int) -> None:
@@ -315,8 +318,8 @@ class NodeTransport:
         pinned = dict(buffers.host_rows(num_rows))
         self._pinned_rows = [(rows, as_array(pinned[index])) for index, rows in self._host_rows]
         by_node = (*path.device_inputs, *path.host_offsets)
-        beside = [index for index in range(len(views)) if index not in by_node]
-        self._beside = _without_node(path, num_rows, beside) if beside else None
+        others = [index for index in range(len(views)) if index not in by_node]
+        self._others = _without_node(path, num_rows, others) if others else None
         regions = [self._region(index) for index in by_node]
         self._set = node.setter(regions, tuple(path.host_offsets.values()))
         self._fits: Callable[..., bool] = never
@@ -324,14 +327,14 @@ class NodeTransport:
         self._fallback: CopyTransport | StagedTransport | None = None
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
-        """Make the next launch copy a batch in.
+        """Set the node to copy a batch in the next launch.
 
         Raises:
             ReplayError: The node can neither be set nor stopped.
         """
         buffers, path = self.buffers, self._path
-        if self._beside is not None:
-            self._load_beside(self._beside, values)
+        if self._others is not None:
+            self._load_others(self._others, values)
         if buffers.clean_from < self.num_rows:
             buffers.clean_from = self.num_rows
         picked: Sequence[Any] = values
@@ -340,16 +343,16 @@ class NodeTransport:
                 rows[...] = values[index]
             picked = () if self._pick is None else self._pick(values)
         if not readable and picked and not self._fits(*picked):
-            picked = self._made_readable(picked)
+            picked = self._copy_unreadable(picked)
         path.is_idle = False
         code = self._set(picked)
         if code:
-            path.node_failed(code)
-            self._by_torch().load(values, readable)
+            path.record_node_failure(code)
+            self._get_fallback().load(values, readable)
             path.stop_node()
 
     def load_in_place(self) -> None:
-        """Make the next launch copy host inputs in; fill the rows after existing ones.
+        """Set the node to copy host inputs in the next launch, and fill the padding rows.
 
         Raises:
             ReplayError: The node can neither be set nor stopped.
@@ -364,43 +367,43 @@ class NodeTransport:
                     buffers.clean_from = num_rows
                 return
             path.stop_node()
-            self._by_torch().load_in_place()
+            self._get_fallback().load_in_place()
             return
-        if self._beside is None:
+        if self._others is None:
             buffers.mark_written(num_rows)
         else:
-            self._fill_by_torch()
+            self._fill_all()
         for rows, pinned in self._pinned_rows:
             rows[...] = pinned
         path.is_idle = False
         code = self._set(self._views)
         if code:
-            path.node_failed(code)
-            self._by_torch().load_in_place()
+            path.record_node_failure(code)
+            self._get_fallback().load_in_place()
             path.stop_node()
 
-    def _load_beside(self, beside: CopyTransport | StagedTransport, values: Sequence[Any]) -> None:
-        """Copy inputs that the node does not, and fill after them unless already filled."""
+    def _load_others(self, others: CopyTransport | StagedTransport, values: Sequence[Any]) -> None:
+        """Copy the inputs that the node does not, and fill their padding rows if necessary."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         is_clean = buffers.clean_from <= num_rows and bucket <= buffers.clean_to
-        buffers.mark_written(num_rows)  # before the copy, which may fail half-way
-        beside.copy(values, fill=num_rows < bucket and not is_clean)
+        buffers.mark_written(num_rows)  # before the copy, which may fail halfway
+        others.copy(values, fill=num_rows < bucket and not is_clean)
 
-    def _by_torch(self) -> CopyTransport | StagedTransport:
-        """Return the transport of all inputs without the node."""
+    def _get_fallback(self) -> CopyTransport | StagedTransport:
+        """Return the transport that copies all inputs without the node."""
         if self._fallback is None:
             self._fallback = _without_node(self._path, self.num_rows)
         return self._fallback
 
-    def _fill_by_torch(self) -> None:
-        """Fill the rows after all inputs, for later steps."""
+    def _fill_all(self) -> None:
+        """Fill the padding rows of all inputs, on the device and in pinned memory."""
         if self._filler is None:
-            staging = cast(Staging, self.buffers.staging)  # host inputs have pinned memory
+            staging = cast(StagingBuffers, self.buffers.staging)  # set if there are host inputs
             self._filler = StagedTransport(self.buffers, staging, self.num_rows, self.bucket)
         self._filler.load_in_place()
 
     def _data_rows(self, node: CopyNode, index: int, offset: int) -> Any:
-        """Return the rows of a host input in the node's data, as an array."""
+        """Return an array over the rows of a host input in the node's data."""
         spec = self.buffers.inputs.specs[self.buffers.inputs.names[index]]
         shape, dtype = tuple(spec.sized(self.num_rows)), array_dtype(spec.dtype)
         return numpy_module().ndarray(shape, dtype, node.data, offset)
@@ -415,10 +418,10 @@ class NodeTransport:
         fill = int.from_bytes(bytes(element * (FILL_BYTES // len(element))), "little")
         return CopyRegion(target, row * self.num_rows, row * (self.bucket - self.num_rows), fill)
 
-    def _made_readable(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return tensors that the node can read, copying those that it cannot.
+    def _copy_unreadable(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Copy the tensors that the node cannot read directly, and return what the node is set to.
 
-        A copied tensor is replaced by its target, which the node leaves unchanged.
+        Each copied tensor is replaced by its target buffer, which the node copies onto itself.
         """
         are_readable = [_is_readable(value) for value in values]
         if all(are_readable):
@@ -438,7 +441,7 @@ class NodeTransport:
 
 
 def _picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function that selects a group's values from a call."""
+    """Return a function that selects the values at some indices as a tuple."""
     if len(group) == 1:
         index = group[0]
         return lambda values: (values[index],)
@@ -446,10 +449,10 @@ def _picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _is_readable(value: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its values directly, row by row."""
+    """Return whether a copy node can read a tensor's values directly from its memory."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
         and value.is_contiguous()
-        and not is_flagged(value)
+        and not has_lazy_bits(value)
     )

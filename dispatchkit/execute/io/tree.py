@@ -1,6 +1,6 @@
-"""Flatten containers like torch's pytree, without garbage for the collector.
+"""Flatten containers like torch's pytree, without creating reference cycles.
 
-``torch.utils._pytree.tree_flatten`` (2.11 to 2.13) creates a self-referencing function on each
+``torch.utils._pytree.tree_flatten`` (2.11 to 2.13) creates a self-referencing function in each
 call. Only the garbage collector frees it, and services often disable the collector.
 """
 
@@ -20,8 +20,8 @@ def tree_flatten(
     """Return the leaves of nested containers, and the spec for ``tree_unflatten``.
 
     Args:
-        tree: The containers.
-        is_leaf: Returns whether a container is to be one leaf.
+        tree: Nested containers.
+        is_leaf: Function that returns whether to treat a container as a leaf.
     """
     leaves: list[Any] = []
     return leaves, _flatten(tree, is_leaf, leaves)

@@ -8,13 +8,13 @@ import torch
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a device tensor that does not own its memory.
 
-    The allocator may then reuse the memory for later graphs of the pool, which is the purpose of
-    weak outputs. CPU memory would be returned to the system, so there the alias owns it.
+    This is how weak outputs work: the allocator may reuse the memory for later graphs of the pool.
+    On a CPU the tensor itself is returned, because its memory would be returned to the system.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor
     storage = tensor.untyped_storage()
-    # Source: torch/_inductor/cudagraph_trees.py creates its non-owning aliases this way.
+    # As in torch/_inductor/cudagraph_trees.py.
     alias = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
     )

@@ -8,7 +8,7 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import LaunchCall, features_of
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
-from dispatchkit.execute.io.staging import Staging
+from dispatchkit.execute.io.staging import StagingBuffers
 from dispatchkit.execute.lane import Chain, Lane
 
 
@@ -41,13 +41,13 @@ def refused(code: int, step: CapturedKey) -> LaunchError:
     return LaunchError(cause, has_effect=step.has_effect)
 
 
-def noting(launch: LaunchCall, staging: Staging, lane: Lane) -> LaunchCall:
+def noting(launch: LaunchCall, staging: StagingBuffers, lane: Lane) -> LaunchCall:
     """Return a launch that also records until when the pinned memory of host inputs is read."""
 
     def launch_and_note(graph: Any, stream: Any) -> int | None:
         code = launch(graph, stream)
         if lane.last_stream is not None:
-            staging.note_launch(lane.last_stream)
+            staging.record_launch(lane.last_stream)
         return code
 
     return launch_and_note

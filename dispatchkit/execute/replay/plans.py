@@ -16,7 +16,7 @@ import torch
 from dispatchkit.backends.optional import LaunchCall
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
-from dispatchkit.execute.io.axes import refused_in_place
+from dispatchkit.execute.io.axes import in_place_error
 from dispatchkit.execute.io.outputs import cut
 from dispatchkit.execute.io.structure import flatten, leaves_of, own_value
 from dispatchkit.execute.io.transports import Transport, transport_of
@@ -131,11 +131,11 @@ def inputs_kept(
     """
     buffers = lane.buffers
     if tensors is None and num_tokens <= buffers.num_rows:
-        with buffers.kept(num_tokens):
+        with buffers.preserved(num_tokens):
             yield buffers.copies(num_tokens)
     elif tensors is not None and buffers.are_shared:  # a call may pass values in there
-        with buffers.kept(buffers.num_rows):
-            yield buffers.apart(tensors)
+        with buffers.preserved(buffers.num_rows):
+            yield buffers.copy_overlapping(tensors)
     else:
         yield tensors
 
@@ -291,7 +291,7 @@ class GraphPlan:
         if tensors is not None:
             buffers = transport.buffers
             if buffers.are_shared and transport.overlapping:
-                tensors = buffers.apart(tensors, transport.overlapping)
+                tensors = buffers.copy_overlapping(tensors, transport.overlapping)
             transport.load(tensors, readable)
         else:
             transport.load_in_place()
@@ -338,7 +338,7 @@ class GraphPlan:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens, self._row_values)
             self._choose_result(self._leaves)
             if not self._is_owned:
-                step.input_path.buffers.note_results(self._leaves)
+                step.input_path.buffers.mark_shared_results(self._leaves)
         transport = self.transport = transport_of(step.input_path, self.num_tokens)
         step.lane.keep_ready(self)
         return transport
@@ -382,7 +382,7 @@ class GraphPlan:
                 staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
             padded = step.launch(self.num_tokens)
             if staging is not None and lane.last_stream is not None:
-                staging.note_launch(lane.last_stream)
+                staging.record_launch(lane.last_stream)
         finally:  # a failed launch may have queued a part
             if chain is not None:
                 chain.end(stream)
@@ -511,7 +511,7 @@ class AxisPlan:
             InputError: The step runs in place.
         """
         if tensors is None:
-            raise refused_in_place(self._axes)
+            raise in_place_error(self._axes)
         result = self._plan.run(tensors, stream, readable)
         cuts = self._step.axis_cuts
         buckets = self._step.key.descriptor.axes

@@ -16,7 +16,7 @@ import torch
 from dispatchkit.dispatch import Reason
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.lifecycle import Lifecycle
-from dispatchkit.execute.io.axes import AxisInputs, refused_in_place
+from dispatchkit.execute.io.axes import AxisInputs, in_place_error
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.structure import leaves_of
 from dispatchkit.execute.lane import Lane
@@ -143,7 +143,7 @@ class SplitPlan:
             if not step.rows.open_parts and not (is_padded and step.rows.open_calls):
                 continue
             sample = self._inputs.part(tensors, rows.start, rows.num_tokens)
-            apart = self._lane.buffers_of(rows.key).apart(sample)
+            apart = self._lane.buffers_of(rows.key).copy_overlapping(sample)
             if is_padded and step.rows.open_calls:
                 found |= self._lifecycle.prove_rows(step, apart)
             if step.rows.open_parts and not step.released:
@@ -297,7 +297,7 @@ def in_place(inputs: InputSet | AxisInputs, lane: Lane, num_tokens: int) -> Sequ
         InputError: It is larger than the buffers, or there are axes.
     """
     if isinstance(inputs, AxisInputs):
-        raise refused_in_place(inputs.names)
+        raise in_place_error(inputs.names)
     given: list[Any] = lane.buffers.copies(num_tokens)
     for index, rows in lane.buffers.host_rows(num_tokens):
         given[index] = rows.clone()
