@@ -41,6 +41,11 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__} too large to print"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 token``, ``2 tokens``."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that suggests the closest names; empty if no name is close."""
     near = nearest_names(name, known)

@@ -28,7 +28,7 @@ from dispatchkit.cli.options import (
 from dispatchkit.cli.output import JsonOption, console, print_json, table
 from dispatchkit.dispatch import CostModel, Explanation, StepCost, explain, find_cost_model
 from dispatchkit.distributions import load_attribute
-from dispatchkit.errors import ConfigError, MissingDistributionError
+from dispatchkit.errors import ConfigError, MissingDistributionError, counted
 from dispatchkit.keys import CaptureSizeWarning, RuntimeMode, check_count
 
 if TYPE_CHECKING:
@@ -192,20 +192,17 @@ def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
 def show(answer: Explanation, out: Console) -> None:
     """Print an explanation, readable at 80 columns."""
     batch, decision = answer.batch, answer.decision
-    facts = [f"{batch.num_tokens} tokens"]
-    if batch.num_reqs is not None:
-        facts.append(f"{batch.num_reqs} requests")
-    facts.append(f"uniform decode of {batch.query_len}" if batch.uniform else "mixed")
-    if batch.num_active_loras:
-        facts.append(f"{batch.num_active_loras} adapters")
-    facts += answer.axes_in_words
     allowed = ", ".join(mode.name for mode in sorted(batch.allowed_modes))
-    out.print(Text(f"Batch    {', '.join(facts)}; allowed: {allowed}"))
-    out.print(Text(f"Runs as  {decision}", style="bold"))
+    out.print(Text(f"Batch    {', '.join(answer.facts)}; allowed: {allowed}"))
+    out.print(
+        Text(
+            f"Runs as  {decision}" if not answer.error else f"Raises   {answer.error}", style="bold"
+        )
+    )
     out.print(Text(f"Because  {answer.because}"))
     if answer.nearest:
         out.print(Text(f"Nearest  {answer.nearest}"))
-    out.print(Text(f"Padding  {decision.padding} tokens"))
+    out.print(Text(f"Padding  {counted(decision.padding, 'token')}"))
     if answer.cost is not None:
         out.print(Text(f"Cost     {answer.cost}"))
     out.print(Text(f"Policy   {answer.policy}"))

@@ -8,6 +8,7 @@ import attrs
 
 from dispatchkit.dispatch.decision import Decision
 from dispatchkit.dispatch.policy import GraphView
+from dispatchkit.errors import counted
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -91,9 +92,8 @@ def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None
         names = ", ".join(sorted(mode.name for mode in batch.allowed_modes))
         return f"chose {key}, but this batch allows only {names}."
     if key.num_tokens < batch.num_tokens:
-        return (
-            f"chose {key} for {batch.num_tokens} tokens; a bucket is never smaller than its batch."
-        )
+        size = counted(batch.num_tokens, "token")
+        return f"chose {key} for {size}; a bucket is never smaller than its batch."
     if not key.covers(batch):
         return f"chose {key}, which cannot serve {batch}."
     why = graphs.why_not(key)

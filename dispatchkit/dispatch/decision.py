@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import DescriptorError
+from dispatchkit.errors import DescriptorError, counted
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import RuntimeMode
@@ -119,7 +119,7 @@ class Part:
         object.__setattr__(self, "num_tokens", number)
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} rows by {self.key}"
+        return f"{counted(self.num_tokens, 'row')} by {self.key}"
 
 
 def _part(value: Any) -> Part:

@@ -52,7 +52,7 @@ from dispatchkit.dispatch.epochs import Epoch, Epochs
 from dispatchkit.dispatch.faults import PolicyFaults
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, Readiness, pace_fault
 from dispatchkit.dispatch.table import EMPTY, MAX_COLD_CELLS, Row, Table
-from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
+from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError, counted
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.config import DispatchConfig
@@ -229,7 +229,7 @@ class Dispatcher:
             with self._lock:
                 # Under the lock, so that limits and table belong to the same epoch.
                 table = self._epoch.table
-                if not self.config.has_token_limit and self._is_beyond(num_tokens):
+                if not self.config.has_token_limit and self._is_above_table(num_tokens):
                     return self._decide_beyond(num_tokens, num_reqs, uniform, loras, ceiling)
                 cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
                 decision = table.take_one_shot(cell, num_reqs)
@@ -240,13 +240,14 @@ class Dispatcher:
                     if num_reqs > decision.max_num_reqs:
                         decision = self._decide_by_reqs(table, cell, int(num_reqs))
                 if decision.key is None and RuntimeMode.NONE not in ALLOWED_MODES[cell[0]]:
-                    raise self._no_graph(cell, num_reqs, decision.reason)
+                    batch = batch_of_cell(self.config, cell, num_reqs)
+                    raise self._no_graph(batch, decision.reason)
                 return decision
         finally:
             self._faults.report()
 
-    def _is_beyond(self, num_tokens: Any) -> bool:
-        """Return whether a batch is above the table."""
+    def _is_above_table(self, num_tokens: Any) -> bool:
+        """Return whether a batch has more tokens than the table."""
         tokens = whole_number(num_tokens)
         return tokens is not None and tokens > self.config.max_num_tokens
 
@@ -262,18 +263,9 @@ class Dispatcher:
         facts = (num_tokens, num_reqs, uniform, loras, ceiling)
         found = self._beyond.get(facts)
         if found is None:
-            most = self.config.max_num_tokens
-            reqs = whole_number(num_reqs)
-            if reqs is not None and most < reqs <= num_tokens:
-                num_reqs = reqs if self.config.has_request_limit else most
-            cell = cell_of_call(self.config, most, num_reqs, uniform, loras, ceiling)
-            batch = attrs.evolve(
-                batch_of_cell(self.config, cell, 0),
-                num_tokens=int(num_tokens),
-                num_reqs=reqs or None,
-            )
+            batch = self.batch(*facts)
             if not batch.allows(RuntimeMode.NONE):
-                raise self._no_graph(cell, 0, Reason.ABOVE_LARGEST)
+                raise self._no_graph(batch, Reason.ABOVE_LARGEST)
             found = self._bound(Decision.eager(Reason.ABOVE_LARGEST), batch)
             if len(self._beyond) >= MAX_COLD_CELLS:
                 self._beyond.clear()
@@ -506,18 +498,54 @@ class Dispatcher:
         return self._epoch.table.num_filled
 
     def batch(
-        self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        *,
+        any_size: bool = False,
     ) -> Batch:
-        """Return the Batch that a policy sees for the arguments of ``dispatch``."""
+        """Return the Batch that a policy sees for the arguments of ``dispatch``.
+
+        Args:
+            num_tokens: As for ``dispatch``, like the next four.
+            num_reqs: Requests in the batch.
+            uniform: Kind of batch.
+            loras: Active adapters.
+            ceiling: Highest runtime mode allowed.
+            any_size: Allow more tokens than ``max_num_tokens``, to explain such a batch.
+
+        Raises:
+            DescriptorError: A fact is negative, above its limit or contradicts another.
+        """
         config = self.config
-        cell = cell_of_call(config, num_tokens, num_reqs, uniform, loras, ceiling)
-        return batch_of_cell(config, cell, num_reqs)
+        any_size = any_size or not config.has_token_limit
+        if not (any_size and self._is_above_table(num_tokens)):
+            cell = cell_of_call(config, num_tokens, num_reqs, uniform, loras, ceiling)
+            return batch_of_cell(config, cell, num_reqs)
+        most = config.max_num_tokens
+        reqs = whole_number(num_reqs)
+        if reqs is not None and most < reqs <= num_tokens:
+            num_reqs = reqs if config.has_request_limit else most
+        cell = cell_of_call(config, most, num_reqs, uniform, loras, ceiling)
+        batch = batch_of_cell(config, cell, 0)
+        return attrs.evolve(batch, num_tokens=int(num_tokens), num_reqs=reqs or None)
 
     def decide(self, batch: Batch) -> Decision:
-        """Ask the policy anew for a batch, within the constraints, without the table."""
+        """Ask the policy anew for a batch, within the constraints, without the table.
+
+        Raises:
+            DescriptorError: It is not a Batch, or outside the configured limits.
+        """
+        if not isinstance(batch, Batch):
+            raise DescriptorError("batch", batch, "a Batch", "Dispatcher.batch(...) returns one.")
+        if not self._reason_for_all(batch):
+            cell_of_batch(self.config, batch)
         try:
             with self._lock:
-                return self._decide(batch)
+                return self._limited(self._decide(batch), batch)
         finally:
             self._faults.report()
 
@@ -532,10 +560,8 @@ class Dispatcher:
         """
         num_reqs = batch.num_reqs or 0
         with self._lock:
-            if batch.num_tokens == 0:
-                return Decision.eager(Reason.EMPTY_BATCH), None
-            if is_outside(batch):
-                return Decision.eager(Reason.OUTSIDE_AXIS), None
+            if reason := self._reason_for_all(batch):
+                return Decision.eager(reason), None
             cell = cell_of_batch(self.config, batch)
             known = self._epoch.table.peek(cell, num_reqs)
             if known is not None:
@@ -580,11 +606,17 @@ class Dispatcher:
                 table.put_by_reqs(cell, num_reqs, decision)
         return decision
 
-    def _decide(self, batch: Batch) -> Decision:
+    def _reason_for_all(self, batch: Batch) -> str:
+        """Return why a batch runs eager under any policy, which is not asked; empty if it is."""
         if batch.num_tokens == 0:
-            return Decision.eager(Reason.EMPTY_BATCH)
-        if is_outside(batch):
-            return Decision.eager(Reason.OUTSIDE_AXIS)
+            return Reason.EMPTY_BATCH
+        if not self.config.has_token_limit and self._is_above_table(batch.num_tokens):
+            return Reason.ABOVE_LARGEST
+        return Reason.OUTSIDE_AXIS if is_outside(batch) else ""
+
+    def _decide(self, batch: Batch) -> Decision:
+        if reason := self._reason_for_all(batch):
+            return Decision.eager(reason)
         try:
             return self._ask(batch)
         except PolicyError as fault:
@@ -651,17 +683,16 @@ class Dispatcher:
                 reach = self.config.max_num_tokens
             self._epoch.table.invalidate(event.key.mode, reach)
 
-    def _no_graph(self, cell: Cell, num_reqs: int, reason: str) -> NoGraphError:
-        batch = batch_of_cell(self.config, cell, num_reqs)
+    def _no_graph(self, batch: Batch, reason: str) -> NoGraphError:
         near = [
             str(key)
             for mode in sorted(batch.allowed_modes, reverse=True)
             if mode is not RuntimeMode.NONE
             for key in itertools.islice(self.graphs.covering(batch, mode), 1)
         ]
-        allowed = names_of(batch.allowed_modes)
+        size, allowed = counted(batch.num_tokens, "token"), names_of(batch.allowed_modes)
         return NoGraphError(
-            f"No graph for {batch.num_tokens} tokens ({reason}), and only {allowed} may run. "
+            f"No graph for {size} ({reason}), and only {allowed} may run. "
             f"Nearest: {'; '.join(near) or 'none'}. Allow NONE, or capture a graph for it.",
             reason=reason,
             nearest=tuple(near),

@@ -10,6 +10,7 @@ import attrs
 from dispatchkit.dispatch.cost_model import StepCost
 from dispatchkit.dispatch.decision import Decision, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
+from dispatchkit.errors import DescriptorError, counted
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -69,6 +70,7 @@ class Explanation:
         times: Times that a runner measured for equal steps; None if nothing measures.
         axes: The bucket of each axis by name; None for a value outside all of its buckets.
         note: Anything else a runner knows about the step; may be empty.
+        error: The error that the step would raise instead of running; empty if it would run.
     """
 
     batch: Batch
@@ -82,6 +84,26 @@ class Explanation:
     axes: Mapping[str, int | None] = attrs.field(factory=dict, hash=False)
     note: str = ""
     problem: str = ""
+    error: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """What the step would do: replay a graph, run eager, or raise an error."""
+        return f"raises {self.error}" if self.error else str(self.decision)
+
+    @property
+    def facts(self) -> list[str]:
+        """The size and the kind of the batch, in words."""
+        batch = self.batch
+        facts = [counted(batch.num_tokens, "token")]
+        if batch.num_reqs is not None:
+            facts.append(counted(batch.num_reqs, "request"))
+        facts.append(
+            f"uniform decode of {batch.query_len} per request" if batch.uniform else "mixed"
+        )
+        if batch.num_active_loras:
+            facts.append(counted(batch.num_active_loras, "adapter"))
+        return facts + self.axes_in_words
 
     @property
     def axes_in_words(self) -> list[str]:
@@ -119,7 +141,8 @@ class Explanation:
             near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
             return f"{near.key}: {near.why_not or 'ready, not preferred'}"
         if self.batch.num_tokens > self.largest:
-            return f"none of {self.batch.num_tokens} tokens or more; the largest has {self.largest}"
+            size = counted(self.batch.num_tokens, "token")
+            return f"none of {size} or more; the largest has {self.largest}"
         return "none declared for this kind of batch"
 
     def to_json(self) -> dict[str, Any]:
@@ -159,22 +182,16 @@ class Explanation:
             ],
             "cost": None if self.cost is None else attrs.asdict(self.cost),
             "note": self.note or None,
+            "error": self.error or None,
         }
 
     def __str__(self) -> str:
-        facts = [f"{self.batch.num_tokens} tokens"]
-        if self.batch.num_reqs is not None:
-            facts.append(f"{self.batch.num_reqs} requests")
-        if self.batch.uniform:
-            facts.append(f"uniform decode of {self.batch.query_len} per request")
-        if self.batch.num_active_loras:
-            facts.append(f"{self.batch.num_active_loras} adapters")
-        facts += self.axes_in_words
         names = ", ".join(mode.name for mode in sorted(self.batch.allowed_modes))
+        padding = counted(self.decision.padding, "token")
         lines = [
-            f"{', '.join(facts)}; allowed: {names}",
-            f"-> {self.decision}{', for one step only' if self.decision.one_shot else ''}",
-            f"   decided by policy {self.policy}; padding {self.decision.padding} tokens",
+            f"{', '.join(self.facts)}; allowed: {names}",
+            f"-> {self.outcome}{', for one step only' if self.decision.one_shot else ''}",
+            f"   decided by policy {self.policy}; padding {padding}",
             f"   because: {self.because}",
         ]
         if self.nearest:
@@ -189,8 +206,6 @@ class Explanation:
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")
-        if self.decision.key is None and not self.batch.allows(RuntimeMode.NONE):
-            lines.append("   eager is not allowed for this batch: the step raises NoGraphError")
         if not self.candidates and self.largest >= self.batch.num_tokens:
             lines.append("   no graph is declared for this kind of batch")
         elif not self.candidates:
@@ -211,10 +226,16 @@ def explain(
     """Explain what would happen to a batch, without changing table or counters.
 
     Raises:
-        DescriptorError: The batch is impossible.
+        DescriptorError: The batch is impossible, other than by more tokens than ``max_num_tokens``.
     """
-    batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling)
-    answer, fault = dispatcher.foresee(batch)
+    batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling, any_size=True)
+    error, fault = "", None
+    try:
+        answer, fault = dispatcher.foresee(batch)
+    except DescriptorError as refusal:
+        answer, error = Decision.eager(Reason.ABOVE_LARGEST), f"DescriptorError: {refusal}"
+    if not error and answer.key is None and not batch.allows(RuntimeMode.NONE):
+        error = f"NoGraphError: eager is not allowed for this batch ({answer.reason})"
     policy = answer.policy or dispatcher.policy_name
     decision = attrs.evolve(answer, num_tokens=batch.num_tokens, policy=policy, plan=None)
     candidates = []
@@ -251,6 +272,7 @@ def explain(
             for axis, bucket in zip(dispatcher.config.axes, batch.axes, strict=True)
         },
         problem=problem,
+        error=error,
     )
 
 
@@ -270,6 +292,13 @@ _BEHIND: Mapping[str, str] = {
     Reason.ROWS_DEPEND: "executor: padding changes what the step computes",
     Reason.ROWS_NOT_THE_BUCKET: "executor: an output has other rows than the batch",
     Reason.OUTPUTS_NOT_JOINED: "executor: the outputs of the parts cannot be joined",
+    Reason.CAPTURE_PENDING: "executor: its graph was not requested often enough to be captured",
+    Reason.INSIDE_CAPTURE: "executor: other code is capturing the current stream",
+    Reason.AUTOCAST: "executor: its graph was captured under another autocast",
+    Reason.TRAINING_MODE: "executor: a module was switched to or from training mode",
+    Reason.MOVED_MODULE: "executor: a module was moved, or its dtype changed",
+    Reason.WEIGHTS_REPLACED: "executor: a weight, buffer or submodule was replaced",
+    Reason.VALUE_CHANGED: "executor: a value that Python code reads has changed",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
     Reason.NOT_MINE: "policy: no policy decided this batch",
     Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",

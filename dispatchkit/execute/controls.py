@@ -16,6 +16,7 @@ from dispatchkit.dispatch import (
     Decision,
     Explanation,
     KeyPlacement,
+    Reason,
     StepCost,
     find_cost_model,
 )
@@ -30,7 +31,7 @@ from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.memory import LongPause
 from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.report import progress_shower
-from dispatchkit.execute.step.reasons import NEXT_STEPS, PADDED_DRAWS
+from dispatchkit.execute.step.reasons import DOWNGRADES, NEXT_STEPS, PADDED_DRAWS
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
@@ -359,17 +360,23 @@ class Controls:
         See ``GraphRunner.explain``.
         """
         first, config = self._first, self._first.dispatcher.config
+        planner = first.planner
         if axes or config.axes:
             loras = config.variant(loras, **axes)
         found = explain_batch(first.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
         missed = next((one.key for one in found.candidates), None)
-        decision = first.planner.shown(found.decision, num_tokens, missed)
+        if first.work.backend.is_capturing():
+            decision = Decision.eager(Reason.INSIDE_CAPTURE)
+            decision = attrs.evolve(decision, num_tokens=found.batch.num_tokens)
+            found = attrs.evolve(found, error="")
+        else:
+            decision = planner.shown(found.decision, num_tokens, missed)
         candidates = [
             attrs.evolve(
                 one,
-                chosen=one.key == decision.key,
+                chosen=one.key in decision.keys,
                 why_not=one.why_not
-                or first.planner.refusal(Decision.replay(one.key), num_tokens)
+                or planner.obstacle(Decision.replay(one.key), num_tokens)
                 or None,
             )
             for one in found.candidates
@@ -381,11 +388,32 @@ class Controls:
             candidates=tuple(candidates),
             cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
-            note=" ".join(self._notes(decision, num_tokens)),
+            note=" ".join(self._notes(decision, num_tokens, [one.key for one in candidates])),
+            error=found.error or self._error(decision),
         )
 
-    def _notes(self, decision: Decision, num_tokens: int) -> Iterator[str]:
-        """Yield further notes about a step."""
+    def _error(self, decision: Decision) -> str:
+        """Return the error that a step would raise instead of running; empty if it would run."""
+        first, reason = self._first, decision.reason
+        if decision.key is not None and first.lane.group.is_asleep:
+            return "ReplayError: the memory of the graphs is asleep; call memory.wake()"
+        if decision.key is None and first.eager.strict and reason in DOWNGRADES:
+            return f"NoGraphError: the runner is strict, and no graph would run ({reason})"
+        return ""
+
+    def _notes(
+        self, decision: Decision, num_tokens: int, missed: Sequence[GraphKey]
+    ) -> Iterator[str]:
+        """Yield further notes about a step, which might have used some keys."""
+        lifecycle = self._first.lifecycle
+        if decision.key is None:
+            retry = lifecycle.retry_key(decision.reason, missed)
+            if retry is not None and lifecycle.will_retry(retry):
+                yield f"The step first captures {retry} again, and replays it if that succeeds."
+        elif any(key not in lifecycle.live() for key in decision.keys):
+            yield "The step captures its graph first."
+        if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
+            yield "Replays compare such values in turn, so some more may run before one notices."
         if decision.reason in NEXT_STEPS:
             yield NEXT_STEPS[decision.reason]
         config = self._first.dispatcher.config

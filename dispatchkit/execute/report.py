@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from dispatchkit.errors import counted
 from dispatchkit.execute.executor import Executor
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import RunnerStats
@@ -112,7 +113,7 @@ def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
 
 
 def _what(key: GraphKey | None) -> str:
-    return "done" if key is None else f"{key.mode} {key.num_tokens} tokens"
+    return "done" if key is None else f"{key.mode} {counted(key.num_tokens, 'token')}"
 
 
 def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:

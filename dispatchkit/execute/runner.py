@@ -379,10 +379,12 @@ class GraphRunner:
         cost_model: CostModel | str | None = None,
         **axes: int,
     ) -> Explanation:
-        """Explain what would happen to a batch, without running or counting anything.
+        """Explain what a step of a batch would do now, without running or counting anything.
 
-        It includes times of equal steps, if the policy had some measured and they were read
-        (``drain`` also reads them).
+        It is asked on the first lane, and under the modes of this thread (autocast), which a step
+        compares with those of the capture. What only a run shows is not known, such as whether a
+        replay fails. It includes times of equal steps, if the policy had some measured and they
+        were read (``drain`` also reads them).
 
         Args:
             num_tokens: Tokens of the batch.
@@ -398,7 +400,8 @@ class GraphRunner:
             axes: The value of each axis, by name.
 
         Raises:
-            DescriptorError: The batch is impossible.
+            DescriptorError: The batch is impossible. If it only has more tokens than
+                ``max_num_tokens``, the explanation says so.
             ConfigError: ``cost_model`` is invalid.
             MissingDistributionError: It is a name or a file, and dispatchkit-plan is missing.
             UnknownNameError: There is no such cost model.

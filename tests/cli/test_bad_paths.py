@@ -289,7 +289,8 @@ def test_explain_of_a_batch_above_every_size_says_that_it_runs_eager(run: Any) -
     answer = json.loads(run("explain", "600", "--json").out)
     assert answer["decision"]["reason"] == "above_largest_size"
     assert run("explain", "600", "--num-reqs", "600", "--uniform").code == 0
-    assert run("explain", "600", "--max-num-tokens", "512").code == 2
+    refused = run("explain", "600", "--max-num-tokens", "512", "--json")
+    assert json.loads(refused.out)["error"].startswith("DescriptorError: num_tokens")
 
 
 SERVER = """

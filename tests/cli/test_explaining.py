@@ -50,6 +50,17 @@ def test_a_batch_above_the_largest_size_runs_eager_and_says_why(run: Any) -> Non
     assert answer["candidates"] == []
 
 
+def test_a_batch_above_the_limit_is_explained_as_an_error(run: Any) -> None:
+    """A step of it would raise; the question is answered."""
+    args = ["9", "--sizes", "4,8", "--max-num-tokens", "8"]
+    answer = explain(run, *args)
+    assert answer["decision"]["reason"] == "above_largest_size"
+    assert answer["error"].startswith(
+        "DescriptorError: num_tokens must be a whole number from 0 to 8"
+    )
+    assert "Raises   DescriptorError: num_tokens" in run("explain", *args).out
+
+
 def test_adapters_are_asked_for_by_their_number(run: Any) -> None:
     """A limit need not be given: what is asked about is possible."""
     answer = explain(run, "4", "--loras", "2", "--sizes", "4,8")
@@ -76,7 +87,6 @@ def test_text_shows_the_same_in_80_columns(run: Any) -> None:
         (["3", "--sizes", "4,8", "--max-num-tokens", "6"], "max_num_tokens"),
         (["3", "--sizes", "0,4"], "sizes"),
         (["3", "--sizes", "4,1.5"], "sizes"),
-        (["9", "--sizes", "4,8", "--max-num-tokens", "8"], "num_tokens"),
         (["3", "--num-reqs", "4"], "num_reqs"),
         (["3", "--num-reqs", "-1"], "num_reqs"),
         (["3", "--loras", "2", "--max-loras", "1"], "loras"),

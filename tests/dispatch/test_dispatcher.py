@@ -1309,7 +1309,7 @@ def test_explanation_names_choice_and_what_was_near():
         (mixed(16), True, None, 11),
     ]
     text = str(told)
-    assert text.startswith("5 tokens, 3 requests; allowed: NONE, PIECEWISE, FULL\n-> replay")
+    assert text.startswith("5 tokens, 3 requests, mixed; allowed: NONE, PIECEWISE, FULL\n-> replay")
     assert "decided by policy smallest (here 1.0); padding 11 tokens" in text
     assert "PIECEWISE tokens=8: evicted (padding 3)" in text
 
@@ -1325,7 +1325,57 @@ def test_explanation_leaves_the_table_alone():
     explain(dispatcher, 5)
     assert dispatcher.num_filled_cells == 0
     with pytest.raises(DescriptorError):
-        explain(dispatcher, 33)
+        explain(dispatcher, -1)
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+@pytest.mark.parametrize("facts", [(33,), (33, 33), (1000, 2, 1), (33, 0, 0, 0, 1)])
+def test_explanation_above_the_table_is_what_a_step_does(is_limited, facts):
+    """More tokens than max_num_tokens are an error only where the user gave it."""
+    limit = {"max_num_tokens": 32} if is_limited else {}
+    dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8, 32), **limit))
+    told = explain(dispatcher, *facts)
+    assert (told.decision.key, told.decision.reason) == (None, Reason.ABOVE_LARGEST)
+    assert told.batch.num_tokens == facts[0]
+    assert told.nearest == f"none of {facts[0]} tokens or more; the largest has 32"
+    if is_limited:
+        with pytest.raises(DescriptorError) as caught:
+            dispatcher.dispatch(*facts)
+        assert told.error == told.to_json()["error"] == f"DescriptorError: {caught.value}"
+        assert f"-> raises {told.error}" in str(told)
+    else:
+        assert told.error == ""
+        assert dispatcher.dispatch(*facts).reason == told.decision.reason
+
+
+def test_a_decision_made_anew_has_the_tokens_of_its_batch():
+    """Otherwise its padding would be the whole bucket."""
+    dispatcher = make()
+    anew, served = dispatcher.decide(dispatcher.batch(5)), dispatcher.dispatch(5)
+    assert (anew.key, anew.num_tokens, anew.padding) == (served.key, 5, 3)
+    assert (anew.max_num_reqs, anew.policy) == (served.max_num_reqs, served.policy)
+    assert dispatcher.decide(Batch(0)).reason == Reason.EMPTY_BATCH
+
+
+def test_only_a_batch_within_the_limits_is_decided_anew():
+    """As dispatch refuses it, too."""
+    dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8,), max_num_tokens=8))
+    for impossible in (Batch(9), Batch(3, uniform=True, query_len=2), Batch(3, num_active_loras=1)):
+        with pytest.raises(DescriptorError):
+            dispatcher.decide(impossible)
+    with pytest.raises(DescriptorError, match=r"batch must be a Batch, got 3. Dispatcher.batch"):
+        dispatcher.decide(3)
+    unlimited = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8,)))
+    assert unlimited.decide(Batch(9)).reason == Reason.ABOVE_LARGEST
+
+
+def test_an_error_above_the_table_names_the_size_of_the_batch():
+    only_full = allowed_modes_code({RuntimeMode.FULL})
+    dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(1,)))
+    with pytest.raises(NoGraphError, match="No graph for 3 tokens"):
+        dispatcher.dispatch(3, ceiling=only_full)
+    with pytest.raises(NoGraphError, match="No graph for 1 token "):
+        dispatcher.dispatch(1, ceiling=only_full)
 
 
 def test_explanation_of_a_batch_above_all_graphs():
@@ -1451,7 +1501,7 @@ def test_explanation_says_that_a_step_raises_where_eager_is_not_allowed():
     dispatcher = make(captured=False)
     only_full = ALLOWED_MODES.index(frozenset({FULL}))
     told = explain(dispatcher, 5, ceiling=only_full)
-    assert "the step raises NoGraphError" in str(told)
+    assert "-> raises NoGraphError: eager is not allowed" in str(told)
     with pytest.raises(NoGraphError):
         dispatcher.dispatch(5, 0, 0, 0, only_full)
 

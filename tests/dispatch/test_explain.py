@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import pytest
 
@@ -77,20 +79,17 @@ def test_facts_of_the_batch_come_first():
     axes = {"length": 64, "kind": None}
     first = str(attrs.evolve(EAGER, batch=batch, axes=axes)).splitlines()[0]
     assert first == (
-        "8 tokens, 4 requests, uniform decode of 2 per request, 1 adapters, length in bucket 64, "
+        "8 tokens, 4 requests, uniform decode of 2 per request, 1 adapter, length in bucket 64, "
         "kind in no bucket; allowed: NONE, PIECEWISE, FULL"
     )
-    assert str(EAGER).splitlines()[0] == "8 tokens; allowed: NONE, PIECEWISE, FULL"
+    assert str(EAGER).splitlines()[0] == "8 tokens, mixed; allowed: NONE, PIECEWISE, FULL"
 
 
-def test_that_a_step_raises_is_said_where_eager_is_not_allowed():
-    only_full = attrs.evolve(EAGER, batch=Batch(8, allowed=3))
-    assert [*only_full.batch.allowed_modes] == [RuntimeMode.PIECEWISE]
-    said = "   eager is not allowed for this batch: the step raises NoGraphError"
-    assert said in str(only_full).splitlines()
-    replayed = attrs.evolve(only_full, decision=Decision.replay(KEY))
-    for each in (EAGER, replayed):
-        assert "raises" not in str(each)
+def test_one_of_a_kind_is_not_written_as_several():
+    one = Batch(1, num_reqs=1, num_active_loras=1)
+    text = str(attrs.evolve(EAGER, batch=one, decision=Decision.eager("no_key")))
+    assert text.startswith("1 token, 1 request, mixed, 1 adapter;")
+    assert not re.search(r"\b1 \w+s\b", text)
 
 
 def test_what_is_behind_a_decision_is_a_fault_a_state_or_the_policy():

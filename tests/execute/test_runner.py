@@ -276,7 +276,7 @@ def test_progress_goes_to_stderr(make_runner, model, capsys):
         "capture 0/4: FULL 8 tokens",
         "capture 1/4: FULL 4 tokens",
         "capture 2/4: FULL 2 tokens",
-        "capture 3/4: FULL 1 tokens",
+        "capture 3/4: FULL 1 token",
         "capture 4/4: done",
     ]
 

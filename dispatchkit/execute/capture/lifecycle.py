@@ -31,6 +31,7 @@ from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, 
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import LongPause, Pacer, PoolMember
+from dispatchkit.execute.step.python_state import Entry
 from dispatchkit.execute.step.reasons import REPLACED
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
@@ -64,6 +65,14 @@ def frozen() -> RegistryError:
     return RegistryError(
         "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
     )
+
+
+def _reason_of(changed: Iterable[Entry]) -> str:
+    """Return the reason to count for values that were replaced; empty if none was."""
+    are_weights = [isinstance(one.before, _WEIGHTS) for one in changed]
+    if not are_weights:
+        return ""
+    return Reason.WEIGHTS_REPLACED if any(are_weights) else Reason.VALUE_CHANGED
 
 
 class Lifecycle:
@@ -328,6 +337,17 @@ class Lifecycle:
         self._budget.warn_of_churn()  # outside: a warning that raises is not a failed capture
         return ""
 
+    def expected_wait(self, key: GraphKey) -> str:
+        """Return why the next step of a key without a graph would not capture it; may be empty."""
+        if self.is_frozen:
+            return Reason.NOT_CAPTURED
+        is_due = self._seen[key] + 1 >= self._capture_after and self._lane.group.may_capture()
+        return "" if is_due else Reason.CAPTURE_PENDING
+
+    def will_retry(self, key: GraphKey) -> bool:
+        """Return whether the next step of a key that ``retry_key`` returned would retry it."""
+        return self._lane.group.may_capture() and not self.steps_until_retry(key)
+
     def note_missed(self, key: GraphKey, num_steps: int = 1) -> None:
         """Count steps that would have used a key, so that idle captures prefer the most wanted."""
         self._seen[key] += num_steps
@@ -473,8 +493,11 @@ class Lifecycle:
             return ""
         self._capturer.note_replaced(changed)
         self.invalidate(f"{REPLACED}: {named(changed)}")
-        is_weights = any(isinstance(one.before, _WEIGHTS) for one in changed)
-        return Reason.WEIGHTS_REPLACED if is_weights else Reason.VALUE_CHANGED
+        return _reason_of(changed)
+
+    def expected_replacement(self, captured: CapturedKey) -> str:
+        """Return the reason that ``replaced`` would return now, without an effect."""
+        return _reason_of(captured.values.differences())
 
     def adopt(self, key: GraphKey, step: CapturedKey) -> None:
         """Register a graph captured elsewhere for a key, within the budget."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dispatchkit.dispatch import Decision, Reason
-from dispatchkit.errors import InputError, NoGraphError, ReplayError
+from dispatchkit.errors import InputError, NoGraphError, ReplayError, counted
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.eager_call import DifferentResultError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
@@ -169,7 +169,7 @@ class EagerRunner:
             return
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
-        what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
+        what = counted(num_tokens, "token") + (f" (graph {missed})" if missed else "")
         then = self._what_to_do(reason, missed)
         have = f"Nearest captured: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
@@ -205,8 +205,8 @@ class EagerRunner:
         """Warn once that a step that draws random numbers is padded."""
         if self._once.first(PADDED_DRAWS):
             warn_at_call(
-                f"{PADDED_DRAWS} The first had {num_tokens} tokens, in {key}. If that matters, "
-                "capture the exact sizes, or draw outside the step. Warned once; "
+                f"{PADDED_DRAWS} The first had {counted(num_tokens, 'token')}, in {key}. If that "
+                "matters, capture the exact sizes, or draw outside the step. Warned once; "
                 "runner.explain() reports it for a batch.",
                 PaddedDrawsWarning,
             )
@@ -274,9 +274,10 @@ class EagerRunner:
         if self._once.first(different.line):
             warn_at_call(
                 f"What runs eager at {different.line} returned something different in the capture "
-                f"({different.problem}), so a step of {num_tokens} tokens ran eager. Return "
-                "the same shapes, types and strides every time, or run more of the step eager "
-                "there. Warned once for each line; runner.stats().differing_calls counts them.",
+                f"({different.problem}), so a step of {counted(num_tokens, 'token')} ran eager. "
+                "Return the same shapes, types and strides every time, or run more of the step "
+                "eager there. Warned once for each line; runner.stats().differing_calls counts "
+                "them.",
                 EagerStepWarning,
             )
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)
@@ -288,9 +289,9 @@ class EagerRunner:
         count.steps += 1
         count.tokens += num_tokens
         warn_at_call(
-            f"Replay of {step.key} differed from eager for {num_tokens} tokens, and the graph "
-            f"is no longer used: {difference} A graph has Python values built in, and reads "
-            "the memory of its capture; call invalidate() after replacing what it reads."
+            f"Replay of {step.key} differed from eager for {counted(num_tokens, 'token')}, and "
+            f"the graph is no longer used: {difference} A graph has Python values built in, and "
+            "reads the memory of its capture; call invalidate() after replacing what it reads."
             + _ABOUT_PADDING
             * (num_tokens < step.key.num_tokens),
             CheckWarning,

@@ -30,7 +30,7 @@ from dispatchkit.execute.replay.plans import (
 from dispatchkit.execute.replay.split import LazySplitPlan, PartPlan, RowsOfBatch, SplitPlan
 from dispatchkit.execute.replay.step_slots import SlotPlan, StepSlots
 from dispatchkit.execute.replay.timing import Timer, Timings
-from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.guard import Guard, difference
 from dispatchkit.execute.step.reasons import OF_FAILED_KEYS
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
@@ -130,18 +130,38 @@ class Planner:
         step: CapturedKey = entry.graph
         return str(step.refusal(num_tokens))
 
+    def obstacle(self, decision: Decision, num_tokens: int) -> str:
+        """Return why a step would run eager now although a graph was chosen; empty if it replays.
+
+        As far as is known without running it: from the modes of this thread, and from what Python
+        code would read now.
+        """
+        if refused := self.refusal(decision, num_tokens):
+            return refused
+        for key in decision.keys:
+            entry = self._registry.get(key)
+            if entry is None or entry.state is not KeyState.CAPTURED:
+                reason = self._lifecycle.expected_wait(key)
+            else:
+                step: CapturedKey = entry.graph
+                reason = difference(step.guard, self._guard.now())
+                reason = reason or self._lifecycle.expected_replacement(step)
+            if reason:
+                return str(reason)
+        return ""
+
     def shown(
         self, decision: Decision, num_tokens: int, missed: GraphKey | None = None
     ) -> Decision:
-        """Return the decision by which a batch really runs, with the reason to count.
+        """Return the decision by which a batch would run now, with the reason to count.
 
         Args:
             decision: The dispatcher's.
             num_tokens: Of the batch.
             missed: The smallest key that could have served it, if any.
         """
-        if refused := self.refusal(decision, num_tokens):
-            return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=refused, parts=())
+        if reason := self.obstacle(decision, num_tokens):
+            return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=reason, parts=())
         return attrs.evolve(decision, reason=self.own_reason(decision.reason, missed))
 
     def replay(

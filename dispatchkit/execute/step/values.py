@@ -117,6 +117,12 @@ class ValueWatch:
         groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
         return tuple(entry for group in groups for entry in group.changes())
 
+    def differences(self) -> tuple[Entry, ...]:
+        """Compare everything and return the differences, without an effect on later replays."""
+        always = [] if self._always is None else [self._always]
+        groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
+        return tuple(entry for group in groups for entry in group.differences())
+
     def mark(self) -> None:
         """Compare everything before the next replay."""
         self._is_marked, self.due = True, 0
@@ -153,17 +159,29 @@ class _Group:
         except (LookupError, RuntimeError):  # an item was removed, or a tensor's memory was freed
             return False
 
-    def changes(self) -> list[Entry]:
+    def differences(self) -> list[Entry]:
         """Return the entries that read differently now."""
+        return [
+            entry
+            for number, entry in enumerate(self._entries)
+            if not self._is_same(number, entry.now())
+        ]
+
+    def changes(self) -> list[Entry]:
+        """Return the entries that read differently now; note equal objects."""
         found = []
         for number, entry in enumerate(self._entries):
             now = entry.now()
-            if is_same(self._values[number], now) and _address_of(now) == self._addresses[number]:
+            if self._is_same(number, now):
                 self._values[number] = now  # an equal number: store the new object
             else:
                 found.append(entry)
         self._prepare()
         return found
+
+    def _is_same(self, number: int, now: Any) -> bool:
+        is_there = _address_of(now) == self._addresses[number]
+        return is_there and is_same(self._values[number], now)
 
     def _prepare(self) -> None:
         """Group the entries by how they are read."""
@@ -193,9 +211,13 @@ class _Lengths:
         """Return whether nothing that Python would read was added."""
         return [*map(len, self._targets)] == self._lengths or not self.changes()
 
-    def changes(self) -> list[Entry]:
+    def differences(self) -> list[Entry]:
         """Return the new entries."""
-        found = [entry for container in self._containers for entry in container.added()]
+        return [entry for container in self._containers for entry in container.added()]
+
+    def changes(self) -> list[Entry]:
+        """Return the new entries, and compare with the lengths of now from here on."""
+        found = self.differences()
         self._lengths = [*map(len, self._targets)]
         return found
 
