@@ -45,7 +45,7 @@ _RULE = {
 #: What the rule does, and its methods, in a few words.
 _WORDS = {
     False: ("Smallest graph that covers the batch", "`decide`"),
-    True: ("Smallest graph, or eager where it is faster", "`decide`, and `observe`, which learns"),
+    True: ("Smallest graph, or eager where it is faster", "`decide`, with `observe` for learning,"),
 }
 
 
