@@ -106,6 +106,18 @@ class GraphView:
         """
         return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 
+    def why_no_key(self, batch: Batch) -> str:
+        """Return why no key of an allowed mode covers a batch, as a reason to count."""
+        mode = self.config.mode
+        kind = mode.decode_mode() if batch.uniform else mode.mixed_mode()
+        if not kind or not self.config.sizes:
+            return Reason.MODE_NONE
+        for other in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+            if not batch.allows(other) and any(self.covering(batch, other)):
+                return Reason.CEILING
+        is_above = batch.num_tokens > self.config.max_capture_size
+        return Reason.ABOVE_LARGEST if is_above else Reason.NO_KEY
+
     def __iter__(self) -> Iterator[GraphKey]:
         return (key for key in self._registry if key not in self.hidden)
 

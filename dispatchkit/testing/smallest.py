@@ -49,7 +49,7 @@ class SmallestPolicy:
                 if why_not is None:
                     return Decision.replay(key)
                 obstacle = obstacle or why_not
-        return Decision.eager(obstacle or _why_no_key(batch, graphs.config))
+        return Decision.eager(obstacle or graphs.why_no_key(batch))
 
     def candidates(self, batch: Batch, mode: RuntimeMode, graphs: GraphView) -> Iterable[GraphKey]:
         """Return the keys of a mode to try, in order: all that cover the batch."""
@@ -81,12 +81,6 @@ class OneBucketPolicy(SmallestPolicy):
     def candidates(self, batch: Batch, mode: RuntimeMode, graphs: GraphView) -> Iterable[GraphKey]:
         """Return the smallest key of a mode that covers the batch, ready or not."""
         return itertools.islice(graphs.covering(batch, mode), 1)
-
-
-def _why_no_key(batch: Batch, config: DispatchConfig) -> Reason:
-    if not config.mode or not config.sizes:
-        return Reason.MODE_NONE
-    return Reason.ABOVE_LARGEST if batch.num_tokens > config.max_capture_size else Reason.NO_KEY
 
 
 def _mixed_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphKey]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatchkit import load_plugins
+from dispatchkit import DispatchConfig, Dispatcher, load_plugins
 from dispatchkit.errors import ConfigError
 from dispatchkit.testing import run_policy_conformance
 
@@ -115,6 +115,10 @@ def test_the_policy_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.Monke
 
     verdict = run_policy_conformance(FreshRulePolicy, max_examples=10)
     verdict.raise_if_failed()
+    with pytest.warns(UserWarning, match="9 to 16"):
+        config = DispatchConfig(sizes=(8,), max_num_tokens=16)
+    table = Dispatcher(FreshRulePolicy(), config)
+    assert table.dispatch(9).reason == "above_largest_size"
     assert verdict.claimed == ("monotone", "order", "smallest_bucket", "stateless")
 
 

@@ -1561,6 +1561,17 @@ def test_decision_needs_a_reason_to_be_counted_by(reason):
         assert dispatcher.dispatch(8).reason == Reason.POLICY_ERROR
 
 
+def test_a_view_says_why_no_key_covers_a_batch():
+    graphs = make().graphs
+    assert graphs.why_no_key(Batch(33)) == "above_largest_size"
+    assert graphs.why_no_key(Batch(5, num_active_loras=1)) == "no_key"
+    assert graphs.why_no_key(Batch(5, allowed=int(NONE))) == "ceiling"
+    config = DispatchConfig(sizes=(8, 32), mode="FULL_DECODE_ONLY")
+    decode_only = Dispatcher(SmallestPolicy(), config).graphs
+    assert decode_only.why_no_key(Batch(5)) == "mode_none"
+    assert decode_only.why_no_key(Batch(33, uniform=True, query_len=1)) == "above_largest_size"
+
+
 def test_a_view_tells_that_what_it_shows_has_changed():
     """So that a policy may keep what it worked out from it."""
     dispatcher = make()

@@ -11,7 +11,6 @@ from dispatchkit import (
     DispatchConfig,
     GraphKey,
     GraphView,
-    Reason,
     RuntimeMode,
 )
 
@@ -37,7 +36,7 @@ class SmallestPolicy:
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
         """Return the decision for a batch; None leaves it to other policies."""
-        reason: str = Reason.NO_KEY
+        reason = graphs.why_no_key(batch)
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if not batch.allows(mode):
                 continue

@@ -12,7 +12,6 @@ from dispatchkit import (
     DispatchConfig,
     GraphKey,
     GraphView,
-    Reason,
     RuntimeMode,
 )
 from dispatchkit.dispatch import greedy_parts
@@ -97,7 +96,7 @@ class ThresholdPolicy:
             padded = sum(part.key.num_tokens for part in parts)
             if parts and padded - batch.num_tokens <= self.max_waste * padded:
                 return Decision.split(parts)
-        return Decision.eager(obstacle or _why_no_key(batch, graphs))
+        return Decision.eager(obstacle or graphs.why_no_key(batch))
 
     def __repr__(self) -> str:
         return (
@@ -132,17 +131,6 @@ def _keys(
                     reqs = size // query_len
                     facts = BatchDescriptor(size, reqs, True, loras, query_len)
                     yield GraphKey(RuntimeMode.FULL, facts)
-
-
-def _why_no_key(batch: Batch, graphs: GraphView) -> str:
-    config = graphs.config
-    mode = config.mode.decode_mode() if batch.uniform else config.mode.mixed_mode()
-    if mode is CUDAGraphMode.NONE:
-        return Reason.MODE_NONE
-    for other in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
-        if not batch.allows(other) and any(graphs.covering(batch, other)):
-            return Reason.CEILING
-    return Reason.ABOVE_LARGEST if batch.num_tokens > config.max_capture_size else Reason.NO_KEY
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
