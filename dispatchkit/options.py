@@ -18,7 +18,7 @@ from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys.checks import check_count, check_flag
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.reading import read_flag, read_options, read_word
-from dispatchkit.keys.records import About, or_none, repr_of_given, setting
+from dispatchkit.keys.records import SettingInfo, or_none, setting, settings_repr
 
 __all__ = [
     "DERIVED",
@@ -110,15 +110,15 @@ class CaptureOptions:
             tagged ``cudagraph_unsafe``, in addition to those of ``declare_support``.
     """
 
-    warmups: int = setting(1, _count(0), About("Number of eager runs before each capture."))
+    warmups: int = setting(1, _count(0), SettingInfo("Number of eager runs before each capture."))
     capture_after: int = setting(
-        1, _count(1), About("Number of calls before a key is captured lazily.")
+        1, _count(1), SettingInfo("Number of calls before a key is captured lazily.")
     )
     state_limit_bytes: int = setting(64 << 20, _count(0))
     prove_rows: bool = setting(True, check_flag)
     break_on_unsafe: bool = setting(False, check_flag)
 
-    __repr__ = repr_of_given
+    __repr__ = settings_repr
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -134,16 +134,18 @@ class MemoryOptions:
     """
 
     max_graphs: int | None = setting(
-        None, or_none(_count(0)), About("Maximum number of live graphs.", "no limit")
+        None, or_none(_count(0)), SettingInfo("Maximum number of live graphs.", "no limit")
     )
     max_bytes: int | None = setting(
-        None, or_none(_count(0)), About("Maximum bytes of graph memory.", "no limit")
+        None, or_none(_count(0)), SettingInfo("Maximum bytes of graph memory.", "no limit")
     )
     eviction: str = setting(
-        "lru", _eviction, About("Which graph is evicted first: lru or benefit.", read=read_word)
+        "lru",
+        _eviction,
+        SettingInfo("Which graph is evicted first: lru or benefit.", read=read_word),
     )
 
-    __repr__ = repr_of_given
+    __repr__ = settings_repr
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -167,7 +169,7 @@ class BufferOptions:
     output_batch_dims: Any = setting(DERIVED, _anything, hash=False)
     share_outputs: bool = setting(True, check_flag)
 
-    __repr__ = repr_of_given
+    __repr__ = settings_repr
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -187,7 +189,7 @@ class LaneOptions:
     lane_policy_options: Mapping[str, Any] = setting(attrs.Factory(dict), _options, hash=False)
     disjoint_state: bool = setting(False, check_flag)
 
-    __repr__ = repr_of_given
+    __repr__ = settings_repr
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -221,34 +223,36 @@ class RunnerOptions:
     policy_options: Mapping[str, Any] = setting(
         attrs.Factory(dict),
         _options,
-        About("Options of the policy.", read=read_options),
+        SettingInfo("Options of the policy.", read=read_options),
         hash=False,
     )
     device: str | None = attrs.field(default=None, converter=_device)
     strict: bool = setting(
-        False, check_flag, About("Raise on a downgrade to eager.", read=read_flag)
+        False, check_flag, SettingInfo("Raise on a downgrade to eager.", read=read_flag)
     )
     check: int | str | None = setting(
         None,
         or_none(_check),
-        About("Compare every Nth replay with eager; 0: never.", "off"),
+        SettingInfo("Compare every Nth replay with eager; 0: never.", "off"),
     )
     sample_every: int = setting(
         16,
         _count(1),
-        About("Time every Nth of the steps that a policy wants timed."),
+        SettingInfo("Time every Nth of the steps that a policy wants timed."),
     )
     rows_independent: bool = setting(
         False,
         check_flag,
-        About("Rows are independent, so a policy may split a batch over graphs.", read=read_flag),
+        SettingInfo(
+            "Rows are independent, so a policy may split a batch over graphs.", read=read_flag
+        ),
     )
     capture: CaptureOptions = setting(attrs.Factory(CaptureOptions), _one(CaptureOptions))
     memory: MemoryOptions = setting(attrs.Factory(MemoryOptions), _one(MemoryOptions))
     buffers: BufferOptions = setting(attrs.Factory(BufferOptions), _one(BufferOptions))
     lanes: LaneOptions = setting(attrs.Factory(LaneOptions), _one(LaneOptions))
 
-    __repr__ = repr_of_given
+    __repr__ = settings_repr
 
 
 #: The setting groups of RunnerOptions, by field name.

@@ -29,7 +29,7 @@ from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning
 from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.reading import read_flag, read_word
-from dispatchkit.keys.records import ABOUT, About, check_setting, default_of, or_none, setting
+from dispatchkit.keys.records import ABOUT, SettingInfo, check_setting, default_of, or_none, setting
 from dispatchkit.options import (
     CaptureOptions,
     MemoryOptions,
@@ -88,23 +88,23 @@ class RunnerArguments:
     policy: str | None = setting(
         None,
         or_none(_text),
-        About("Name of the policy.", "a plugin's choice, else vllm", _as_given),
+        SettingInfo("Name of the policy.", "a plugin's choice, else vllm", _as_given),
     )
     backend: str = setting(
         "auto",
         _text,
-        About("Backend: auto, cuda, cuda:1, tape, or a backend of a plugin.", read=_as_given),
+        SettingInfo("Backend: auto, cuda, cuda:1, tape, or a backend of a plugin.", read=_as_given),
     )
     outputs: str = setting(
         "owned",
         _outputs,
-        About(
+        SettingInfo(
             ("owned: results are new tensors; view: they are valid until the next call."),
             read=read_word,
         ),
     )
     lazy: bool = setting(
-        False, check_flag, About("Capture a key when a call first needs it.", read=read_flag)
+        False, check_flag, SettingInfo("Capture a key when a call first needs it.", read=read_flag)
     )
 
 
@@ -115,7 +115,7 @@ class CostSettings:
     cost_model: str = setting(
         "lm-decode-h100",
         _text,
-        About("Cost model: a built-in name or a file.", read=_as_given),
+        SettingInfo("Cost model: a built-in name or a file.", read=_as_given),
     )
 
 
@@ -124,9 +124,11 @@ class PluginSettings:
     """Settings that select the plugins to load."""
 
     plugins: tuple[str, ...] | None = setting(
-        None, or_none(_names), About("Plugins to load; all others are skipped.", "all", _as_given)
+        None,
+        or_none(_names),
+        SettingInfo("Plugins to load; all others are skipped.", "all", _as_given),
     )
-    disable: tuple[str, ...] = setting((), _names, About("Plugins to skip.", read=_as_given))
+    disable: tuple[str, ...] = setting((), _names, SettingInfo("Plugins to skip.", read=_as_given))
 
 
 # -- all settings -------------------------------------------------------------------------
@@ -148,9 +150,9 @@ class Setting:
     field: attrs.Attribute[Any]
 
     @property
-    def about(self) -> About:
+    def about(self) -> SettingInfo:
         """The description of the setting."""
-        about: About = self.field.metadata[ABOUT]
+        about: SettingInfo = self.field.metadata[ABOUT]
         return about
 
     @property

@@ -1,8 +1,8 @@
 """Policies, decisions, hard constraints and the dispatcher."""
 
-from dispatchkit.dispatch.axes import PlainView, knows_axes
+from dispatchkit.dispatch.axes import PlainView, declares_axes
 from dispatchkit.dispatch.constraints import broken_constraint
-from dispatchkit.dispatch.cost_model import CostModel, StepCost, decided_us, find_cost_model
+from dispatchkit.dispatch.cost_model import CostModel, StepCost, decision_us, find_cost_model
 from dispatchkit.dispatch.decision import (
     CalibrationRun,
     CellUpdate,
@@ -10,7 +10,7 @@ from dispatchkit.dispatch.decision import (
     Outcome,
     Part,
     Reason,
-    named_graphs,
+    format_keys,
 )
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, MeasuredTime, explain
@@ -29,7 +29,7 @@ from dispatchkit.dispatch.lanes import (
     lanes_by_key,
     needs_key,
 )
-from dispatchkit.dispatch.packing import Packer, PackingLimits, checked_bins
+from dispatchkit.dispatch.packing import Packer, PackingLimits, pack_items
 from dispatchkit.dispatch.policy import (
     TRAITS,
     CalibratedPolicy,
@@ -82,17 +82,17 @@ __all__ = [
     "Row",
     "StepCost",
     "broken_constraint",
-    "checked_bins",
-    "decided_us",
+    "decision_us",
+    "declares_axes",
     "explain",
     "find_cost_model",
+    "format_keys",
     "greedy_parts",
-    "knows_axes",
     "lane_fault",
     "lane_priorities",
     "lanes_by_key",
-    "named_graphs",
     "needs_key",
+    "pack_items",
     "policy_name",
     "policy_traits",
 ]

@@ -1,4 +1,4 @@
-"""Trial of a policy before it is installed, on batches around the sizes it declares."""
+"""Try a policy on batches around its declared sizes before it is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch.axes import knows_axes, without_axes
+from dispatchkit.dispatch.axes import declares_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, policy_name
@@ -22,15 +22,16 @@ _MAX_SIZES_TRIED = 16
 
 @attrs.frozen(eq=False)
 class Proposal:
-    """A policy and a configuration that passed the trial and may be installed.
+    """A policy and configuration that passed the trial and can be installed.
 
     Attributes:
-        parts: The policy, with its optional parts.
-        config: The configuration it decides under.
+        parts: The policy and its optional parts.
+        config: The configuration that the policy decides under.
         origin: Where it comes from, for messages.
-        keys: The keys it declares, in order; each once per combination of buckets if it does not
-            declare axes itself.
-        adds_axes: The policy does not declare axes itself.
+        keys: The keys that the policy declares, in order. If the policy does not declare axes, each
+            key is repeated for every combination of buckets.
+        adds_axes: Whether axes are added to the policy's keys, because the policy does not declare
+            them.
     """
 
     parts: PolicyParts
@@ -45,7 +46,7 @@ class Proposal:
         return self.parts.policy
 
 
-def accepted_keys(
+def trial_keys(
     policy: Policy,
     config: DispatchConfig,
     origin: str,
@@ -53,21 +54,21 @@ def accepted_keys(
     *,
     may_split: bool = False,
 ) -> list[GraphKey]:
-    """Return the keys a policy declares, after trying it on batches around their sizes.
+    """Try a policy on batches around its declared sizes; return its keys.
 
     Args:
-        policy: The policy; no reference to it is kept.
-        config: The configuration to decide under.
+        policy: The policy. No reference to it is kept.
+        config: The configuration that the policy decides under.
         origin: Where it comes from, for messages.
-        modes: Runtime modes the executor supports.
-        may_split: Mixed batches may be split over several graphs.
+        modes: Runtime modes that the executor supports.
+        may_split: Whether mixed batches may be split over several graphs.
 
     Raises:
-        PolicyError: A method is missing or raises, a declared key is invalid, or an answer breaks a
-            hard constraint even with all declared graphs captured.
+        PolicyError: A method is missing or raises, a declared key is invalid, or a decision breaks
+            a hard constraint although all declared graphs count as captured.
     """
     if isinstance(policy, type):
-        problem = f"a class was passed; pass an instance, {policy.__name__}(...)."
+        problem = f"is a class; pass an instance, {policy.__name__}(...)."
         raise PolicyError(policy.__name__, "declare", problem, origin=origin)
     name = policy_name(policy)
     for method in ("declare", "decide"):
@@ -84,21 +85,21 @@ def accepted_keys(
     except PolicyError:
         raise
     except Exception as error:
-        problem = raised(error)
+        problem = describe_exception(error)
         raise PolicyError(name, "declare", problem, origin=origin) from error
     for key in keys:
         if not isinstance(key, GraphKey):
             raise PolicyError(
                 name,
                 "declare",
-                f"returned {key!r}; only GraphKeys are allowed.",
+                f"returned {key!r}; return only GraphKeys.",
                 origin=origin,
                 value=key,
             )
         if key.num_tokens > config.max_num_tokens:
-            problem = f"returned {key}; no batch has more than {config.max_num_tokens} tokens."
+            problem = f"returned {key}, but max_num_tokens is {config.max_num_tokens}."
             raise PolicyError(name, "declare", problem, origin=origin, value=key)
-    is_plain = not knows_axes(keys)
+    is_plain = not declares_axes(keys)
     if config.axes and not is_plain:
         _check_axes(keys, config, name, origin)
     trial = GraphRegistry()
@@ -116,7 +117,7 @@ def accepted_keys(
         try:
             decision = policy.decide(batch, view)
         except Exception as error:
-            problem = raised(error, batch)
+            problem = describe_exception(error, batch)
             raise PolicyError(name, "decide", problem, origin=origin) from error
         fault = None if decision is None else broken_constraint(decision, batch, view)
         if fault is not None:
@@ -133,14 +134,14 @@ def _check_axes(keys: list[GraphKey], config: DispatchConfig, name: str, origin:
             raise PolicyError(name, "declare", problem, origin=origin, value=key) from error
 
 
-def raised(error: Exception, batch: Batch | None = None) -> str:
-    """Describe in a sentence what a policy's method raised."""
+def describe_exception(error: Exception, batch: Batch | None = None) -> str:
+    """Describe an exception of a policy's method, as a sentence."""
     where = "" if batch is None else f" on {batch}"
     return f"raised {type(error).__name__}{where}: {error}".rstrip(":. ") + "."
 
 
 def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:
-    """Yield batches at and next to some of the sizes, where rules tend to go wrong."""
+    """Yield batches at and next to some of the sizes, where rules often fail."""
     sizes = sorted({key.num_tokens for key in keys})
     smallest = tuple(axis.buckets[0] for axis in config.axes)
     step = max(1, len(sizes) // _MAX_SIZES_TRIED)

@@ -1,7 +1,7 @@
-"""Use policies that are unaware of axes under configurations that have some.
+"""Adapt policies that do not support axes to configurations with axes.
 
-Such a policy declares and decides as if there were no axes. Each of its keys exists once per
-combination of buckets, and when it decides it sees only the keys of the batch's combination.
+Such a policy declares keys and decides as if there were no axes. Each of its keys is declared for
+every combination of buckets. When it decides, it sees only the keys with the buckets of the batch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
 
 
-def knows_axes(keys: Iterable[GraphKey]) -> bool:
-    """Return whether a policy declares keys with axes itself."""
+def declares_axes(keys: Iterable[GraphKey]) -> bool:
+    """Return whether any of a policy's keys has axes."""
     return any(key.descriptor.axes for key in keys)
 
 
-def expanded(keys: Iterable[GraphKey], config: DispatchConfig) -> list[GraphKey]:
-    """Return each key once per combination of buckets."""
+def expand_keys(keys: Iterable[GraphKey], config: DispatchConfig) -> list[GraphKey]:
+    """Return each key with every combination of buckets."""
     combinations = config.variants.combinations()
     return [_with_axes(key, axes) for key in keys for axes in combinations]
 
 
 def is_outside(batch: Batch) -> bool:
-    """Return whether a value of a batch lies outside all buckets of its axis."""
+    """Return whether an axis value of a batch is outside all buckets."""
     return None in batch.axes
 
 
 class PlainView(GraphView):
-    """The graphs of one combination of buckets, shown without axes.
+    """A view of the graphs with the same axis buckets, shown without axes.
 
     Args:
-        view: All graphs.
-        axes: The buckets.
+        view: The view of all graphs.
+        axes: The bucket of each axis.
     """
 
     def __init__(self, view: GraphView, axes: AxisBuckets) -> None:
@@ -50,15 +50,15 @@ class PlainView(GraphView):
 
     @property
     def revision(self) -> tuple[object, ...]:
-        """A value that stays equal as long as the view's contents do not change."""
+        """A value that changes whenever the contents of the view change."""
         return self._axes, *self._view.revision
 
     def why_not(self, key: GraphKey) -> str | None:
-        """Return why a key cannot run now, as a reason to count; None if it can."""
+        """Return the reason why a key cannot run now, or None if it can."""
         return self._view.why_not(_with_axes(key, self._axes))
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the known keys of a mode that can compute the batch, smallest first."""
+        """Yield the keys of a mode that can compute a batch, smallest first."""
         for key in self._view.covering(attrs.evolve(batch, axes=self._axes), mode):
             yield _with_axes(key, ())
 
@@ -76,13 +76,13 @@ class PlainView(GraphView):
 
 
 def without_axes(batch: Batch) -> Batch:
-    """Return a batch as a policy unaware of axes sees it."""
+    """Return a batch without its axes."""
     return attrs.evolve(batch, axes=())
 
 
 def answer_with_axes(decision: Decision, axes: AxisBuckets) -> Decision:
-    """Return a policy's answer with the batch's buckets added to its keys."""
-    key = getattr(decision, "key", None)  # the validator reports invalid answers
+    """Return a decision with axis buckets added to its keys."""
+    key = getattr(decision, "key", None)  # broken_constraint reports invalid answers
     if key is None:
         return decision
     parts = tuple(attrs.evolve(part, key=_with_axes(part.key, axes)) for part in decision.parts)
@@ -90,13 +90,13 @@ def answer_with_axes(decision: Decision, axes: AxisBuckets) -> Decision:
 
 
 def outcome_without_axes(outcome: Outcome) -> Outcome:
-    """Return an outcome as a policy unaware of axes sees it."""
+    """Return an outcome without the axes of its batch and keys."""
     plain = answer_with_axes(outcome.decision, ())
     return attrs.evolve(outcome, batch=without_axes(outcome.batch), decision=plain)
 
 
 def update_with_axes(update: CellUpdate, axes: AxisBuckets) -> CellUpdate:
-    """Return a policy's update for the buckets of the batch it learned from."""
+    """Return an update with axis buckets added to its batch and keys."""
     answer = update.decision
     return attrs.evolve(
         update,
@@ -106,5 +106,5 @@ def update_with_axes(update: CellUpdate, axes: AxisBuckets) -> CellUpdate:
 
 
 def _with_axes(key: GraphKey, axes: AxisBuckets) -> GraphKey:
-    buckets: Any = axes  # no key has None among them
+    buckets: Any = axes  # buckets of a key are never None
     return GraphKey(key.mode, attrs.evolve(key.descriptor, axes=buckets))

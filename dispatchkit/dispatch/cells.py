@@ -1,4 +1,4 @@
-"""Convert between the arguments of a call, cells of the table and batches."""
+"""Convert between arguments of ``dispatch``, table cells and batches."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from dispatchkit.keys.checks import is_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
-#: Code of the allowed modes, query class, variant (adapters and axes), tokens.
+#: Code of the allowed modes, query class, variant (adapters and axes), number of tokens.
 Cell = tuple[int, int, int, int]
 
 _MORE_TOKENS = (
-    "For larger batches set a larger max_num_tokens; those above every capture size then run eager."
+    "Raise max_num_tokens for larger batches; those above the largest capture size run eager."
 )
-_MORE_LORAS = "For more adapters set a larger max_loras."
-_CODES = "Give a RuntimeMode, or allowed_modes_code(modes)."
+_MORE_LORAS = "Raise max_loras for more adapters."
+_CODES = "Pass a RuntimeMode, or allowed_modes_code(modes)."
 
 
 def cell_of_call(
     config: DispatchConfig, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
 ) -> Cell:
-    """Return the table cell for the arguments of a call.
+    """Return the table cell for the arguments of ``dispatch``.
 
     Raises:
-        DescriptorError: A number is not whole, is negative or above its limit, or contradicts
-            another.
+        DescriptorError: An argument is not a whole number, is out of range, or contradicts another
+            argument.
     """
     classes = config.num_query_classes - 1
     most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
-    which = "max_num_seqs" if most == config.max_num_seqs else "the batch has no more tokens"
+    which = "max_num_seqs" if most == config.max_num_seqs else "the number of tokens"
     variants = ("max_loras", _MORE_LORAS)
     if config.axes:
-        variants = ("of the configured axes", "DispatchConfig.variant returns it.")
+        variants = ("of the configured axes", "Pass the result of DispatchConfig.variant().")
     for field, value, limit, limit_name, hint in (
         ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _MORE_TOKENS),
         ("loras", loras, config.variants.count - 1, *variants),
         ("uniform", uniform, classes, "the number of query lengths", ""),
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
-        ("num_reqs", num_reqs, most, which, "Give 0 if unknown."),
+        ("num_reqs", num_reqs, most, which, "Pass 0 if unknown."),
     ):
         if (type(value) is not int and not _is_whole(value)) or not 0 <= value <= limit:
             allowed = f"a whole number from 0 to {limit} ({limit_name})"
@@ -53,7 +53,7 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
     """Return the cell of a batch.
 
     Raises:
-        DescriptorError: The batch is empty, or outside the configured limits.
+        DescriptorError: The batch is empty or outside the configured limits.
     """
     uniform = 0
     if batch.uniform:
@@ -68,7 +68,9 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
     ):
         uniform = config.num_query_classes - 1
     if batch.num_tokens == 0:
-        raise DescriptorError("num_tokens", 0, "at least 1", "An empty batch is always eager.")
+        raise DescriptorError(
+            "num_tokens", 0, "at least 1", "Empty batches run eager without a decision."
+        )
     return cell_of_call(
         config,
         batch.num_tokens,
@@ -80,7 +82,7 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
 
 
 def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
-    """Return the batch of a cell with the given number of requests (0 if unknown)."""
+    """Return the batch of a cell, with a number of requests (0 if unknown)."""
     ceiling, uniform, variant, num_tokens = cell
     loras, axes = config.variants.facts(variant)
     is_uniform, query_len, max_query_len = config.query_class(uniform)
@@ -96,11 +98,11 @@ def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
     )
 
 
-def names_of(modes: Iterable[RuntimeMode]) -> str:
-    """Return the names of runtime modes, for a message."""
+def format_modes(modes: Iterable[RuntimeMode]) -> str:
+    """Return the names of runtime modes as text for messages."""
     return ", ".join(sorted(mode.name for mode in modes))
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number, or a flag, which counts as 0 or 1."""
+    """Return whether a value is a whole number or a flag (0 or 1)."""
     return whole_number(value) is not None or is_flag(value)

@@ -1,4 +1,4 @@
-"""Hard constraints: choices that no policy may make."""
+"""Hard constraints, which every decision of a policy must satisfy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | None:
-    """Describe the hard constraint that an answer breaks; None if it is allowed."""
+    """Describe the hard constraint that a decision breaks, or return None."""
     if not isinstance(answer, Decision):
         how = " Use Decision.replay(key)." if isinstance(answer, GraphKey) else ""
-        return f"returned {answer!r}; a Decision or None is allowed.{how}"
+        return f"returned {answer!r}; return a Decision or None.{how}"
     if not answer.reason:
-        return f"returned {answer!r} without a reason; steps are counted by reason."
+        return f"returned {answer!r} without a reason; give one, by which steps are counted."
     if answer.parts:
         return _broken_by_split(answer, batch, graphs)
     key = answer.key
@@ -33,16 +33,16 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
 
 
 def may_be_split(batch: Batch) -> bool:
-    """Return whether a batch is of the kind that may be split, which is mixed.
+    """Return whether a batch may be split; only mixed batches may.
 
-    Rows of a uniform batch are grouped by request, and the number of requests is built into a
-    graph.
+    The rows of a uniform batch are grouped by request, and its graphs are captured for a number of
+    requests.
     """
     return not batch.uniform and batch.max_query_len is None
 
 
 def part_of(batch: Batch, num_tokens: int) -> Batch:
-    """Return part of a batch's rows as a batch; it may contain any of the requests."""
+    """Return a batch of some of a batch's rows, which may belong to any requests."""
     reqs = None if batch.num_reqs is None else min(batch.num_reqs, num_tokens)
     return attrs.evolve(batch, num_tokens=num_tokens, num_reqs=reqs)
 
@@ -52,15 +52,15 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
     shown = " + ".join(map(str, parts))
     if not graphs.may_split:
         return (
-            f"split a batch into {shown}, but its rows are not declared independent. Check "
-            "GraphView.may_split first; RunnerOptions(rows_independent=True) declares them so."
+            f"split a batch into {shown}, but its rows are not declared independent. Split only "
+            "if GraphView.may_split; RunnerOptions(rows_independent=True) sets it."
         )
     if not may_be_split(batch):
         return f"split {batch}; only mixed batches may be split."
     if len(parts) < 2:
         return (
-            f"split a batch into {shown}; a split has at least two "
-            "parts. Use Decision.replay for one."
+            f"split a batch into {shown}; a split needs at least two "
+            "parts. Use Decision.replay for one graph."
         )
     for part in parts:
         if part.key.mode is not answer.mode:
@@ -72,13 +72,13 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
         )
     total = sum(part.num_tokens for part in parts)
     if total != batch.num_tokens:
-        odd = "are in no part" if total < batch.num_tokens else "would be in two parts"
+        odd = "are in no part" if total < batch.num_tokens else "are in two parts"
         number = abs(total - batch.num_tokens)
-        return f"split {batch.num_tokens} rows into {shown}: {number} of them {odd}."
+        return f"split {batch.num_tokens} rows into {shown}, but {number} of them {odd}."
     sizes = [part.key.num_tokens for part in parts]
     if sizes != sorted(sizes, reverse=True):
-        # One order for each set of graphs: two orders would be counted and timed separately.
-        return f"split a batch into {shown}; larger graphs go first."
+        # Splits with the same graphs in different orders would be counted and timed separately.
+        return f"split a batch into {shown}; put larger graphs first."
     for part in parts:
         if broken := _broken_by_key(part.key, part_of(batch, part.num_tokens), graphs):
             return f"split {batch.num_tokens} rows and {broken}"
@@ -87,7 +87,7 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
 
 def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None:
     if key not in graphs:
-        return f"chose {key}, which is not in the registry. Return a declared key, or None."
+        return f"chose {key}, which is not in the registry. Choose a declared key, or return None."
     if not batch.allows(key.mode):
         names = ", ".join(sorted(mode.name for mode in batch.allowed_modes))
         return f"chose {key}, but this batch allows only {names}."

@@ -1,7 +1,7 @@
-"""The protocol of cost models, and the cost of a decision by such a model.
+"""The protocol of cost models, and the cost of a decision.
 
-Any object that implements ``CostModel`` will do. dispatchkit-plan measures cost models
-(``dispatchkit calibrate``), stores them in files, and comes with some.
+Any object that implements ``CostModel`` is accepted. dispatchkit-plan measures cost models
+(``dispatchkit calibrate``), stores them in files, and includes measured ones.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ _ALLOWED = "an object with name, step_us and covers (see dispatchkit.dispatch.Co
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Step times, eager at the batch's size or replayed at a captured size."""
+    """A model of step times, eager or replayed at a captured size."""
 
     @property
     def name(self) -> str:
-        """Name for tables and messages."""
+        """The name shown in tables and messages."""
         ...
 
     def step_us(self, num_tokens: int, captured: int | None, *, piecewise: bool = False) -> float:
-        """Return the microseconds of a step.
+        """Return the time of a step in microseconds.
 
         Args:
-            num_tokens: Tokens of the step, at least 1.
-            captured: Size of the graph that serves it; None runs eager.
-            piecewise: The graph consists of pieces with eager work between them.
+            num_tokens: Number of tokens of the step, at least 1.
+            captured: Size of the graph that serves the step; None for an eager step.
+            piecewise: Whether the graph consists of pieces with eager work between them.
         """
         ...
 
     def covers(self, num_tokens: int) -> bool:
-        """Return whether the model was measured up to that size, rather than extrapolated."""
+        """Return whether the model was measured up to a size, not extrapolated."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class StepCost:
-    """The cost of a step by a cost model.
+    """The cost of a step according to a cost model.
 
     Attributes:
-        model: Name of the model.
-        step_us: Microseconds of the step as decided.
-        eager_us: Microseconds of the same step run eager.
-        lost_us: Microseconds that the step takes beyond a graph of exactly its size; at least 0.
-        measured: The model was measured up to that size, rather than extrapolated.
+        model: Name of the cost model.
+        step_us: Time of the step as decided, in microseconds.
+        eager_us: Time of the same step run eager, in microseconds.
+        lost_us: Time in microseconds that a graph of exactly the step's size would save; at least
+            0.
+        measured: Whether the model was measured up to this size, not extrapolated.
     """
 
     model: str
@@ -62,18 +63,18 @@ class StepCost:
 
     @classmethod
     def of(cls, model: CostModel, decision: Decision, num_tokens: int) -> StepCost:
-        """Return the cost of a decided step, compared with eager and with an exact-size graph.
+        """Return the cost of a decided step, eager, and with an exact-size graph.
 
         Args:
-            model: Where the times come from.
-            decision: The graph that serves the step, or eager.
-            num_tokens: Tokens of the step; a step of 0 tokens costs nothing.
+            model: The cost model.
+            decision: The decision for the step.
+            num_tokens: Number of tokens of the step; a step of 0 tokens costs nothing.
         """
         is_pieces = decision.mode is RuntimeMode.PIECEWISE
         sizes = [key.num_tokens for key in decision.keys]
         us = eager = exact = 0.0
         if num_tokens:
-            us = decided_us(model, decision, num_tokens)
+            us = decision_us(model, decision, num_tokens)
             eager = model.step_us(num_tokens, None)
             exact = model.step_us(num_tokens, num_tokens, piecewise=is_pieces)
         return cls(
@@ -92,8 +93,8 @@ class StepCost:
         return f"{text} (cost model {self.model}{beyond})"
 
 
-def decided_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
-    """Return the microseconds of a decided step, summed over the parts if it is split."""
+def decision_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
+    """Return the time of a decided step in microseconds, summed over its parts."""
     is_pieces = decision.mode is RuntimeMode.PIECEWISE
     if decision.parts:
         return sum(
@@ -105,12 +106,13 @@ def decided_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
 
 
 def find_cost_model(model: CostModel | str) -> CostModel:
-    """Return a cost model; dispatchkit-plan looks up a name or reads a file.
+    """Return a cost model given as an object, name or file.
 
     Raises:
-        ConfigError: It is neither a cost model nor text, or the file is not a cost model.
-        MissingDistributionError: It is text, and dispatchkit-plan is not installed.
-        UnknownNameError: There is no model and no file of that name.
+        ConfigError: The value is neither a cost model nor text, or the file does not contain a cost
+            model.
+        MissingDistributionError: The value is text, and dispatchkit-plan is not installed.
+        UnknownNameError: There is no cost model or file of that name.
     """
     if isinstance(model, str):
         load = load_attribute("load_cost_model", f"Looking up cost model {model!r}")

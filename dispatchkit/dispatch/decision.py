@@ -1,4 +1,4 @@
-"""Decisions of policies, their outcomes, and the changes that policies ask for."""
+"""Decisions, outcomes, and the updates that learning policies return."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 class Reason(enum.StrEnum):
-    """Why a step replays or runs eager. Policies may define further reasons.
+    """The reason for a decision; policies may define further reasons.
 
-    The first ones come from the dispatcher and its policy, the others from the executor.
+    Reasons up to ``POLICY_ERROR`` come from the dispatcher and its policy, all others from the
+    executor.
     """
 
     HIT = "hit"
@@ -34,73 +35,73 @@ class Reason(enum.StrEnum):
     TOO_MANY_REQS = "too_many_reqs"
     OUTSIDE_AXIS = "outside_axis"
     PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
-    NOT_MINE = "no_policy_answered"
+    NO_ANSWER = "no_policy_answered"
     POLICY_ERROR = "policy_error"
     #: The key has not been requested often enough to be captured.
     CAPTURE_PENDING = "capture_pending"
-    #: The step runs inside a capture begun by other code, and is recorded there.
+    #: The step runs inside a capture begun by other code, which records it.
     INSIDE_CAPTURE = "inside_capture"
-    #: The replay failed before it had any effect.
+    #: The replay failed without any effect.
     REPLAY_FAILED = "replay_failed"
-    #: An eager call between two segments returned a different structure than in the capture.
+    #: An eager call between two segments returned another structure than during the capture.
     CALL_DIFFERS = "call_differs"
-    #: The replay differed from eager, whose result was returned.
+    #: The replay differed from the eager run, whose result was returned.
     CHECK_FAILED = "check_failed"
     #: The graph was captured under a different autocast state.
     AUTOCAST = "autocast"
-    #: A module of the step was switched to training, or back, since the capture.
+    #: The training flag of a module of the step changed since the capture.
     TRAINING_MODE = "training_mode"
     #: A module of the step was moved or converted to another dtype since the capture.
     MOVED_MODULE = "moved_module"
-    #: Every call of the step changes Python state, which a replay would not.
+    #: Each call of the step changes Python state, which a replay would not change.
     PYTHON_STATE = "python_state"
-    #: The one call that runs eager because a first call computes something different.
+    #: The first call, which computes something different and therefore runs eager.
     FIRST_CALL = "first_call"
-    #: The step writes to a container in its arguments, which a replay would not.
+    #: The step writes to a container in its arguments, which a replay would not do.
     CONTAINER_WRITTEN = "container_written"
-    #: Real rows of a padded step were seen to depend on padding.
+    #: Real rows of a padded step depend on the padding.
     ROWS_DEPEND = "rows_depend"
-    #: Outputs of a padded step were seen to have rows other than those of the batch.
+    #: Outputs of a padded step have other rows than those of the batch.
     ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
-    #: The batch was to be split, but its rows depend on each other or were not proven independent.
+    #: The batch was not split because its rows depend on each other, or independence is not proven.
     ROWS_NOT_INDEPENDENT = "rows_not_independent"
-    #: The batch was to be split, but an output of its parts cannot be joined.
+    #: The batch was not split because an output of its parts cannot be joined.
     OUTPUTS_NOT_JOINED = "outputs_not_joined"
-    #: A weight, buffer or submodule was replaced.
+    #: A weight, buffer or submodule was replaced since the capture.
     WEIGHTS_REPLACED = "weights_replaced"
-    #: A value that Python code reads has changed.
+    #: A value that the step's Python code reads has changed.
     VALUE_CHANGED = "value_changed"
-    #: Of a graphed call: no tensor has a batch dimension,
+    #: Graphed calls: no tensor has a batch dimension.
     NO_BATCH = "no_batch"
-    #: gradients are asked for,
+    #: Graphed calls: gradients are required.
     GRADIENTS = "gradients"
-    #: its tensors are on several devices,
+    #: Graphed calls: the tensors are on several devices.
     SEVERAL_DEVICES = "several_devices"
-    #: a tensor is of an unsupported kind: nested, sparse, quantized, a subclass,
+    #: Graphed calls: a tensor is nested, sparse, quantized or of a subclass.
     TENSOR_KIND = "tensor_kind"
-    #: a value cannot be part of a graph's key,
+    #: Graphed calls: a value cannot be hashed, so it cannot be part of a graph's key.
     UNHASHABLE_VALUE = "unhashable_value"
-    #: or the limit of call forms with graphs is reached.
+    #: Graphed calls: the limit of call forms with graphs is reached.
     TOO_MANY_FORMS = "too_many_forms"
 
 
-def _word(reason: Any) -> str:
+def _check_reason(reason: Any) -> str:
     if not isinstance(reason, str) or not reason:
-        raise DescriptorError("reason", reason, "a short word that steps are counted by")
+        raise DescriptorError("reason", reason, "a non-empty string, by which steps are counted")
     return str(reason)
 
 
-# A bound that no number of requests exceeds, for decisions that do not depend on it.
+# Limit of decisions that hold for any number of requests.
 ANY_NUM_REQS = 1 << 62
 
 
 @attrs.frozen
 class Part:
-    """Some rows of a batch that is split over several graphs.
+    """Some rows of a split batch, and the graph that serves them.
 
     Attributes:
-        key: The graph that serves them.
-        num_tokens: How many rows, at least 1.
+        key: The key of the graph.
+        num_tokens: Number of rows, at least 1.
 
     Raises:
         DescriptorError: The key or the number of rows is invalid.
@@ -126,28 +127,28 @@ def _part(value: Any) -> Part:
     try:
         return value if isinstance(value, Part) else Part(*value)
     except TypeError:
-        raise DescriptorError("parts", value, "pairs of a GraphKey and its rows") from None
+        raise DescriptorError("parts", value, "pairs of a GraphKey and a number of rows") from None
 
 
 @attrs.frozen
 class Decision:
-    """Replay the graph of one or several keys, or run eager, and the reason.
+    """A choice to replay one or several graphs or to run eager, with the reason.
 
-    Policies create it with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``. The
-    dispatcher then binds it to one cell of its table and fills in the other fields.
+    Policies create decisions with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``.
+    The dispatcher binds each to a cell of its table and sets the remaining fields.
 
     Attributes:
         mode: Runtime mode to run in.
-        key: The graph to replay (of a split batch, that of its first part); None for eager.
-        reason: A short word that counters use.
-        timed: Measure the device time of this step.
-        num_tokens: Unpadded number of tokens of the cell it is bound to.
-        max_num_reqs: The decision holds for batches of up to this many requests.
+        key: Key of the graph to replay, or of the first graph of a split batch; None for eager.
+        reason: The reason, under which counters count the step.
+        timed: Whether to measure the device time of the step.
+        num_tokens: Unpadded number of tokens of the decision's cell.
+        max_num_reqs: Largest number of requests for which the decision holds.
         policy: Name of the policy that decided.
-        revision: Number of this binding; it grows with each change of the cell.
-        one_shot: It holds for one step; the steady decision is already back in place.
-        plan: The plan that the executor prepared for it.
-        parts: The parts of a split batch, from the first row to the last; empty otherwise.
+        revision: Number of the binding; later bindings have larger numbers.
+        one_shot: Whether the decision holds for one step only.
+        plan: The plan that the executor prepared for the decision.
+        parts: The parts of a split batch, in the order of their rows; empty otherwise.
     """
 
     mode: RuntimeMode
@@ -164,14 +165,14 @@ class Decision:
 
     @classmethod
     def replay(cls, key: GraphKey, reason: str = Reason.HIT, *, timed: bool = False) -> Decision:
-        """Choose the graph of a key.
+        """Return a decision to replay the graph of a key.
 
         Raises:
-            DescriptorError: It is not a GraphKey, or the reason is not a word.
+            DescriptorError: The key is not a GraphKey, or the reason is not a non-empty string.
         """
         if not isinstance(key, GraphKey):
             raise DescriptorError("key", key, "a GraphKey", "graphs.covering(batch) yields them.")
-        return cls(key.mode, key, _word(reason), timed)
+        return cls(key.mode, key, _check_reason(reason), timed)
 
     @classmethod
     def split(
@@ -181,36 +182,36 @@ class Decision:
         *,
         timed: bool = False,
     ) -> Decision:
-        """Choose several graphs, each for some rows of a batch whose rows are independent.
+        """Return a decision to split a batch of independent rows over graphs.
 
-        ``GraphView.may_split`` tells whether rows are independent. Results are joined in order; the
-        whole counts as one step.
+        Use it only if ``GraphView.may_split`` is true. The results are joined in order, and all
+        parts count as one step.
 
         Args:
-            parts: At least two graphs of one mode, larger ones first, each with the number of rows
-                it serves; the rows add up to the batch.
-            reason: A short word that counters use.
-            timed: Measure the device time of the whole step.
+            parts: At least two graphs of the same mode, larger graphs first, each with the number
+                of rows it serves. The numbers must add up to the rows of the batch.
+            reason: The reason, under which counters count the step.
+            timed: Whether to measure the device time of the whole step.
 
         Raises:
             DescriptorError: There are no parts, or a part is invalid.
         """
         found = tuple(map(_part, parts))
         if not found:
-            raise DescriptorError("parts", found, "pairs of a GraphKey and its rows")
+            raise DescriptorError("parts", found, "pairs of a GraphKey and a number of rows")
         key = found[0].key
-        return cls(key.mode, key, _word(reason), timed, parts=found)
+        return cls(key.mode, key, _check_reason(reason), timed, parts=found)
 
     @classmethod
     def eager(cls, reason: str, *, timed: bool = False) -> Decision:
-        """Choose eager, at the exact size, with the reason to count."""
-        return cls(RuntimeMode.NONE, None, _word(reason), timed)
+        """Return a decision to run eager, at the exact size of the batch."""
+        return cls(RuntimeMode.NONE, None, _check_reason(reason), timed)
 
-    # Both are called for each cell that is filled: `attrs.evolve` takes five times as long.
+    # These two methods run for each filled cell; `attrs.evolve` would take five times as long.
     def at(
         self, num_tokens: int, max_num_reqs: int, policy: str, revision: int, one_shot: bool
     ) -> Decision:
-        """Return it with the facts of a cell, and without a plan."""
+        """Return the decision bound to a cell, without a plan."""
         return Decision(
             self.mode,
             self.key,
@@ -226,7 +227,7 @@ class Decision:
         )
 
     def with_plan(self, plan: Any) -> Decision:
-        """Return it with what the executor made of it."""
+        """Return the decision with the executor's plan."""
         return Decision(
             self.mode,
             self.key,
@@ -243,24 +244,24 @@ class Decision:
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """The graphs that are replayed: empty for eager, several for a split batch."""
+        """The keys of the graphs: empty for eager, several for a split batch."""
         if self.parts:
             return tuple(part.key for part in self.parts)
         return () if self.key is None else (self.key,)
 
     @property
     def graphs(self) -> str:
-        """A description of the graphs; empty for eager."""
-        return named_graphs(self.keys)
+        """The keys of the graphs as text; empty for eager."""
+        return format_keys(self.keys)
 
     @property
     def padded_num_tokens(self) -> int:
-        """Tokens that the device computes: the buckets, or the batch itself when eager."""
+        """Number of tokens the device computes, including padding."""
         return sum(key.num_tokens for key in self.keys) or self.num_tokens
 
     @property
     def padding(self) -> int:
-        """Padded minus unpadded tokens."""
+        """Number of padding tokens."""
         return self.padded_num_tokens - self.num_tokens
 
     def __str__(self) -> str:
@@ -270,26 +271,26 @@ class Decision:
         return f"{what} ({self.reason})"
 
 
-def named_graphs(keys: Iterable[GraphKey]) -> str:
-    """Describe the graphs that serve one step together."""
+def format_keys(keys: Iterable[GraphKey]) -> str:
+    """Return the keys of a step's graphs as text."""
     return " + ".join(map(str, keys))
 
 
 @attrs.frozen
 class Outcome:
-    """The outcome of one executed step, passed to ``Policy.observe``.
+    """The outcome of an executed step, passed to ``LearningPolicy.observe``.
 
     Attributes:
         batch: The batch of the step.
-        decision: The bound decision it ran under.
-        elapsed_us: Microseconds on its stream, or None if not measured.
-        clock: ``device`` for timing events, ``host`` for a host clock.
-        queued: Other work was ahead of it on the stream when it was launched.
-        completed: The step completed; nothing can be learned from one that did not.
-        won: False when another policy's decision ran instead (inside a composite).
-        step: Number of steps begun so far, measured or not, including this one; 0 if unknown.
-        is_first: As far as is known, it was the first eager run of its size. Libraries then choose
-            kernels for the size, which happens once and may take as long as many steps.
+        decision: The bound decision of the step.
+        elapsed_us: Time on the stream in microseconds, or None if not measured.
+        clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
+        queued: Whether earlier work was pending on the stream at the launch.
+        completed: Whether the step completed; policies must not learn from steps that did not.
+        won: False if another policy's decision ran instead, inside a composite policy.
+        step: Number of steps so far, measured or not, including this step; 0 if unknown.
+        is_first: Whether this is the first known eager run of its size. Libraries choose kernels in
+            the first run of a size, which may take as long as many steps.
     """
 
     batch: Batch
@@ -305,18 +306,18 @@ class Outcome:
 
 @attrs.frozen
 class CellUpdate:
-    """A change of a table cell, requested by a learning policy.
+    """A change of table cells, returned by a learning policy.
 
     Attributes:
-        batch: Identifies the cell: tokens, query class, adapters and allowed modes.
-        decision: The new answer; None to ask ``decide`` again at the next use.
-        one_shot: The decision holds for one step, after which the steady one applies again. Without
-            a decision, one-shot decisions that wait are dropped.
-        up_to: Without a decision, ``decide`` is also called again for otherwise equal batches of up
-            to this many tokens; 0 for this batch only.
+        batch: The batch of the cell: its tokens, query class, adapters and allowed modes.
+        decision: The new decision; None to call ``decide`` again at the next use of the cell.
+        one_shot: Whether the decision holds for one step, after which the steady decision applies
+            again. Without a decision, the waiting one-shot decisions of the cell are dropped.
+        up_to: Largest number of tokens: without a decision, ``decide`` is called again for all
+            otherwise equal batches from the size of ``batch`` to this size. 0 for this batch only.
 
     Raises:
-        DescriptorError: ``up_to`` is not the size of a batch, or is given with a decision.
+        DescriptorError: ``up_to`` is not a whole number of at least 0, or is given with a decision.
     """
 
     batch: Batch
@@ -327,11 +328,13 @@ class CellUpdate:
     @up_to.validator
     def _check_up_to(self, attribute: object, value: object) -> None:
         if type(value) is not int or value < 0 or (value and self.decision is not None):
-            allowed = "a whole number of 0 or more, and 0 with a decision"
-            raise DescriptorError("up_to", value, allowed, "Return one update per batch.")
+            allowed = "a whole number of at least 0, and 0 with a decision"
+            raise DescriptorError(
+                "up_to", value, allowed, "To change several batches, return one update for each."
+            )
 
     def is_about(self, batch: Batch) -> bool:
-        """Return whether it applies to a batch, ignoring the number of requests."""
+        """Return whether the update applies to a batch, ignoring its requests."""
         first = self.batch.num_tokens
         like = attrs.evolve(self.batch, num_tokens=batch.num_tokens, num_reqs=batch.num_reqs)
         return like == batch and first <= batch.num_tokens <= max(first, self.up_to)
@@ -339,12 +342,12 @@ class CellUpdate:
 
 @attrs.frozen
 class CalibrationRun:
-    """Timed runs of one batch that a learning policy asks for after a capture.
+    """Timed runs of a batch, requested by a learning policy after a capture.
 
     Attributes:
-        batch: The batch to run; any input of that size will do.
-        decision: How to run it; it is measured whether or not it is ``timed``.
-        runs: Number of runs, at least 1. Each outcome is passed to ``observe``.
+        batch: The batch to run, with any inputs of its size.
+        decision: The decision to run under; the runs are measured even if it is not ``timed``.
+        runs: Number of runs, at least 1. ``observe`` receives each outcome.
     """
 
     batch: Batch

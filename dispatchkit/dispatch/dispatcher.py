@@ -1,17 +1,16 @@
-"""The dispatcher: a table of ready decisions in front of a policy.
+"""Dispatcher: a table of decisions in front of a policy.
 
-A step costs four sign tests, four list indexings and one comparison. The policy is asked on first
-use of a cell; any change that could affect an answer empties exactly the cells it could affect.
-Four techniques keep branches off that path:
+A step costs four sign tests, four list lookups and one comparison. The policy decides on first use
+of a cell. A change that could affect decisions empties exactly the cells of those decisions. Four
+techniques avoid further branches on the hot path:
 
-* an empty cell holds ``EMPTY``, whose bound no number of requests meets, so that "not
-  filled" and "too many requests" leave through the same comparison;
-* if a batch has more requests than its cell's decision holds for, a separate dictionary has the
-  decision for that number;
-* a row that was never used is an empty tuple, and a batch above the table exceeds the end of its
-  row, so both raise IndexError;
-* a one-shot decision waits beside an emptied cell. The next step finds the cell empty,
-  puts the steady decision back and takes the one-shot one.
+* An empty cell holds ``EMPTY``, whose limit of -1 requests every batch exceeds. Empty cells and
+  batches with too many requests therefore fail the same comparison.
+* Decisions for more requests than the limit of a cell are in a separate dictionary.
+* An unused row is an empty tuple, and a batch above the table is beyond the end of its row, so both
+  raise IndexError.
+* A waiting one-shot decision empties its cell. The next step uses the cold path, which returns the
+  one-shot decision and restores the steady decision after the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch.acceptance import Proposal, raised
+from dispatchkit.dispatch.acceptance import Proposal, describe_exception
 from dispatchkit.dispatch.axes import (
     PlainView,
     answer_with_axes,
@@ -37,7 +36,7 @@ from dispatchkit.dispatch.cells import (
     batch_of_cell,
     cell_of_batch,
     cell_of_call,
-    names_of,
+    format_modes,
 )
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.decision import (
@@ -63,34 +62,36 @@ _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class Dispatcher:
-    """Choose by a policy, for every batch, the graph to replay or eager.
+    """Choose, for each batch, the graph to replay or eager.
 
     Args:
         policy: Any object with ``declare`` and ``decide``.
         config: Sizes, limits and modes.
-        registry: Holds the keys and their graphs, and gets the policy's keys; a new one by default.
-        modes: Runtime modes the executor supports (without PIECEWISE if it cannot split).
-        lazy: Declared keys may be dispatched, too; the executor captures them on first use.
-        strict: Raise on an invalid answer of the policy, rather than running eager.
-        may_split: The executor can split a mixed batch over several graphs (``Decision.split``).
-        origin: Where the policy comes from, for error messages.
-        bind: Called once for each decision put into the table; its result becomes
-            ``Decision.plan``. This is where the executor prepares a step. It may be set later as an
-            attribute, before the first ``dispatch``.
-        on_swap: Called after a policy or configuration took effect, with the policy's name, the
-            previous policy's name (None for the first) and the epoch. No lock is held.
-        on_fault: Called with a fault of the policy, the tokens of the batch (None if there is no
-            batch) and the epoch, before the call that encountered it returns or raises. The step
-            waits; no lock of the dispatcher is held.
+        registry: The registry in which the policy's keys are declared; a new one by default.
+        modes: Runtime modes that the executor supports; omit PIECEWISE if it cannot split steps.
+        lazy: Whether keys without a graph may be dispatched, so that the executor captures them on
+            first use.
+        strict: Whether to raise for faults of the policy, instead of running eager.
+        may_split: Whether the executor can split a mixed batch over several graphs
+            (``Decision.split``).
+        origin: Source of the policy, for error messages.
+        bind: Function with which the executor prepares a step. It is called once for each decision
+            put into the table, and its result becomes ``Decision.plan``. It may also be set as an
+            attribute before the first ``dispatch``.
+        on_swap: Function called after a swap, with the policy's name, the previous policy's name
+            (None for the first policy) and the epoch. No lock is held.
+        on_fault: Function called with a fault of the policy, the number of tokens of the batch
+            (None without a batch) and the epoch. It is called before the affected call returns or
+            raises, without holding a lock of the dispatcher.
 
     Raises:
-        PolicyError: The policy raises, declares something other than keys, or answers a trial batch
-            with a decision that breaks a hard constraint.
+        PolicyError: The policy raises, declares an invalid key, or returns a decision for a trial
+            batch that breaks a hard constraint.
 
     Attributes:
         registry: The keys and their graphs.
         config: The configuration in force.
-        graphs: The view of the registry that the policy in force has.
+        graphs: The registry as the policy in force sees it.
 
     Thread safety: ``dispatch`` may be called from any thread.
     """
@@ -114,8 +115,7 @@ class Dispatcher:
         self._modes = frozenset(modes)
         self._readiness = Readiness(lazy=lazy)
         self.bind, self._on_swap = bind, on_swap
-        # Shared with the registry: its listeners are called here under the lock, and a swap changes
-        # the registry.
+        # Shared with the registry, which calls listeners under its lock, and which a swap modifies.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
@@ -127,7 +127,7 @@ class Dispatcher:
             self._revisions,
             may_split=may_split,
         )
-        self._serve(self._epochs.install(self.propose(policy, config, origin), 0))
+        self._activate(self._epochs.install(self.propose(policy, config, origin), 0))
         self._unsubscribe = self.registry.subscribe(_weakly(self._on_registry_event))
         if on_swap is not None:
             on_swap(self.policy_name, None, 0)
@@ -145,27 +145,27 @@ class Dispatcher:
         """Return the decision for a batch.
 
         Args:
-            num_tokens: Unpadded tokens, 0 to ``max_num_tokens``; 0 is always eager.
-            num_reqs: Requests in the batch; 0 if unknown.
-            uniform: False for a mixed batch, True for a uniform decode batch: every request is past
-                its prompt and has exactly the configured query length; with several query lengths,
-                1 + its index. A batch with the last chunk of a prompt is mixed, whatever the
-                chunk's length. Whether ``num_reqs`` times the query length equals the tokens is not
-                checked, since engines pad requests and drop rows before they call.
-            loras: Active adapters; with axes, ``DispatchConfig.variant`` of the adapters and the
-                value of each axis.
-            ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
-                Cascade attention allows at most PIECEWISE.
+            num_tokens: Unpadded number of tokens, from 0 to ``max_num_tokens``; 0 always runs
+                eager.
+            num_reqs: Number of requests in the batch; 0 if unknown.
+            uniform: False for a mixed batch, True for a uniform decode batch, in which every
+                request is past its prompt and has exactly the configured query length. With several
+                query lengths, 1 + the index of the length. A batch with the last chunk of a prompt
+                is mixed, regardless of its length. The number of tokens need not equal ``num_reqs``
+                times the query length, because engines pad requests and drop rows before the call.
+            loras: Number of active adapters; with axes, the result of ``DispatchConfig.variant``.
+            ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``. Cascade
+                attention allows at most PIECEWISE.
 
         Returns:
-            A ready, shared decision; nothing is allocated.
+            The decision object in the table, which is shared; a warm call allocates nothing.
 
         Raises:
-            DescriptorError: A fact is negative, above its limit or contradicts another.
+            DescriptorError: An argument is out of range or contradicts another argument.
             NoGraphError: No graph serves the batch and eager is not allowed.
         """
-        # A negative index would silently read the table from its end. The bitwise or of two ints is
-        # negative if either is; for other types it raises TypeError.
+        # A negative index would read the table from its end. The bitwise OR of two ints is negative
+        # if either is negative; for other types it raises TypeError.
         try:
             if num_tokens | num_reqs >= 0 and uniform >= 0 and loras >= 0 and ceiling >= 0:
                 decision: Decision = self._rows[ceiling][uniform][loras][num_tokens]
@@ -174,10 +174,10 @@ class Dispatcher:
                 if decision is not EMPTY:
                     return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
-            pass  # an unused row, a batch above the table, or a wrong type: handled below
+            pass  # an unused row, a batch above the table or a wrong type; handled below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
-    def dispatch_anew(
+    def redispatch(
         self,
         num_tokens: int,
         num_reqs: int = 0,
@@ -185,9 +185,10 @@ class Dispatcher:
         loras: int = 0,
         ceiling: int = 2,
     ) -> Decision:
-        """Return the decision for a batch whose table cell turned out to be outdated.
+        """Empty the cell of a batch, and return a new decision.
 
-        Changes empty the cells they affect; an interrupt in the middle may leave one filled.
+        For cells with outdated decisions. A change empties the cells it affects, but if it is
+        interrupted, some may stay filled.
 
         Raises:
             DescriptorError: As ``dispatch``.
@@ -200,14 +201,14 @@ class Dispatcher:
         return self.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def row(self, uniform: int = 0, loras: int = 0, ceiling: int = 2) -> Row:
-        """Return the table row for one kind of batch, indexed by number of tokens.
+        """Return the table row for a kind of batch, indexed by number of tokens.
 
-        For engines that cannot afford a call. An entry is what ``dispatch`` returns for a batch of
-        up to ``max_num_reqs`` requests. For other batches ``dispatch`` must be called, which fills
-        the row. The bound is -1 if nothing is decided yet or a one-shot decision waits. Never index
-        with a negative number of tokens; a number above ``max_num_tokens`` raises IndexError.
+        Engines can use it to avoid a call per step. An entry holds for batches of up to
+        ``max_num_reqs`` requests; for all other batches call ``dispatch``, which fills the row.
+        ``max_num_reqs`` is -1 if the cell has no decision or a one-shot decision is waiting. Do not
+        index with a negative number of tokens. A number above ``max_num_tokens`` raises IndexError.
 
-        The row follows every change until ``swap``, which replaces the rows.
+        The row is updated with every change until a swap, which replaces the rows.
 
         Args:
             uniform: As for ``dispatch``.
@@ -215,7 +216,7 @@ class Dispatcher:
             ceiling: As for ``dispatch``.
 
         Raises:
-            DescriptorError: A number is negative or above its limit.
+            DescriptorError: An argument is out of range.
         """
         with self._lock:
             cell = cell_of_call(self.config, 0, 0, uniform, loras, ceiling)
@@ -227,10 +228,10 @@ class Dispatcher:
     ) -> Decision:
         try:
             with self._lock:
-                # Under the lock, so that limits and table belong to the same epoch.
+                # Under the lock, limits and table belong to the same epoch.
                 table = self._epoch.table
                 if not self.config.has_token_limit and self._is_above_table(num_tokens):
-                    return self._decide_beyond(num_tokens, num_reqs, uniform, loras, ceiling)
+                    return self._decide_above_table(num_tokens, num_reqs, uniform, loras, ceiling)
                 cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
                 decision = table.take_one_shot(cell, num_reqs)
                 if decision is None:
@@ -251,33 +252,33 @@ class Dispatcher:
         tokens = whole_number(num_tokens)
         return tokens is not None and tokens > self.config.max_num_tokens
 
-    def _decide_beyond(
+    def _decide_above_table(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:
-        """Return an eager decision for a batch above every size, without asking a policy.
+        """Return an eager decision for a batch larger than the table.
 
         Raises:
-            DescriptorError: Another number is invalid.
+            DescriptorError: Another argument is invalid.
             NoGraphError: Eager is not allowed.
         """
         facts = (num_tokens, num_reqs, uniform, loras, ceiling)
-        found = self._beyond.get(facts)
+        found = self._above_table.get(facts)
         if found is None:
             batch = self.batch(*facts)
             if not batch.allows(RuntimeMode.NONE):
                 raise self._no_graph(batch, Reason.ABOVE_LARGEST)
             found = self._bound(Decision.eager(Reason.ABOVE_LARGEST), batch)
-            if len(self._beyond) >= MAX_COLD_CELLS:
-                self._beyond.clear()
-            self._beyond[facts] = found
+            if len(self._above_table) >= MAX_COLD_CELLS:
+                self._above_table.clear()
+            self._above_table[facts] = found
         return found
 
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass an outcome to the policy and apply the updates it returns to the table.
+        """Pass an outcome to the policy, and apply the updates it returns.
 
-        Outcomes of an earlier policy's decisions are ignored, as are those of batches outside the
+        Outcomes are ignored if the decision is from an earlier policy or the batch is outside the
         configuration in force.
         """
         if not self._epoch.proposal.parts.learns:
@@ -289,14 +290,14 @@ class Dispatcher:
                 try:
                     cell_of_batch(self.config, outcome.batch)
                 except DescriptorError:
-                    return  # outside the limits since a swap; no answer could be used
+                    return  # outside the limits since a swap, so updates could not apply
                 self._learn(outcome)
         finally:
             self._faults.report()
 
     def _learn(self, outcome: Outcome) -> None:
         learn = self._epoch.proposal.parts.observe
-        if learn is None:  # a swap happened meanwhile
+        if learn is None:  # there was a swap since the check in observe
             return
         axes = outcome.batch.axes
         if self._epoch.proposal.adds_axes:
@@ -304,38 +305,36 @@ class Dispatcher:
         try:
             for update in learn(outcome) or ():
                 if not isinstance(update, CellUpdate):
-                    raise self._fault(
-                        "observe", f"returned {update!r}; only CellUpdates are allowed."
-                    )
+                    raise self._fault("observe", f"returned {update!r}; return only CellUpdates.")
                 self.update(
                     update_with_axes(update, axes) if self._epoch.proposal.adds_axes else update
                 )
         except PolicyError as error:
-            self._blame(error)
-        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
-            fault = self._fault("observe", raised(error))
+            self._record_fault(error)
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything
+            fault = self._fault("observe", describe_exception(error))
             fault.__cause__ = error
-            self._blame(fault)
+            self._record_fault(fault)
 
     def update(self, update: CellUpdate) -> None:
-        """Change one cell: set a steady or one-shot decision, or ask again.
+        """Apply an update of a policy to the table.
 
-        Asking again may cover a range of sizes.
+        An update sets the steady decision or a one-shot decision of a cell, or empties a range of
+        cells so that the policy decides again.
 
-        A steady decision is served after the one-shot decisions that wait. A choice that can no
-        longer run (for example, because its graph was evicted since the step it was learned from)
-        is not a fault: for a steady decision the policy is asked again, a one-shot decision is
-        dropped.
+        A steady decision is used after waiting one-shot decisions. A decision that cannot run any
+        more, for example because its graph was evicted, is not a fault: if it is steady, the policy
+        decides again; if it is one-shot, it is dropped.
 
         Raises:
-            DescriptorError: The batch is impossible or outside the configured limits.
-            PolicyError: The decision breaks a hard constraint; the cell stays as it was.
+            DescriptorError: The batch is invalid or outside the configured limits.
+            PolicyError: The decision breaks a hard constraint; the cell is not changed.
         """
         batch, answer = update.batch, update.decision
         with self._lock:
             table = self._epoch.table
             cell = cell_of_batch(self.config, batch)
-            if answer is not None and self._is_lost(answer):
+            if answer is not None and self._cannot_run_now(answer):
                 answer = None
             if answer is None:
                 if not update.one_shot:
@@ -346,7 +345,7 @@ class Dispatcher:
             problem = broken_constraint(answer, batch, self.graphs)
             if problem is None and answer.key is None and not batch.allows(RuntimeMode.NONE):
                 problem = (
-                    f"chose eager, but this batch allows only {names_of(batch.allowed_modes)}."
+                    f"chose eager, but this batch allows only {format_modes(batch.allowed_modes)}."
                 )
             if problem is not None:
                 raise self._fault("observe", problem, answer)
@@ -362,10 +361,10 @@ class Dispatcher:
     def swap(
         self, policy: Policy | None = None, config: DispatchConfig | None = None, origin: str = ""
     ) -> int:
-        """Install another policy or configuration with an empty table: a new epoch.
+        """Install another policy or configuration, and begin a new epoch.
 
-        Steps that already have their decision finish under it. If the new policy is refused, the
-        old one stays in force.
+        The new epoch begins with an empty table. Steps that already have a decision keep it. If the
+        new policy does not pass its trial, the old policy stays in force.
 
         Returns:
             The number of the new epoch.
@@ -377,51 +376,54 @@ class Dispatcher:
             new_config = now.config if config is None else config
             proposal = self.propose(new_policy, new_config, origin)
             epoch = self.epoch + 1
-            self._serve(self._epochs.install(proposal, epoch))
+            self._activate(self._epochs.install(proposal, epoch))
         if self._on_swap is not None:
             self._on_swap(proposal.parts.name, now.parts.name, epoch)
         return epoch
 
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
-        """Try a policy and configuration; return a proposal that may be installed.
+        """Try a policy and configuration; return a proposal to install.
 
-        Nothing changes here. The policy declares and decides in the trial, so it must not be the
-        object in force.
+        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so the
+        policy must not be the object in force.
 
         Raises:
-            PolicyError: The policy is refused.
+            PolicyError: The policy did not pass the trial.
         """
         return self._epochs.propose(policy, config, origin)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys, hidden from the policy in force; return the new ones.
+        """Declare a proposal's keys as hidden; return the keys that are new.
 
-        They can be captured from now on, but are neither chosen nor shown to the policy.
+        The keys can be captured, but are neither dispatched nor shown to the policy in force.
         """
         with self._lock:
             return self._epochs.reserve(proposal)
 
     def install(self, proposal: Proposal) -> list[GraphKey]:
-        """Install a proposal with an empty table, as a new epoch.
+        """Install a proposal, and begin a new epoch with an empty table.
 
-        ``on_swap`` is not called here; the caller calls it once it holds no lock.
+        It does not call ``on_swap``; the caller does so after releasing its locks.
 
         Returns:
-            The keys that earlier policies declared and this one does not. They are still in the
-            registry, hidden; the caller must forget them.
+            Keys that earlier policies declared and this policy does not. They are hidden but still
+            in the registry; the caller must forget them.
         """
         with self._lock:
             retired = self._epochs.retire(proposal)
-            self._serve(self._epochs.install(proposal, self.epoch + 1))
+            self._activate(self._epochs.install(proposal, self.epoch + 1))
         return [key for key in retired if key in self.registry]
 
     def show_all(self) -> None:
-        """Stop hiding keys, after a proposal was dropped or retired keys were forgotten."""
+        """Show all keys of the registry to the policy in force.
+
+        Call it after a proposal was dropped or retired keys were forgotten.
+        """
         with self._lock:
             self._epochs.show_all()
 
     def set_lazy(self, lazy: bool) -> None:
-        """Set whether keys without a graph may be dispatched; all cells are decided again."""
+        """Set whether keys without a graph may be dispatched; empty all cells."""
         with self._lock:
             self._readiness.lazy = lazy
             self.graphs.num_changes += 1
@@ -429,7 +431,7 @@ class Dispatcher:
                 self._epoch.table.invalidate(mode, self.config.max_num_tokens)
 
     def close(self) -> None:
-        """Stop listening to the registry."""
+        """Unsubscribe from the registry."""
         self._unsubscribe()
 
     # -- reading ------------------------------------------------------------------------
@@ -441,7 +443,7 @@ class Dispatcher:
 
     @property
     def policy_parts(self) -> PolicyParts:
-        """The policy in force, with its optional parts."""
+        """The policy in force and its optional parts."""
         return self._epoch.proposal.parts
 
     @property
@@ -451,15 +453,15 @@ class Dispatcher:
 
     @property
     def policy_origin(self) -> str:
-        """The distribution and version the policy comes from, if known."""
+        """The distribution and version of the policy in force, if known."""
         return self._epoch.proposal.origin
 
     @property
     def pace(self) -> int:
-        """Factor, at least 1, by which fewer steps than usual are measured for the policy.
+        """The factor, at least 1, by which fewer steps are measured than usual.
 
         Raises:
-            PolicyError: In strict mode, the policy's ``pace`` is not such a number.
+            PolicyError: In strict mode, the policy's ``pace`` is invalid.
         """
         pace = self.policy_parts.pace
         problem = pace_fault(pace)
@@ -467,34 +469,34 @@ class Dispatcher:
             return int(pace)
         try:
             with self._lock:
-                self._blame(self._fault("pace", problem, pace))
+                self._record_fault(self._fault("pace", problem, pace))
         finally:
             self._faults.report()
         return 1
 
     @property
     def num_policy_errors(self) -> int:
-        """How many faults there were: invalid answers and exceptions of policies."""
+        """Number of policy faults: invalid decisions and exceptions."""
         return self._faults.count
 
     @property
     def modes(self) -> frozenset[RuntimeMode]:
-        """Runtime modes the executor supports."""
+        """The runtime modes that the executor supports."""
         return self._modes
 
     @property
     def lazy(self) -> bool:
-        """Whether declared keys may be dispatched, to be captured on first use."""
+        """Whether keys without a graph may be dispatched."""
         return self._readiness.lazy
 
     @property
     def epoch(self) -> int:
-        """Number of the table in force; grows with every swap."""
+        """Number of the epoch in force; each swap increments it."""
         return self._epoch.table.epoch
 
     @property
     def num_filled_cells(self) -> int:
-        """Number of cells decided in this epoch."""
+        """Number of cells with a decision."""
         return self._epoch.table.num_filled
 
     def batch(
@@ -507,18 +509,18 @@ class Dispatcher:
         *,
         any_size: bool = False,
     ) -> Batch:
-        """Return the Batch that a policy sees for the arguments of ``dispatch``.
+        """Return the batch that a policy receives for arguments of ``dispatch``.
 
         Args:
-            num_tokens: As for ``dispatch``, like the next four.
-            num_reqs: Requests in the batch.
-            uniform: Kind of batch.
-            loras: Active adapters.
-            ceiling: Highest runtime mode allowed.
-            any_size: Allow more tokens than ``max_num_tokens``, to explain such a batch.
+            num_tokens: As for ``dispatch``.
+            num_reqs: As for ``dispatch``.
+            uniform: As for ``dispatch``.
+            loras: As for ``dispatch``.
+            ceiling: As for ``dispatch``.
+            any_size: Whether to allow more tokens than ``max_num_tokens``, to explain the batch.
 
         Raises:
-            DescriptorError: A fact is negative, above its limit or contradicts another.
+            DescriptorError: An argument is out of range or contradicts another argument.
         """
         config = self.config
         any_size = any_size or not config.has_token_limit
@@ -534,10 +536,10 @@ class Dispatcher:
         return attrs.evolve(batch, num_tokens=int(num_tokens), num_reqs=reqs or None)
 
     def decide(self, batch: Batch) -> Decision:
-        """Ask the policy anew for a batch, within the constraints, without the table.
+        """Return a new, validated decision of the policy, without using the table.
 
         Raises:
-            DescriptorError: It is not a Batch, or outside the configured limits.
+            DescriptorError: The value is not a Batch, or is outside the configured limits.
         """
         if not isinstance(batch, Batch):
             raise DescriptorError("batch", batch, "a Batch", "Dispatcher.batch(...) returns one.")
@@ -549,14 +551,14 @@ class Dispatcher:
         finally:
             self._faults.report()
 
-    def foresee(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
-        """Return the decision that a batch's next step would get, and the policy's fault if any.
+    def preview(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
+        """Return the decision for the next step of a batch, and the policy's fault, if any.
 
-        Nothing changes: no cell is filled, no one-shot decision is taken, and no fault is counted
-        or warned about.
+        It has no side effects: no cell is filled, no one-shot decision is used, and no fault is
+        counted or warned about.
 
         Raises:
-            DescriptorError: The batch is impossible or outside the configured limits.
+            DescriptorError: The batch is invalid or outside the configured limits.
         """
         num_reqs = batch.num_reqs or 0
         with self._lock:
@@ -567,7 +569,7 @@ class Dispatcher:
             if known is not None:
                 return known, None
             try:
-                # As when a cell is filled: without requests first, then with them.
+                # As when a cell is filled: first without a number of requests, then with it.
                 anyhow = batch_of_cell(self.config, cell, 0)
                 decision = self._limited(self._ask(anyhow), anyhow)
                 if num_reqs > decision.max_num_reqs:
@@ -578,26 +580,26 @@ class Dispatcher:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _serve(self, epoch: Epoch) -> None:
-        """Make steps read the table of an epoch."""
+    def _activate(self, epoch: Epoch) -> None:
+        """Make steps use the table of an epoch."""
         self._epoch: Epoch = epoch
-        self._beyond: dict[Any, Decision] = {}
-        # Stored outside the epoch too: it saves steps and refills an attribute lookup.
+        self._above_table: dict[Any, Decision] = {}
+        # Also stored here, which saves an attribute lookup per step.
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
-        self._rows = epoch.table.rows  # last, and atomic: readers see either epoch
+        self._rows = epoch.table.rows  # last: readers see the old epoch or the new one
 
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
         decision = self._bound(self._decide(batch), batch)
-        # If eager is not allowed, a miss is not stored: it raises each time.
+        # If eager is not allowed, a miss is not stored, so that each call raises.
         if decision.key is not None or batch.allows(RuntimeMode.NONE):
             table.put(cell, decision)
         return decision
 
     def _decide_by_reqs(self, table: Table, cell: Cell, num_reqs: int) -> Decision:
-        """Decide for more requests than the cell's decision holds for; stored up to a bound."""
+        """Return the decision for more requests than the cell's limit; store it."""
         decision = table.get_by_reqs(cell, num_reqs)
         if decision is None:
             batch = batch_of_cell(self.config, cell, num_reqs)
@@ -620,11 +622,11 @@ class Dispatcher:
         try:
             return self._ask(batch)
         except PolicyError as fault:
-            self._blame(fault, batch.num_tokens)
+            self._record_fault(fault, batch.num_tokens)
             return Decision.eager(Reason.POLICY_ERROR)
 
     def _ask(self, batch: Batch) -> Decision:
-        """Return the policy's answer if it is valid; raise PolicyError if not."""
+        """Return the policy's decision, or raise PolicyError if it is invalid."""
         try:
             proposal = self._epoch.proposal
             if proposal.adds_axes:
@@ -634,9 +636,9 @@ class Dispatcher:
             else:
                 answer = proposal.parts.policy.decide(batch, self.graphs)
         except Exception as error:
-            raise self._fault("decide", raised(error, batch)) from error
+            raise self._fault("decide", describe_exception(error, batch)) from error
         if answer is None:
-            return Decision.eager(Reason.NOT_MINE)
+            return Decision.eager(Reason.NO_ANSWER)
         problem = broken_constraint(answer, batch, self.graphs)
         if problem is not None:
             raise self._fault("decide", problem, answer)
@@ -645,41 +647,42 @@ class Dispatcher:
     def _fault(self, hook: str, problem: str, value: Any = None) -> PolicyError:
         return PolicyError(self.policy_name, hook, problem, origin=self.policy_origin, value=value)
 
-    def _blame(self, error: PolicyError, num_tokens: int | None = None) -> None:
+    def _record_fault(self, error: PolicyError, num_tokens: int | None = None) -> None:
         self._faults.add(error, num_tokens, self.epoch)
 
     def _bound(self, decision: Decision, batch: Batch, *, one_shot: bool = False) -> Decision:
-        """Bind an answer to the cell of a batch; the executor prepares its plan."""
-        # One-shot before the plan is made, which then measures every step.
+        """Bind a decision to the cell of a batch, and add the executor's plan."""
+        # Set one_shot before the plan is created: plans of one-shot decisions measure every step.
         decision = self._limited(decision, batch, next(self._revisions), one_shot=one_shot)
         return decision if self.bind is None else decision.with_plan(self.bind(decision, batch))
 
     def _limited(
         self, decision: Decision, batch: Batch, revision: int = 0, *, one_shot: bool = False
     ) -> Decision:
-        """Return an answer with its cell's tokens and the number of requests it holds for."""
+        """Return a decision with its number of tokens and limit of requests."""
         bound = ANY_NUM_REQS
         if decision.parts:
             bound = _most_reqs(decision.parts)
         elif decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
-        # Numbers above the limit fail the same comparison and are then validated.
+        # A number of requests above the configured limit fails the same comparison, and is
+        # validated on the cold path.
         bound = min(bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs)
         policy = decision.policy or self._epoch.proposal.parts.name
         return decision.at(batch.num_tokens, bound, policy, revision, one_shot)
 
-    def _is_lost(self, answer: Any) -> bool:
-        """Distinguish a choice that was possible before from one that never was."""
+    def _cannot_run_now(self, answer: Any) -> bool:
+        """Return whether a graph of a decision is declared but cannot run now."""
         keys = answer.keys if isinstance(answer, Decision) else ()
         return any(key in self.graphs and not self.graphs.is_ready(key) for key in keys)
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
-        """Empty the cells that name the key or could choose it."""
+        """Empty the cells that the key of an event could serve."""
         with self._lock:
             if event.key in self._epochs.hidden:
                 return
             reach = event.key.num_tokens
-            if self._may_split:  # it may serve a part of any batch
+            if self._may_split:  # a key may serve part of any batch
                 reach = self.config.max_num_tokens
             self._epoch.table.invalidate(event.key.mode, reach)
 
@@ -690,17 +693,21 @@ class Dispatcher:
             if mode is not RuntimeMode.NONE
             for key in itertools.islice(self.graphs.covering(batch, mode), 1)
         ]
-        size, allowed = counted(batch.num_tokens, "token"), names_of(batch.allowed_modes)
+        size, allowed = counted(batch.num_tokens, "token"), format_modes(batch.allowed_modes)
         return NoGraphError(
-            f"No graph for {size} ({reason}), and only {allowed} may run. "
-            f"Nearest: {'; '.join(near) or 'none'}. Allow NONE, or capture a graph for it.",
+            f"No graph for {size} ({reason}), and the batch allows only {allowed}. "
+            f"Nearest: {'; '.join(near) or 'none'}. Allow NONE, or capture a graph of that size.",
             reason=reason,
             nearest=tuple(near),
         )
 
 
 def _most_reqs(parts: Iterable[Part]) -> int:
-    """Return for how many requests a split holds: a part has at most one per row."""
+    """Return the largest number of requests for which a split holds.
+
+    A part has at most as many requests as rows, so it sets a limit only if its graph was captured
+    for fewer requests.
+    """
     limits = (
         part.key.descriptor.num_reqs
         for part in parts
@@ -711,10 +718,10 @@ def _most_reqs(parts: Iterable[Part]) -> int:
 
 
 def _weakly(listener: Callable[[RegistryEvent], None]) -> Callable[[RegistryEvent], None]:
-    """Return a listener that does not keep the owner of a method alive.
+    """Wrap a bound method as a listener that does not keep its owner alive.
 
-    A dispatcher references its registry. If the registry referenced it in turn, graphs would
-    outlive their runner until a garbage collection.
+    A dispatcher references its registry. If the registry also referenced the dispatcher, graphs
+    would outlive their runner until a garbage collection.
     """
     method = weakref.WeakMethod(listener)
 

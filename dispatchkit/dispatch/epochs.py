@@ -1,7 +1,8 @@
-"""The policy and configuration in force in a dispatcher, and how they are replaced.
+"""Epochs: the policy, configuration and table in force, and their swaps.
 
-An executor swaps in stages, so that it can capture the new graphs in between: propose, reserve,
-install, show all. Keys captured ahead, or about to be removed, are hidden from the policy in force.
+An executor swaps in stages, so that it can capture the new graphs before the swap: ``propose``,
+``reserve``, ``install``, ``show_all``. Keys captured in advance, and keys about to be removed, are
+hidden from the policy in force.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable
 
 import attrs
 
-from dispatchkit.dispatch.acceptance import Proposal, accepted_keys
-from dispatchkit.dispatch.axes import expanded, knows_axes
+from dispatchkit.dispatch.acceptance import Proposal, trial_keys
+from dispatchkit.dispatch.axes import declares_axes, expand_keys
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts
 from dispatchkit.dispatch.table import Table
 from dispatchkit.keys.batch import GraphKey
@@ -23,13 +24,14 @@ from dispatchkit.registry import GraphEntry, GraphRegistry
 
 @attrs.frozen(eq=False)
 class Epoch:
-    """What decides between two swaps.
+    """The policy, keys and table in force between two swaps.
 
     Attributes:
         proposal: The policy, its configuration and its keys.
         graphs: The policy's view of the registry.
         table: The decisions made so far.
-        first_revision: Decisions with a smaller revision belong to an earlier policy.
+        first_revision: First revision of this policy's decisions; decisions with smaller revisions
+            belong to earlier policies.
     """
 
     proposal: Proposal
@@ -39,18 +41,18 @@ class Epoch:
 
 
 class Epochs:
-    """Install policies and configurations, one after another, over one registry.
+    """The sequence of policies and configurations over one registry.
 
     Args:
-        registry: Where the keys are declared; its lock is held for each change.
-        modes: Runtime modes the executor supports.
-        is_dispatchable: Whether a declared key may run now.
-        revisions: Ascending numbers for bound decisions.
-        may_split: Mixed batches may be split over several graphs.
+        registry: The registry of the keys; its lock is held for each change.
+        modes: Runtime modes that the executor supports.
+        is_dispatchable: Function that returns whether a declared key may run now.
+        revisions: Iterator of ascending numbers for bound decisions.
+        may_split: Whether mixed batches may be split over several graphs.
 
     Attributes:
         current: The epoch in force; unset before the first ``install``.
-        hidden: Keys of the registry that the policy in force does not see.
+        hidden: Keys of the registry that are hidden from the policy in force.
     """
 
     current: Epoch
@@ -71,30 +73,30 @@ class Epochs:
         self._declared: frozenset[GraphKey] = frozenset()
 
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
-        """Try a policy and configuration; return a proposal that may be installed.
+        """Try a policy and configuration; return a proposal to install.
 
-        Nothing changes here. The policy declares and decides in the trial, so it must not be the
-        object in force.
+        The policy in force is not affected. The trial calls ``declare`` and ``decide``, so the
+        policy must not be the object in force.
 
         Raises:
-            PolicyError: The policy is refused.
+            PolicyError: The policy did not pass the trial.
         """
-        keys = accepted_keys(policy, config, origin, self._modes, may_split=self._may_split)
-        adds_axes = bool(config.axes) and not knows_axes(keys)
+        keys = trial_keys(policy, config, origin, self._modes, may_split=self._may_split)
+        adds_axes = bool(config.axes) and not declares_axes(keys)
         if adds_axes:
-            keys = expanded(keys, config)
+            keys = expand_keys(keys, config)
         parts = PolicyParts.of(policy, origin)
         return Proposal(parts, config, origin, tuple(dict.fromkeys(keys)), adds_axes)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys, hidden from the policy in force; return the new ones."""
+        """Declare a proposal's keys as hidden; return the keys that are new."""
         new = [key for key in proposal.keys if key not in self._registry]
         self._hide(self.hidden.union(new))
         self._registry.declare(new)
         return new
 
     def retire(self, proposal: Proposal) -> frozenset[GraphKey]:
-        """Hide and return the keys of earlier policies that a proposal does not declare."""
+        """Hide and return earlier policies' keys that a proposal does not declare."""
         retired = self._declared.difference(proposal.keys)
         self.hidden |= retired
         self._declared -= retired
@@ -123,7 +125,7 @@ class Epochs:
         return self.current
 
     def show_all(self) -> None:
-        """Stop hiding keys."""
+        """Show all keys of the registry to the policy in force."""
         self._hide(frozenset())
 
     def _hide(self, keys: frozenset[GraphKey]) -> None:

@@ -231,7 +231,7 @@ def explain(
     batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling, any_size=True)
     error, fault = "", None
     try:
-        answer, fault = dispatcher.foresee(batch)
+        answer, fault = dispatcher.preview(batch)
     except DescriptorError as refusal:
         answer, error = Decision.eager(Reason.ABOVE_LARGEST), f"DescriptorError: {refusal}"
     if not error and answer.key is None and not batch.allows(RuntimeMode.NONE):
@@ -300,6 +300,6 @@ _BEHIND: Mapping[str, str] = {
     Reason.WEIGHTS_REPLACED: "executor: a weight, buffer or submodule was replaced",
     Reason.VALUE_CHANGED: "executor: a value that Python code reads has changed",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
-    Reason.NOT_MINE: "policy: no policy decided this batch",
+    Reason.NO_ANSWER: "policy: no policy decided this batch",
     Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",
 }

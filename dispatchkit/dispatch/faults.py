@@ -1,4 +1,4 @@
-"""Faults of policies: counted, warned about once and reported, or raised in strict mode."""
+"""Count and report faults of policies; raise them in strict mode."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dispatchkit.errors import PolicyError
 from dispatchkit.once import Once
 
 _CONSEQUENCES = {
-    "observe": "The table keeps what it learned before.",
+    "observe": "Decisions it learned before stay in the table.",
     "pace": "Steps are measured as if the policy had no `pace`.",
 }
 
 
 class PolicyFaults:
-    """The faults of a dispatcher's policies.
+    """A counter and reporter of policy faults.
 
     Args:
-        strict: Raise each fault.
-        on_fault: Called by ``report`` with each fault, the tokens of its batch (None if there is no
-            batch) and the epoch.
+        strict: Whether to raise each fault.
+        on_fault: Function that ``report`` calls with each fault, the number of tokens of its batch
+            (None without a batch) and the epoch.
 
     Attributes:
         count: Number of faults.
@@ -36,7 +36,7 @@ class PolicyFaults:
         self._unreported: deque[tuple[PolicyError, int | None, int]] = deque()
 
     def add(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
-        """Count a fault; raise it in strict mode, else warn once per policy and method."""
+        """Count a fault; raise it in strict mode, otherwise warn."""
         self.count += 1
         if self._on_fault is not None:
             self._unreported.append((error, num_tokens, epoch))
@@ -48,10 +48,13 @@ class PolicyFaults:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def report(self) -> None:
-        """Call ``on_fault`` with new faults; hold no lock, since the callee may wait."""
+        """Call ``on_fault`` with new faults.
+
+        The caller must hold no lock, because ``on_fault`` may wait.
+        """
         while self._unreported and self._on_fault is not None:
             try:
                 fault = self._unreported.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread reported it
                 return
             self._on_fault(*fault)

@@ -1,7 +1,7 @@
-"""The protocol of lane policies, which choose the lane of each submitted step.
+"""Lane policies, which choose the lane of each submitted step.
 
-A lane is a stream with its own pool, buffers and graphs. A lane policy can be combined with any
-policy, which decides what a step runs as.
+A lane is a stream with its own memory pool, static inputs and graphs. A lane policy chooses where a
+step runs, and works with any policy, which decides what the step replays.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import whole_number
 
-#: Properties that a lane policy may claim, for tests to check: a key always goes to the lanes that
-#: hold it (``sticky``), every lane gets steps (``spreads``), and no lane is chosen while another
-#: has less unfinished work (``balances``).
+#: Traits that a lane policy may claim, and that the test kit then checks. ``sticky``: steps of a
+#: key run on a lane that has its graph. ``spreads``: all lanes are used. ``balances``: no lane is
+#: chosen while another has less unfinished work.
 LANE_TRAITS = frozenset({"sticky", "spreads", "balances"})
 
 
 @attrs.frozen
 class PendingStep:
-    """A step that waits for a lane.
+    """A submitted step that is not assigned to a lane yet.
 
     Attributes:
-        num_tokens: Its tokens, before padding.
-        key: The graph that would serve it if all declared graphs were captured; None if it runs
-            eager, and for lane policies that do not ask for the key (``needs_key``).
-        priority: Urgency given by the caller: 0 is normal, larger is more urgent.
+        num_tokens: Number of tokens, before padding.
+        key: Key of the graph that serves the step if all declared graphs are captured. None if the
+            step runs eager, or if the lane policy does not set ``needs_key``.
+        priority: Priority given by the caller: 0 is normal, larger is more urgent.
     """
 
     num_tokens: int
@@ -39,7 +39,7 @@ class PendingStep:
 
 
 class LaneState(Protocol):
-    """A lane policy's view of a lane."""
+    """The state of a lane, as lane policies see it."""
 
     @property
     def index(self) -> int:
@@ -48,40 +48,40 @@ class LaneState(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Steps submitted to the lane that have not finished on the device."""
+        """Number of submitted steps that have not finished on the device."""
         ...
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens of those steps, before padding."""
+        """Number of tokens of unfinished steps, before padding."""
         ...
 
     def holds(self, key: GraphKey) -> bool:
-        """Return whether the lane has a graph for a key now."""
+        """Return whether the lane has a captured graph for a key."""
         ...
 
 
 @runtime_checkable
 class LanePolicy(Protocol):
-    """A rule that chooses lanes. It never touches a device.
+    """An object that chooses the lanes of steps, without using the device.
 
-    ``choose`` is asked once for each submitted step, under the runner's lock. Everything else is
-    optional, and each part has its own protocol: ``KeyedLanePolicy``, ``KeyPlacementPolicy``,
+    ``choose`` is called once for each submitted step, under the runner's lock. All other parts are
+    optional and have their own protocols: ``KeyedLanePolicy``, ``KeyPlacementPolicy``,
     ``PrioritizedLanePolicy``, and ``DescribedPolicy`` for name and traits (from ``LANE_TRAITS``).
     """
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the index of the lane that a step runs on."""
+        """Return the index of the lane for a step."""
         ...
 
 
 @runtime_checkable
 class KeyedLanePolicy(Protocol):
-    """A lane policy that asks for the key of each step."""
+    """A lane policy that requires the key of each step."""
 
     @property
     def needs_key(self) -> bool:
-        """Whether steps carry their key, which costs one more table look-up."""
+        """Whether steps have keys, which costs one more table lookup per step."""
         ...
 
 
@@ -90,28 +90,28 @@ class KeyPlacementPolicy(Protocol):
     """A lane policy that chooses the lanes on which a key is captured (default: all)."""
 
     def lanes_for_key(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
-        """Return the indices of the lanes: at least one, and always the same."""
+        """Return the indices of the key's lanes: at least one, and always the same."""
         ...
 
 
 @runtime_checkable
 class PrioritizedLanePolicy(Protocol):
-    """A lane policy that sets the urgency of each lane's stream (default: 0)."""
+    """A lane policy that sets the stream priority of each lane (default: 0)."""
 
     def stream_priorities(self, num_lanes: int) -> Iterable[int]:
-        """Return a whole number of at least 0 per lane; larger is more urgent."""
+        """Return the priority of each lane's stream, at least 0; larger is more urgent."""
         ...
 
 
 @attrs.frozen
 class Lanes:
-    """The number of lanes and the objects they work with.
+    """The lanes of a runner: their number, policy and memory.
 
     Attributes:
-        count: How many.
-        policy: Chooses the lane of each submitted step; None: the policy named by the options.
-        memory: A ``GraphMemory``, or one of its groups: a pool, a budget and an account that
-            runners share. By default each lane has its own pool.
+        count: Number of lanes.
+        policy: The lane policy; None for the policy named in the options.
+        memory: A ``GraphMemory`` or one of its groups, with a pool, budget and account shared by
+            several runners. By default each lane has its own pool.
     """
 
     count: int = 1
@@ -120,16 +120,16 @@ class Lanes:
 
 
 def needs_key(policy: object) -> bool:
-    """Return whether a lane policy asks for the key of each step."""
+    """Return whether a lane policy requires the key of each step."""
     return isinstance(policy, KeyedLanePolicy) and policy.needs_key
 
 
 def lane_fault(answer: Any, num_lanes: int) -> str:
-    """Describe what is wrong with a chosen lane; empty if it is valid."""
+    """Describe why a chosen lane is invalid; empty if it is valid."""
     if whole_number(answer) is None:
         return f"returned {answer!r:.60}, not the index of a lane (0..{num_lanes - 1})"
     if not 0 <= answer < num_lanes:
-        return f"returned lane {answer}; lanes are 0..{num_lanes - 1}"
+        return f"returned lane {answer}, but lanes are 0..{num_lanes - 1}"
     return ""
 
 
@@ -159,16 +159,17 @@ def lanes_by_key(
 
 
 class KeyPlacement:
-    """Determine on which lanes each key is captured.
+    """The assignment of keys to the lanes on which they are captured.
 
     Args:
-        policy: The lane policy; without ``lanes_for_key``, every key is on every lane.
-        keys: The declared keys at the time of the call.
-        num_lanes: How many lanes there are.
-        origin: Where the lane policy comes from, for error messages.
+        policy: The lane policy. If it has no ``lanes_for_key``, every lane has all keys.
+        keys: The declared keys; read again in each call.
+        num_lanes: Number of lanes.
+        origin: Source of the lane policy, for error messages.
 
     Attributes:
-        are_chosen: Whether the lane policy chooses; otherwise each lane has all keys.
+        are_chosen: Whether the lane policy assigns keys to lanes; otherwise every lane has all
+            keys.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class KeyPlacement:
         )
 
     def by_lane(self, keys: Sequence[GraphKey] | None = None) -> list[Sequence[GraphKey] | None]:
-        """Return the keys that each lane must capture; None stands for all.
+        """Return the keys that each lane captures; None means all keys.
 
         Raises:
             PolicyError: As ``by_key``.
@@ -208,10 +209,10 @@ class KeyPlacement:
 def lane_priorities(
     policy: object, num_lanes: int, *, name: str, origin: str = ""
 ) -> tuple[int, ...]:
-    """Return the urgency of each lane's stream: 0 is normal, larger is more urgent.
+    """Return the priority of each lane's stream: 0 is normal, larger is more urgent.
 
     Raises:
-        PolicyError: The policy raised or returned something else.
+        PolicyError: The lane policy raised or returned something else.
     """
     if not isinstance(policy, PrioritizedLanePolicy):
         return (0,) * num_lanes

@@ -1,4 +1,4 @@
-"""The protocols of policies, and the read-only view of the graphs they decide from."""
+"""The protocols of policies, and their read-only view of the graphs."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _WHY_NOT = {
 
 
 class Readiness:
-    """Determine which entries of the registry may be dispatched.
+    """The rule that determines which registry entries may be dispatched.
 
     Attributes:
-        lazy: Keys without a graph may be dispatched, too: the executor captures them on first use.
+        lazy: Whether keys without a graph may be dispatched, so that the executor captures them on
+            first use.
     """
 
     def __init__(self, *, lazy: bool) -> None:
         self.lazy = lazy
 
     def allows(self, entry: GraphEntry) -> bool:
-        """Return whether a key may be dispatched now."""
+        """Return whether the key of an entry may be dispatched now."""
         return entry.state is KeyState.CAPTURED or (
             self.lazy and entry.state in (KeyState.DECLARED, KeyState.EVICTED)
         )
 
 
 class GraphView:
-    """A policy's view of the graphs: which keys exist and which can run now.
+    """A policy's read-only view of the keys and the graphs that can run now.
 
     Attributes:
         config: The configuration in force.
-        hidden: Keys of the registry that it does not show: those captured ahead for the next
-            policy, and those of the previous policy that are about to be removed.
-        num_changes: How often the set of runnable keys changed other than by changes of the
-            registry.
-        may_split: A mixed batch may be split over several graphs, since its rows are independent.
-            Graphs that are too small for a batch can then be used, too.
+        hidden: Keys of the registry that the view does not show: keys captured in advance for the
+            next policy, and keys of the previous policy that are about to be removed.
+        num_changes: Number of changes of the runnable keys that are not changes of the registry.
+        may_split: Whether a mixed batch may be split over several graphs because its rows are
+            independent. Graphs smaller than the batch can then be used, too.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class GraphView:
         self._dispatchable = dispatchable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphView:
-        """Return itself: a copy of a policy that holds the view must not copy the graphs."""
+        """Return the view itself, so that copying a policy does not copy graphs."""
         return self
 
     @property
     def revision(self) -> tuple[object, ...]:
-        """A value that stays equal as long as the view's contents do not change."""
+        """A value that changes whenever the contents of the view change."""
         return self, self._registry.num_changes, self.hidden, self.num_changes
 
     def why_not(self, key: GraphKey) -> str | None:
-        """Return why a key cannot run now, as a reason to count; None if it can."""
+        """Return the reason why a key cannot run now, or None if it can."""
         entry = self._registry.get(key)
         if entry is None or key in self.hidden:
             return Reason.NO_KEY
@@ -100,9 +100,9 @@ class GraphView:
         return self.why_not(key) is None
 
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
-        """Yield the known keys of a mode that can compute the batch, smallest first.
+        """Yield the keys of a mode that can compute a batch, smallest first.
 
-        They may not be ready; check with ``is_ready`` or ``why_not``.
+        Some of them may not be ready; check with ``is_ready`` or ``why_not``.
         """
         return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 
@@ -130,38 +130,38 @@ class GraphView:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A rule that decides how batches run. It never touches a device.
+    """An object that decides how batches run, without using the device.
 
-    ``decide`` is called once per cell of the dispatcher's table, on a cold path. Its answer is
-    served until something happens that could change it. It must depend only on the batch, the view
-    and what ``observe`` has learned.
+    ``decide`` is called once per cell of the dispatcher's table, on a cold path. Its decision stays
+    in the table until a change that could affect it. The decision must depend only on the batch,
+    the view, and state learned by ``observe``.
 
-    Everything else is optional, and each part has its own protocol: ``DescribedPolicy``,
+    All other parts are optional and have their own protocols: ``DescribedPolicy``,
     ``LearningPolicy``, ``CalibratedPolicy``, ``PacedPolicy`` and ``ExplainingPolicy``.
     ``PolicyParts`` reads them when the policy is installed.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys that may exist under a configuration."""
+        """Return the keys to declare under a configuration."""
         ...
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the decision for a batch, or None to leave it to others."""
+        """Return the decision for a batch, or None to leave it to other policies."""
         ...
 
 
 @runtime_checkable
 class DescribedPolicy(Policy, Protocol):
-    """A policy that states its name, or properties it guarantees."""
+    """A policy with a name and traits."""
 
     @property
     def name(self) -> str:
-        """The name in counters and messages; by default the name of the class."""
+        """The name in counters and messages; by default the class name."""
         ...
 
     @property
     def traits(self) -> Collection[str]:
-        """Properties it guarantees, from ``TRAITS``; the test kit checks them."""
+        """The properties the policy guarantees, from ``TRAITS``; the test kit checks them."""
         ...
 
 
@@ -170,7 +170,7 @@ class LearningPolicy(Policy, Protocol):
     """A policy that receives the outcomes of measured steps."""
 
     def observe(self, outcome: Outcome) -> Iterable[CellUpdate] | None:
-        """Learn from an executed step; return updates for the cells whose answers change."""
+        """Learn from an executed step; return updates for cells that change."""
         ...
 
 
@@ -179,23 +179,23 @@ class CalibratedPolicy(LearningPolicy, Protocol):
     """A learning policy that requests timed runs before the first batch is served."""
 
     def calibration_runs(self, graphs: GraphView) -> Iterable[CalibrationRun]:
-        """Return the runs to time now; empty once it has learned enough.
+        """Return the runs to time next; empty if no more are needed.
 
-        It is called after a capture, and again each time ``observe`` has received the outcomes of
-        the requested runs, until it returns no runs.
+        The method is called after a capture, and again after ``observe`` has received the outcomes
+        of the requested runs, until it returns no runs.
         """
         ...
 
 
 @runtime_checkable
 class PacedPolicy(LearningPolicy, Protocol):
-    """A learning policy that adjusts how many steps are measured."""
+    """A learning policy that controls how many steps are measured."""
 
     @property
     def pace(self) -> int:
-        """Factor, at least 1, by which fewer steps than usual are measured.
+        """Factor, at least 1, by which fewer steps are measured than usual.
 
-        It is read at each measured step, so it may change while serving.
+        The property is read at each measured step, so it may change while serving.
         """
         ...
 
@@ -211,15 +211,15 @@ class ExplainingPolicy(Policy, Protocol):
 
 @attrs.frozen(eq=False)
 class PolicyParts:
-    """The optional parts of a policy, read when it is installed.
+    """A policy and its optional parts, read when it is installed.
 
     Attributes:
         policy: The policy.
-        name: Its ``name``, or the name of its class.
-        traits: The traits it claims.
-        observe: Its method of that name; None if it does not learn.
-        calibration_runs: Its method of that name; None if it requests no runs.
-        explain: Its method of that name; None if it has nothing to report.
+        name: The policy's ``name``, or its class name.
+        traits: The traits that the policy claims.
+        observe: The method ``observe``; None if the policy does not learn.
+        calibration_runs: The method ``calibration_runs``; None if the policy has none.
+        explain: The method ``explain``; None if the policy has none.
     """
 
     policy: Policy
@@ -231,11 +231,11 @@ class PolicyParts:
 
     @classmethod
     def of(cls, policy: Policy, origin: str = "") -> PolicyParts:
-        """Read the parts of a policy.
+        """Read and validate the parts of a policy.
 
         Args:
             policy: The policy.
-            origin: Where it comes from, for error messages.
+            origin: Source of the policy, for error messages.
 
         Raises:
             PolicyError: An optional part is invalid.
@@ -245,11 +245,13 @@ class PolicyParts:
         for method in ("observe", "calibration_runs", "explain"):
             found = methods[method] = getattr(policy, method, None)
             if found is not None and not callable(found):
-                problem = f"is {found!r:.60}; make it a method, or leave it out."
+                problem = f"is {found!r:.60}; it must be a method, or be omitted."
                 raise PolicyError(name, method, problem, origin=origin, value=found)
         traits = getattr(policy, "traits", ())
         if isinstance(traits, str) or not isinstance(traits, Collection):
-            problem = f"is {traits!r:.60}; give a set of names, such as frozenset({{'monotone'}})."
+            problem = (
+                f"is {traits!r:.60}; it must be a set of names, such as frozenset({{'monotone'}})."
+            )
             raise PolicyError(name, "traits", problem, origin=origin, value=traits)
         parts = cls(policy, name, frozenset(traits), **methods)
         fault = pace_fault(parts.pace)
@@ -269,18 +271,18 @@ class PolicyParts:
 
 
 def pace_fault(pace: object) -> str:
-    """Describe what is wrong with a policy's ``pace``; empty if it is valid."""
+    """Describe why a policy's ``pace`` is invalid; empty if it is valid."""
     number = whole_number(pace)
     if number is not None and number >= 1:
         return ""
-    return f"is {pace!r:.60}; it must be a whole number of 1 or more."
+    return f"is {pace!r:.60}; it must be a whole number of at least 1."
 
 
 def policy_name(policy: object) -> str:
-    """Return a policy's ``name``, or the name of its class."""
+    """Return a policy's ``name``, or its class name."""
     return str(getattr(policy, "name", "") or type(policy).__name__)
 
 
 def policy_traits(policy: object) -> frozenset[str]:
-    """Return the traits a policy claims."""
+    """Return the traits that a policy claims."""
     return frozenset(getattr(policy, "traits", ()))

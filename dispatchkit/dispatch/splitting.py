@@ -1,6 +1,6 @@
-"""Splitting: choose the graphs over which a mixed batch of independent rows is split.
+"""Choose the graphs over which a mixed batch of independent rows is split.
 
-For policies that split; the dispatcher validates their answers (``constraints``).
+Policies that split use this module; ``constraints`` validates their decisions.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from dispatchkit.dispatch.policy import GraphView
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
-#: Each part costs a launch and copies.
+#: Most parts of a split by default, because each part costs a launch and copies.
 MAX_PARTS = 8
 
 
 def greedy_parts(
     batch: Batch, graphs: GraphView, mode: RuntimeMode, *, max_parts: int = MAX_PARTS
 ) -> tuple[Part, ...]:
-    """Split a batch over graphs that can run now: full ones, and one for the rest.
+    """Split a batch over full graphs and one graph for the remaining rows.
 
-    The full graphs have the largest size that the batch fills, and the last one is the smallest
-    that covers the rest. This minimizes launches, not padding.
+    The full graphs have the largest size that the batch fills, and the last graph is the smallest
+    that covers the remaining rows. Only graphs that can run now are used. This minimizes launches,
+    not padding.
 
     Args:
         batch: The batch to split.
-        graphs: The graphs.
-        mode: The mode of the graphs.
+        graphs: The policy's view of the graphs.
+        mode: The runtime mode of the graphs.
         max_parts: Largest number of parts.
 
     Returns:
-        The parts in order; empty if the batch may not be split, a graph is missing, or one graph
-        would suffice.
+        The parts in order; empty if the batch must not be split, a graph is missing, one graph is
+        enough, or more than ``max_parts`` parts are needed.
     """
     if not graphs.may_split or not may_be_split(batch) or not batch.allows(mode):
         return ()
@@ -55,7 +56,10 @@ def greedy_parts(
 
 
 def _by_size(batch: Batch, graphs: GraphView, mode: RuntimeMode) -> dict[int, GraphKey]:
-    """Return one graph per size for parts of a batch, each with the fewest adapters."""
+    """Return a graph for each size that can serve rows of a batch.
+
+    Of several graphs of one size, the graph with the fewest adapters is returned.
+    """
     found: dict[int, GraphKey] = {}
     for key in graphs.covering(part_of(batch, 1), mode):
         if graphs.is_ready(key):

@@ -1,12 +1,12 @@
-"""The dispatcher's table: one ready decision per cell.
+"""The dispatcher's table, with a decision for each cell.
 
-A cell is (code of allowed modes, query class, variant, tokens). A variant is the number of
-adapters or, with axes, a number that stands for adapters and buckets together. Cells are filled on
-first use, and rows are created with their first cell. Rows are lists indexed by the number of
-tokens, or, in tables above a million cells, bounded dicts.
+A cell is (code of allowed modes, query class, variant, tokens). The variant is the number of
+adapters or, with axes, a number computed from adapters and buckets. Cells are filled on first use,
+and a row is created with its first cell. Rows are lists indexed by the number of tokens; in tables
+above a million cells they are bounded dicts.
 
-Writers hold the dispatcher's lock; readers of a row need none, since every change is a
-single item or slice assignment.
+Writers hold the dispatcher's lock. Readers of a row need no lock, because every change is a single
+item or slice assignment.
 """
 
 from __future__ import annotations
@@ -22,36 +22,40 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 MAX_LIST_CELLS = 1_000_000
 MAX_COLD_CELLS = 65_536
 
-#: Fills every cell that was not decided yet. No number of requests meets its bound.
+#: The value of cells without a decision. Every number of requests exceeds its limit.
 EMPTY = Decision(RuntimeMode.NONE, None, "", max_num_reqs=-1)
 
 
 class Row(Protocol):
-    """The decisions of one kind of batch, by number of tokens; see ``Dispatcher.row``."""
+    """The decisions for one kind of batch, indexed by number of tokens.
+
+    See ``Dispatcher.row``.
+    """
 
     def __getitem__(self, num_tokens: int, /) -> Decision:
-        """Return the decision; its ``max_num_reqs`` is -1 if ``dispatch`` must be called."""
+        """Return a decision; if its ``max_num_reqs`` is -1, call ``dispatch`` instead."""
         ...
 
 
 class DictRow(dict[int, Decision]):
-    """A row of a very large table: bounded, with ``EMPTY`` for cells without a decision."""
+    """A row of a very large table; cells without a decision are ``EMPTY``."""
 
     def __missing__(self, num_tokens: int) -> Decision:
         return EMPTY
 
 
 class Table:
-    """One epoch: decisions by allowed modes, query class, variant and tokens.
+    """The decisions of one epoch, by allowed modes, query class, variant and tokens.
 
     Attributes:
-        epoch: Number of the table.
-        rows: What the hot path indexes, first by the code of allowed modes. A row that was never
-            used is an empty tuple, so that indexing it raises IndexError.
-        waiting: One-shot decisions by cell, in the order they are served. Such a cell is empty in
-            its row, so that the step takes one on the cold path.
-        steady: The decision restored to such a cell with the last of them.
-        by_reqs: Decisions for more requests than the cell's own decision holds for.
+        epoch: Number of the epoch.
+        rows: The rows that the hot path indexes, by code of allowed modes, query class and variant.
+            An unused row is an empty tuple, so indexing it raises IndexError.
+        waiting: One-shot decisions by cell, in the order of use. The row entry of such a cell is
+            empty, so that the next step uses the cold path.
+        steady: Steady decisions of cells with waiting one-shot decisions, restored after the last
+            of these.
+        by_reqs: Decisions for more requests than the limit of the cell's decision.
     """
 
     def __init__(self, config: DispatchConfig, epoch: int) -> None:
@@ -87,7 +91,7 @@ class Table:
         return decision
 
     def peek(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return the decision that the next step would get, or None to ask the policy."""
+        """Return the decision for the next step, or None if the policy must decide."""
         waiting = self.waiting.get(cell)
         if waiting and num_reqs <= waiting[0].max_num_reqs:
             return waiting[0]
@@ -97,7 +101,7 @@ class Table:
         return None if steady is EMPTY else self.get_by_reqs(cell, num_reqs)
 
     def put(self, cell: Cell, decision: Decision) -> None:
-        """Set the steady decision of a cell, which is served after waiting one-shot decisions."""
+        """Set the steady decision of a cell, used after waiting one-shot decisions."""
         if cell in self.waiting:
             self.steady[cell] = decision
             return
@@ -114,7 +118,7 @@ class Table:
         return line[variant]
 
     def put_one_shot(self, cell: Cell, decision: Decision) -> None:
-        """Serve a decision once, after those already waiting."""
+        """Add a one-shot decision after those already waiting."""
         if cell not in self.waiting:
             steady = self.get(cell)
             if steady is not EMPTY:
@@ -124,9 +128,10 @@ class Table:
         self.waiting[cell].append(decision)
 
     def take_one_shot(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return the next one-shot decision, if it holds for this many requests.
+        """Remove and return the next one-shot decision of a cell.
 
-        With the last one the steady decision is back in place, before the step runs.
+        Return None if there is none, or if it does not hold for this number of requests. Taking the
+        last one restores the steady decision before the step runs.
         """
         waiting = self.waiting.get(cell)
         if not waiting or num_reqs > waiting[0].max_num_reqs:
@@ -137,39 +142,42 @@ class Table:
         return decision
 
     def drop_one_shots(self, cell: Cell) -> None:
-        """Serve the steady decision again, dropping one-shot decisions that wait."""
+        """Drop waiting one-shot decisions and restore the steady decision."""
         self.waiting.pop(cell, None)
         steady = self.steady.pop(cell, None)
         if steady is not None:
             self.put(cell, steady)
 
     def get_by_reqs(self, cell: Cell, num_reqs: int) -> Decision | None:
-        """Return the decision stored for a number of requests beyond the cell's bound."""
+        """Return the decision for a number of requests above the cell's limit."""
         return self.by_reqs.get(cell, {}).get(num_reqs)
 
     def put_by_reqs(self, cell: Cell, num_reqs: int, decision: Decision) -> None:
-        """Store a decision for a number of requests, up to a bound on all of them."""
+        """Store a decision for a number of requests.
+
+        If too many are stored, all of them are dropped first.
+        """
         if self._num_by_reqs >= MAX_COLD_CELLS:
             self._clear_by_reqs()
         self.by_reqs.setdefault(cell, {})[num_reqs] = decision
         self._num_by_reqs += 1
 
     def forget_steady(self, cell: Cell, up_to: int = 0) -> None:
-        """Empty cells of a row and decisions stored by requests; one-shot decisions stay.
+        """Drop steady decisions of a range of cells; keep one-shot decisions.
 
         Args:
-            cell: The cell of the fewest tokens.
-            up_to: The most tokens; if that is fewer, only the one cell.
+            cell: The first cell, with the fewest tokens.
+            up_to: Number of tokens of the last cell; if smaller, only the first cell is emptied.
         """
         if up_to <= cell[3]:
             self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
             self.steady.pop(cell, None)
-            self._empty_row_cell(cell)  # already empty for a cell with waiting decisions
+            self._empty_row_cell(cell)  # no effect for a cell with waiting decisions
             return
-        first, named = cell[3], _names(cell, up_to)
-        for one in filter(named, list(self.steady)):
+        first, in_range = cell[3], _in_range(cell, up_to)
+        for one in filter(in_range, list(self.steady)):
             del self.steady[one]
-        for one in filter(named, list(self.by_reqs)):
+        for one in filter(in_range, list(self.by_reqs)):
             self._num_by_reqs -= len(self.by_reqs.pop(one))
         row = self._row(cell)
         if self._as_dict:
@@ -180,7 +188,7 @@ class Table:
             row[first:stop] = [EMPTY] * (stop - first)
 
     def invalidate(self, mode: RuntimeMode, num_tokens: int) -> None:
-        """Empty all cells that a key of this mode and size could serve."""
+        """Empty all cells that a key of a mode and size could serve."""
         self._clear_by_reqs()
         for cell in [each for each in self.waiting if _may_choose(each, mode, num_tokens)]:
             del self.waiting[cell]
@@ -213,8 +221,8 @@ class Table:
         self._num_by_reqs = 0
 
 
-def _names(cell: Cell, up_to: int) -> Callable[[Cell], bool]:
-    """Return whether a cell is in a row, within a range of tokens."""
+def _in_range(cell: Cell, up_to: int) -> Callable[[Cell], bool]:
+    """Return a predicate for cells of the same row, up to a number of tokens."""
     return lambda one: one[:3] == cell[:3] and cell[3] <= one[3] <= up_to
 
 

@@ -312,6 +312,6 @@ def run_again(
     """
     while True:
         eager.refuse_if_exact("its graph was evicted")
-        result = dispatcher.dispatch_anew(*batch).plan.run(tensors, stream, readable)
+        result = dispatcher.redispatch(*batch).plan.run(tensors, stream, readable)
         if result is not AGAIN:
             return result

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from dispatchkit.dispatch.packing import Packer, PackingLimits, checked_bins
+from dispatchkit.dispatch.packing import Packer, PackingLimits, pack_items
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.tree import tree_flatten
@@ -113,7 +113,7 @@ class PackedRunner:
         lengths = self._checked(inputs)
         if not lengths:
             return []
-        bins = checked_bins(self._packer, lengths, self._limits)
+        bins = pack_items(self._packer, lengths, self._limits)
         calls = [self._arguments(one, lengths, inputs) for one in bins]
         if len(self.runner.lanes) > 1:
             handles = [self.runner.submit(**call) for call in calls]

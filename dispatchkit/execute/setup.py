@@ -22,7 +22,7 @@ from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
-from dispatchkit.keys.records import given_in
+from dispatchkit.keys.records import changed_settings
 from dispatchkit.options import RunnerOptions
 from dispatchkit.plugins import PluginSet, PolicyWithPlugins
 
@@ -130,7 +130,7 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
         ConfigError: A setting is given in both places, or is invalid.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    there = given_in(config)
+    there = changed_settings(config)
     for name, value in given.items():
         if name in there:
             hint = f"options.config also has {name}={there[name]!r}."

@@ -14,7 +14,7 @@ from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_
 from dispatchkit.keys.checks import check_count, check_flag
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.keys.reading import read_axes, read_flag, read_number_or_numbers, read_numbers
-from dispatchkit.keys.records import About, described, or_none, repr_of_given, setting
+from dispatchkit.keys.records import SettingInfo, or_none, setting, setting_metadata, settings_repr
 
 _DEFAULT_CEILING = 512
 _MAX_LORAS = 1 << 12  # the table has a column for each number of adapters
@@ -91,8 +91,8 @@ class DispatchConfig:
         converter=_mode,
         alias="mode",
         repr=lambda mode: repr(str(mode)),
-        metadata=described(
-            About(
+        metadata=setting_metadata(
+            SettingInfo(
                 "Runtime modes of decode and mixed batches.",
                 "FULL in a runner whose step is not split, else FULL_AND_PIECEWISE",
             )
@@ -101,53 +101,63 @@ class DispatchConfig:
     _sizes: Iterable[int] | None = setting(
         None,
         or_none(_list_of_sizes),
-        About("Numbers of tokens to capture.", "by max_num_tokens", read_numbers),
+        SettingInfo("Numbers of tokens to capture.", "by max_num_tokens", read_numbers),
         alias="sizes",
         eq=False,
     )
     _max_num_tokens: int | None = setting(
         None,
         or_none(check_count),
-        About("Largest batch in tokens.", "largest capture size"),
+        SettingInfo("Largest batch in tokens.", "largest capture size"),
         alias="max_num_tokens",
     )
     _max_num_seqs: int | None = setting(
         None,
         or_none(check_count),
-        About("Most requests in a batch.", "max_num_tokens"),
+        SettingInfo("Most requests in a batch.", "max_num_tokens"),
         alias="max_num_seqs",
     )
     query_lens: tuple[int, ...] = attrs.field(
         default=(1,),
         converter=_query_lens,
-        metadata=described(
-            About("Tokens per request of uniform decode batches.", read=read_number_or_numbers)
+        metadata=setting_metadata(
+            SettingInfo(
+                "Tokens per request of uniform decode batches.", read=read_number_or_numbers
+            )
         ),
     )
     varlen_decode: bool = setting(
-        False, check_flag, About("Decode graphs accept requests of varying length.", read=read_flag)
+        False,
+        check_flag,
+        SettingInfo("Decode graphs accept requests of varying length.", read=read_flag),
     )
     uniform_sizes: tuple[int, ...] | None = setting(
         None,
         or_none(_list_of_sizes),
-        About("Capture sizes of uniform batches, if different from sizes.", "sizes", read_numbers),
+        SettingInfo(
+            "Capture sizes of uniform batches, if different from sizes.", "sizes", read_numbers
+        ),
     )
     max_loras: int = setting(
         0,
         lambda value, name: check_count(value, name, minimum=0, maximum=_MAX_LORAS),
-        About("Largest number of active adapters."),
+        SettingInfo("Largest number of active adapters."),
     )
     specialize_lora: bool = setting(
-        True, check_flag, About("Capture graphs without adapters, too.", read=read_flag)
+        True, check_flag, SettingInfo("Capture graphs without adapters, too.", read=read_flag)
     )
     specialize_active_loras: bool = setting(
-        False, check_flag, About("Capture graphs for several counts of adapters.", read=read_flag)
+        False,
+        check_flag,
+        SettingInfo("Capture graphs for several counts of adapters.", read=read_flag),
     )
     axes: tuple[Axis, ...] = attrs.field(
         default=(),
         converter=_axes,
-        metadata=described(
-            About("User-defined axes to capture graphs for, with their buckets.", read=read_axes)
+        metadata=setting_metadata(
+            SettingInfo(
+                "User-defined axes to capture graphs for, with their buckets.", read=read_axes
+            )
         ),
     )
     mode: CUDAGraphMode = attrs.field(init=False)
@@ -198,7 +208,7 @@ class DispatchConfig:
         set_(self, "max_num_tokens", limit)
         set_(self, "max_num_seqs", limit if self._max_num_seqs is None else self._max_num_seqs)
 
-    __repr__ = repr_of_given
+    __repr__ = settings_repr
 
     @property
     def query_len(self) -> int:

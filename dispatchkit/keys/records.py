@@ -9,12 +9,12 @@ import attrs
 
 from dispatchkit.keys.reading import read_number
 
-#: Metadata key under which a field stores its ``About``.
+#: Metadata key under which a field stores its ``SettingInfo``.
 ABOUT: Final = "dispatchkit"
 
 
 @attrs.frozen
-class About:
+class SettingInfo:
     """The description of a setting, and the function that reads its text.
 
     Attributes:
@@ -32,7 +32,7 @@ class About:
 def setting(
     default: Any,
     check: Callable[[Any, str], Any],
-    about: About | None = None,
+    about: SettingInfo | None = None,
     **options: Any,
 ) -> Any:
     """Return an attrs field for a setting.
@@ -51,12 +51,12 @@ def setting(
     return attrs.field(
         default=default,
         converter=attrs.Converter(convert, takes_self=True, takes_field=True),
-        metadata={} if about is None else described(about),
+        metadata={} if about is None else setting_metadata(about),
         **options,
     )
 
 
-def described(about: About) -> dict[str, Any]:
+def setting_metadata(about: SettingInfo) -> dict[str, Any]:
     """Return the metadata for a field declared with ``attrs.field``.
 
     Use it for converters that accept text for another type: type checkers must see them in the
@@ -87,7 +87,7 @@ def check_setting(field: attrs.Attribute[Any], value: Any) -> Any:
     return converter(value) if wrapped is None else wrapped(value, None, field)
 
 
-def given_in(record: Any) -> dict[str, Any]:
+def changed_settings(record: Any) -> dict[str, Any]:
     """Return the settings of a record that differ from their defaults, by name."""
     found = {}
     for field in attrs.fields(type(record)):
@@ -98,14 +98,14 @@ def given_in(record: Any) -> dict[str, Any]:
     return found
 
 
-def repr_of_given(record: Any) -> str:
+def settings_repr(record: Any) -> str:
     """Return a call that creates an equal record, without defaults.
 
     This is the ``__repr__`` of settings records. A field that defines ``repr`` is printed with it.
     """
     shown = {field.alias: field.repr for field in attrs.fields(type(record)) if field.init}
     arguments = []
-    for name, value in given_in(record).items():
+    for name, value in changed_settings(record).items():
         own = shown[name]
         arguments.append(f"{name}={own(value) if callable(own) else repr(value)}")
     return f"{type(record).__name__}({', '.join(arguments)})"

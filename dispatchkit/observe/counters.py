@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch import named_graphs
+from dispatchkit.dispatch import format_keys
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -105,7 +105,7 @@ class StepCounters:
         for keys, count in self._hits.copy().items():
             by_mode[keys[0].mode.name] += count.steps
             if count.steps:
-                name = named_graphs(keys)
+                name = format_keys(keys)
                 hits[name] = count.steps
                 hit_tokens[name] = count.tokens
             real += count.tokens

@@ -150,7 +150,7 @@ class GraphRegistry:
                 self._families[family] = sorted([*self._families.get(family, ()), *members])
             for key in new:
                 self._entries[key] = GraphEntry(key)
-                self._tell(key, None, KeyState.DECLARED)
+                self._notify(key, None, KeyState.DECLARED)
 
     def captured(self, key: GraphKey, graph: Any, *, num_bytes: int = 0) -> GraphEntry:
         """Set the graph of a key, so that the key can be dispatched."""
@@ -191,7 +191,7 @@ class GraphRegistry:
             else:
                 del self._families[family]
             self._disabled_keys -= {key}
-            self._tell(key, before.state, None)
+            self._notify(key, before.state, None)
 
     def clear(self) -> None:
         """Remove all keys."""
@@ -229,7 +229,7 @@ class GraphRegistry:
             for each in self._largest_first():
                 if each == key or each.mode is mode:
                     state = self._entries[each].state
-                    self._tell(each, state, state, reason, by_mode=each != key)
+                    self._notify(each, state, state, reason, by_mode=each != key)
 
     # -- inside -----------------------------------------------------------------------
 
@@ -252,10 +252,10 @@ class GraphRegistry:
             before = self._require(key)
             entry = attrs.evolve(before, state=state, **changes)
             self._entries[key] = entry
-            self._tell(key, before.state, state, entry.reason)
+            self._notify(key, before.state, state, entry.reason)
             return entry
 
-    def _tell(
+    def _notify(
         self,
         key: GraphKey,
         before: KeyState | None,

@@ -62,9 +62,9 @@ class Case:
         except Exception as error:  # noqa: BLE001 - whatever a policy raises is a finding
             self.fail(f"decide raised {type(error).__name__}: {error}", batch, cause=error)
         if answer is None:
-            return Decision.eager(Reason.NOT_MINE)
+            return Decision.eager(Reason.NO_ANSWER)
         if not isinstance(answer, Decision):
-            self.fail(f"decide returned {answer!r}; a Decision or None is allowed", batch)
+            self.fail(f"decide returned {answer!r}; return a Decision or None", batch)
         return answer
 
     def declare(self, policy: Policy) -> list[GraphKey]:

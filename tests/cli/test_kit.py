@@ -130,7 +130,7 @@ def test_an_unknown_command_says_which_distribution_brings_it(
     done = run("foretell", "--all")
     assert (done.code, done.out) == (2, "")
     assert "Run: pip install dispatchkit-foretell." in done.err
-    assert "pip install" not in run("foresee").err
+    assert "pip install" not in run("preview").err
 
 
 def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(

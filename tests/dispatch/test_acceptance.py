@@ -127,11 +127,11 @@ def test_each_proposal_is_its_own(config):
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [
-        ("observe", 3, "observe: is 3; make it a method"),
-        ("calibration_runs", [], "calibration_runs: is .*; make it a method"),
-        ("explain", "text", "explain: is 'text'; make it a method"),
-        ("traits", "monotone", "traits: is 'monotone'; give a set of names"),
-        ("traits", 3, "traits: is 3; give a set of names"),
+        ("observe", 3, "observe: is 3; it must be a method"),
+        ("calibration_runs", [], "calibration_runs: is .*; it must be a method"),
+        ("explain", "text", "explain: is 'text'; it must be a method"),
+        ("traits", "monotone", "traits: is 'monotone'; it must be a set of names"),
+        ("traits", 3, "traits: is 3; it must be a set of names"),
         ("pace", 0, "pace: is 0; it must be a whole number"),
         ("pace", True, "pace: is True; it must be a whole number"),
         ("pace", 1.5, "pace: is 1.5; it must be a whole number"),

@@ -111,7 +111,7 @@ def test_outside_value_is_eager_and_no_policy_is_asked():
         assert explain(made, 3, loras=variant).decision.reason == Reason.OUTSIDE_AXIS
     assert made.dispatch(3, loras=0).reason == Reason.OUTSIDE_AXIS  # no values at all
     assert made.policy.seen == []
-    with pytest.raises(DescriptorError, match="variant returns it"):
+    with pytest.raises(DescriptorError, match="Pass the result of"):
         made.dispatch(3, loras=CONFIG.variants.count)
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dispatchkit.dispatch.cells import cell_of_batch, names_of
+from dispatchkit.dispatch.cells import cell_of_batch, format_modes
 from dispatchkit.errors import DescriptorError
 from dispatchkit.keys import Batch, DispatchConfig, RuntimeMode
 
 
 def test_modes_are_named_in_order():
-    assert names_of({RuntimeMode.PIECEWISE, RuntimeMode.FULL}) == "FULL, PIECEWISE"
-    assert names_of([RuntimeMode.NONE]) == "NONE"
+    assert format_modes({RuntimeMode.PIECEWISE, RuntimeMode.FULL}) == "FULL, PIECEWISE"
+    assert format_modes([RuntimeMode.NONE]) == "NONE"
 
 
 def test_empty_batch_has_no_cell():
-    with pytest.raises(DescriptorError, match=r"at least 1, got 0\. An empty batch is always"):
+    with pytest.raises(DescriptorError, match=r"at least 1, got 0\. Empty batches run eager"):
         cell_of_batch(DispatchConfig(sizes=(1, 8)), Batch(0))
 
 

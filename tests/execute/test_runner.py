@@ -143,7 +143,7 @@ def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypa
 
 
 def test_batch_above_the_limit_says_how_to_raise_it(make_runner, model):
-    with pytest.raises(DescriptorError, match="For larger batches set a larger max_num_tokens"):
+    with pytest.raises(DescriptorError, match="Raise max_num_tokens for larger batches"):
         make_runner(model, TWO, max_num_tokens=8)(**batch(9))
 
 

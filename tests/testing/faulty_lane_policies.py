@@ -31,7 +31,7 @@ class InTurn:
         return (self._next - 1) % len(lanes)
 
 
-@planted("every step gets a lane", r"returned lane (\d); lanes are 0\.\.")
+@planted("every step gets a lane", r"returned lane (\d), but lanes are 0\.\.")
 class CountsFromOne(InTurn):
     """Lanes are numbered from 0."""
 
@@ -47,7 +47,7 @@ class ReturnsTheLane(InTurn):
         return lanes[super().choose(step, lanes)]
 
 
-@planted("every step gets a lane", r"returned lane -1; lanes are")
+@planted("every step gets a lane", r"returned lane -1, but lanes are")
 class PriorityAsIndex(InTurn):
     """Takes the priority for the number of a lane: it may be negative, or large."""
 
@@ -142,7 +142,9 @@ class NoLaneForLargeKeys(InTurn):
         return [lane for lane in range(num_lanes) if key.num_tokens <= 64]
 
 
-@planted("lanes for key are valid and stable", r"lanes_for_key: returned lane 1; lanes are 0\.\.0")
+@planted(
+    "lanes for key are valid and stable", r"lanes_for_key: returned lane 1, but lanes are 0\.\.0"
+)
 class LanesBySize(InTurn):
     """The number of lanes is left out of the sum."""
 

@@ -236,7 +236,7 @@ class RunsOffTheLadderPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("every batch gets an answer", r"a Decision or None is allowed")
+@planted("every batch gets an answer", r"return a Decision or None")
 class AnswersATuplePolicy(SmallestPolicy):
     """Answers as another project's dispatcher does."""
 
@@ -445,7 +445,7 @@ class ClaimsReachablePolicy(SmallestPolicy):
 SPLIT = "a split batch is served once and in order"
 
 
-@planted(SPLIT, r"split \d+ rows into .*: 1 of them would be in two parts")
+@planted(SPLIT, r"split \d+ rows into .*, but 1 of them are in two parts")
 class SplitsARowTwicePolicy(SplitsPolicy):
     """Cuts at the size of the first graph, and counts the row at the cut on either side."""
 
@@ -456,7 +456,7 @@ class SplitsARowTwicePolicy(SplitsPolicy):
         return parts
 
 
-@planted(SPLIT, r"split \d+ rows into .*: \d+ of them are in no part")
+@planted(SPLIT, r"split \d+ rows into .*, but \d+ of them are in no part")
 class SplitsARowLessPolicy(SplitsPolicy):
     """Fills the first graph and forgets one row of it."""
 
@@ -479,7 +479,7 @@ class SplitsBeyondAGraphPolicy(SplitsPolicy):
         return Part(parts[0].key, batch.num_tokens - half), Part(parts[-1].key, half)
 
 
-@planted(SPLIT, r"split a batch into .*; larger graphs go first")
+@planted(SPLIT, r"split a batch into .*; put larger graphs first")
 class SplitsInAnotherOrderPolicy(SplitsPolicy):
     """Puts what is left over first."""
 

@@ -30,7 +30,7 @@ from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.guard import place_of
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.checks import whole_number
-from dispatchkit.keys.records import given_in
+from dispatchkit.keys.records import changed_settings
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.once import Once, warn_at_call
 
@@ -183,7 +183,7 @@ class GraphedCalls:
         self.module: torch.nn.Module | None = (
             target if isinstance(target, torch.nn.Module) else None
         )
-        given = {*settings, *given_in(settings["options"].config)}
+        given = {*settings, *changed_settings(settings["options"].config)}
         self.grows: bool = given.isdisjoint({"sizes", "max_num_tokens"})
         self.batch_dims = batch_dims
         self._families: dict[Any, Family] = {}

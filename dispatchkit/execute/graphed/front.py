@@ -19,7 +19,7 @@ from dispatchkit.execute.graphed.module import graphed_module
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.keys.checks import check_flag
-from dispatchkit.keys.records import given_in
+from dispatchkit.keys.records import changed_settings
 from dispatchkit.options import RunnerOptions, refuse_moved
 
 
@@ -104,7 +104,7 @@ def graphed(
     if not isinstance(options, RunnerOptions):
         raise ConfigError("options", options, "RunnerOptions")
     if check_flag(pieces, "pieces"):
-        if "mode" in settings or "mode" in given_in(options.config):
+        if "mode" in settings or "mode" in changed_settings(options.config):
             raise ConfigError("pieces", pieces, "given without a mode", "It is mode='PIECEWISE'.")
         settings["mode"] = "PIECEWISE"
     given = {

@@ -33,7 +33,7 @@ DOWNGRADES = frozenset(
         Reason.TOO_MANY_REQS,
         Reason.OUTSIDE_AXIS,
         Reason.PIECEWISE_UNSUPPORTED,
-        Reason.NOT_MINE,
+        Reason.NO_ANSWER,
         Reason.POLICY_ERROR,
         Reason.REPLAY_FAILED,
         Reason.CHECK_FAILED,
@@ -71,7 +71,7 @@ NEXT_STEPS: Mapping[str, str] = {
         "mode='FULL' if one graph serves any batch of its size, pass uniform=True for decode-only "
         "batches, or split the step."
     ),
-    Reason.NOT_MINE: (
+    Reason.NO_ANSWER: (
         "The policy returned None for them; put it before vllm in a composite, which decides them."
     ),
     Reason.POLICY_ERROR: "The policy broke the contract; runner.explain() says how.",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatchkit.dispatch import PackingLimits, checked_bins
+from dispatchkit.dispatch import PackingLimits, pack_items
 from dispatchkit.errors import ConfigError, PolicyError
 
 from dispatchkit_packing import CheapestPacking, first_fit_decreasing
@@ -24,7 +24,7 @@ limits = st.builds(
 @pytest.mark.parametrize("packer", [first_fit_decreasing, CheapestPacking()])
 @given(lengths=lengths, limits=limits)
 def test_bins_hold_each_item_once_within_the_limits(packer, lengths, limits):
-    bins = checked_bins(packer, lengths, limits)
+    bins = pack_items(packer, lengths, limits)
     assert sorted(item for one in bins for item in one) == list(range(len(lengths)))
     for one in bins:
         assert len(one) == 1 or sum(lengths[item] for item in one) <= limits.max_tokens
@@ -76,23 +76,23 @@ def test_a_cost_that_cannot_be_called_is_refused():
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ([[0], [1]], "not each of 3 items once"),
-        ([[0, 1], [1, 2]], "not each of 3 items once"),
-        ([[0, 1, 3]], "not each of 3 items once"),
+        ([[0], [1]], "not contain each of 3 items once"),
+        ([[0, 1], [1, 2]], "not contain each of 3 items once"),
+        ([[0, 1, 3]], "not contain each of 3 items once"),
         ([[0, 1], [2], []], "a bin without items"),
-        ([[0, 1, 2]], "put 12 tokens into a bin, more than 8"),
-        ([["0"], [1], [2]], "not each of 3 items once"),
+        ([[0, 1, 2]], "put 12 tokens into a bin; the limit is 8"),
+        ([["0"], [1], [2]], "not contain each of 3 items once"),
         (7, "raised TypeError"),
     ],
 )
 def test_an_answer_that_cannot_be_run_is_refused(answer, problem):
     with pytest.raises(PolicyError, match=problem):
-        checked_bins(lambda lengths, limits: answer, [4, 4, 4], PackingLimits((8,)))
+        pack_items(lambda lengths, limits: answer, [4, 4, 4], PackingLimits((8,)))
 
 
 def test_too_many_items_are_refused():
-    with pytest.raises(PolicyError, match="put 2 items into a bin, more than 1"):
-        checked_bins(lambda lengths, limits: [[0, 1]], [1, 1], PackingLimits((8,), 1))
+    with pytest.raises(PolicyError, match="put 2 items into a bin; the limit is 1"):
+        pack_items(lambda lengths, limits: [[0, 1]], [1, 1], PackingLimits((8,), 1))
 
 
 def test_a_packer_that_raises_is_named():
@@ -100,4 +100,4 @@ def test_a_packer_that_raises_is_named():
         raise ValueError("no")
 
     with pytest.raises(PolicyError, match="'packer', pack: raised ValueError: no"):
-        checked_bins(packer, [1], PackingLimits((8,)))
+        pack_items(packer, [1], PackingLimits((8,)))

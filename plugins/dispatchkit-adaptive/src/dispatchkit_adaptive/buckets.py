@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from dispatchkit import Batch, BatchDescriptor, CellUpdate, Decision, GraphKey, RuntimeMode
-from dispatchkit.dispatch import Part, named_graphs
+from dispatchkit.dispatch import Part, format_keys
 
 from dispatchkit_adaptive.arms import Arm
 from dispatchkit_adaptive.ledger import Stakes
@@ -59,7 +59,7 @@ def size_of(arm: ArmId) -> int:
 
 def name_of(arm: ArmId | None) -> str:
     """Return the name of an arm in reports; empty for None."""
-    return named_graphs(arm) if isinstance(arm, tuple) else "eager" if arm else ""
+    return format_keys(arm) if isinstance(arm, tuple) else "eager" if arm else ""
 
 
 def bands(low: int, top: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 import attrs
 import numpy as np
 
-from dispatchkit.dispatch import Decision, Dispatcher, Outcome, decided_us
+from dispatchkit.dispatch import Decision, Dispatcher, Outcome, decision_us
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import DispatchConfig, GraphKey
 from dispatchkit.observe import StepTrace, trace_variants
@@ -239,7 +239,7 @@ class LaneRun:
         if tally is None:
             key = decision.key  # the keys of all parts have the same bucket of the axis
             model = self._model_at(value) if key is None else self._model_of(key)
-            tally = Tally(decision, decided_us(model, decision, num_tokens))
+            tally = Tally(decision, decision_us(model, decision, num_tokens))
             self.tallies[id(decision), value] = tally
         return tally
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from dispatchkit.dispatch import Dispatcher, decided_us
+from dispatchkit.dispatch import Dispatcher, decision_us
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import DispatchConfig, RuntimeMode, check_count
 from dispatchkit.observe import StepTrace, trace_config
@@ -181,7 +181,7 @@ def simulate_ranks(
     agreed_mode = np.zeros(agreed.shape[1], dtype=np.int64)
     for index, (batch, count) in enumerate(zip(agreed.T.tolist(), counts.tolist(), strict=True)):
         decision = dispatcher.dispatch(*batch)
-        times[index] = decided_us(model, decision, batch[0])
+        times[index] = decision_us(model, decision, batch[0])
         agreed_mode[index] = int(decision.mode)
         modes[decision.mode.name] += count * ranks
         graph_padding += count * ranks * decision.padding

@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from dispatchkit.dispatch import Dispatcher, GraphView, PlainView, Policy, knows_axes, policy_name
+from dispatchkit.dispatch import (
+    Dispatcher,
+    GraphView,
+    PlainView,
+    Policy,
+    declares_axes,
+    policy_name,
+)
 from dispatchkit.keys import AxisBuckets, Batch, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
@@ -103,7 +110,7 @@ def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
     if config.axes:
         combinations = config.variants.combinations()
         views = [(axes, every) for axes in (combinations[0], combinations[-1])]
-        if not knows_axes(policy.declare(config)):
+        if not declares_axes(policy.declare(config)):
             views = [((), PlainView(every, combinations[0]))]
     sizes = sorted({key.num_tokens for key in registry} | {1, config.max_num_tokens})
     step = -(-len(sizes) // _MAX_PROBED_SIZES)

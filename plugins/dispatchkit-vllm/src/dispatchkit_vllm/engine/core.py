@@ -194,7 +194,7 @@ class PolicyCore:
             batch = self.dispatcher.batch(
                 own.num_tokens, 0, kind, own.num_active_loras, int(key.mode)
             )
-            decision, fault = self.dispatcher.foresee(batch)
+            decision, fault = self.dispatcher.preview(batch)
             chosen = None if decision.key is None else self._result_of(decision.key)
             if fault is not None or chosen != self._graphs[key]:
                 found.append(key)
