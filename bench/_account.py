@@ -1,15 +1,15 @@
-"""Where a warm step of a ``GraphRunner`` goes, for ``floors.py``: a ladder of ways to make it.
+"""Attribute the time of a warm ``GraphRunner`` step to its parts, for ``floors.py``.
 
-The lowest rung is the launch alone. Each further one does all that the rung below does and one
-thing more, by hand, on the runner's own graph, node and table; the highest is the call itself. What
-a rung adds is thereby measured where it happens, around a launch, and not in a loop of its own,
-where the processor's caches hold nothing else. The rungs by hand are one function each. So those by
-the plan and the dispatcher say what it costs that a step is made of parts.
+The measurement is a ladder. The lowest rung is only the launch. Each further rung does everything
+that the one below does, plus one more part, by hand, with the runner's own graph, node and table.
+The highest rung is the call itself. Each part is thereby measured in its context, around a launch,
+instead of in a separate loop with warm caches. The rungs by hand are one function each, so the
+rungs of the plan and the dispatcher show the cost of dividing a step into functions.
 
-Without a GPU launches and nodes do nothing, and tensors are the host's.
+Without a GPU, launches and nodes do nothing, and tensors are in host memory.
 """
 
-# ruff: noqa: SLF001 - the parts of a step are measured one by one
+# ruff: noqa: SLF001 - the parts of a step are measured individually
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class Parts:
-    """What a warm step of one runner is made of, taken out of it.
+    """The parts of a warm step of a runner.
 
     Args:
-        case: The step.
-        runner: Its runner, with results that are views.
+        case: Kind of step.
+        runner: Runner whose results are views.
     """
 
     def __init__(self, case: Case, runner: Any) -> None:
         self.given = dict(zip(names(3), case.device[FIXED], strict=True))
         self.values = tuple(self.given.values())
         self.runner = runner
-        for _ in range(3):  # finds what is found once, and notes what the inputs look like
+        for _ in range(3):  # fills caches, and records the layout of the inputs
             runner(**self.given)
             runner.run_in_place(FIXED)
         executor = runner.lanes[0]
@@ -214,7 +214,7 @@ class Parts:
         }
 
     def beside(self, case: Case) -> dict[str, Run]:
-        """Return single calls of C, and what others take, on the same scale."""
+        """Return single C calls and alternatives, for comparison."""
         launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
         values, set_node = self.values, self.set_node
         others = tuple(case.elsewhere[FIXED])
@@ -242,7 +242,7 @@ class Parts:
 
 
 def account(rounds: int) -> None:
-    """Print each rung of both ladders with what it adds, and what there is beside them."""
+    """Print each rung of both ladders with the time that it adds, and the comparisons."""
     case = Case([FIXED], [INT64] * 3, 50 if HAS_GPU else 1)
     runner = case.runner("view", "auto" if HAS_GPU else Idle())
     parts = Parts(case, runner)

@@ -1,8 +1,8 @@
-"""What the benchmark scripts share: one JSON line per result, always with the same fields.
+"""Functions shared by the benchmark scripts, which print one JSON line per result.
 
-Fields: ``bench`` (the script), ``case``, ``median``, ``unit``, ``n`` (samples), ``ratio_to`` (the
-case it is compared with) and ``ratio``, ``device``, ``torch`` and ``driver``. Torch is asked for
-its version without being imported, unless a script has imported it already.
+All lines have the fields ``bench`` (script), ``case``, ``median``, ``unit``, ``n`` (number of
+samples), ``ratio_to`` (case for comparison), ``ratio``, ``device``, ``torch`` and ``driver``. The
+version of torch is read without an import, unless a script has imported torch already.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 
 def at_least_one(text: str) -> int:
-    """Return a number of rounds that was given on the command line.
+    """Return a number from the command line.
 
     Raises:
-        argparse.ArgumentTypeError: It is not a whole number of at least 1.
+        argparse.ArgumentTypeError: The text is not an integer of at least 1.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
@@ -44,13 +44,13 @@ def emit(
 
     Args:
         bench: Name of the script.
-        case: What was measured.
-        median: The median of the samples.
-        unit: Its unit (``ns``, ``us``, ``ms``, ``bytes``).
+        case: Name of the measured case.
+        median: Median of the samples.
+        unit: Unit of the median (``ns``, ``us``, ``ms``, ``bytes``).
         n: Number of samples.
-        ratio_to: The case it is compared with.
-        ratio: How many times that one.
-        more: Further fields of one script.
+        ratio_to: Name of the case for comparison.
+        ratio: Ratio to that case.
+        more: Further fields.
     """
     row = {
         "bench": bench,
@@ -67,7 +67,7 @@ def emit(
 
 
 def machine() -> dict[str, str | None]:
-    """Return device, torch version and driver; CPU where torch was not imported."""
+    """Return device, torch version and driver; the device is ``cpu`` if torch is not imported."""
     try:
         version: str | None = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -85,12 +85,13 @@ def interleaved(
 ) -> dict[str, list[int]]:
     """Return nanoseconds of each case, measured in turns.
 
-    Cases take turns, so that a busy machine slows all alike; the collector is held off.
+    Cases take turns, so that a busy machine slows all of them equally. Garbage collection is
+    disabled.
 
     Args:
-        cases: What to run, by name.
-        rounds: Samples of each.
-        warmup: Runs of each that are not counted.
+        cases: Functions to run, by name.
+        rounds: Number of samples of each case.
+        warmup: Number of runs of each case before the samples.
     """
     times: dict[str, list[int]] = {name: [] for name in cases}
     for _ in range(warmup):
@@ -118,14 +119,14 @@ def emit_all(
     ratio_to: str | None = None,
     **more: Any,
 ) -> dict[str, float]:
-    """Print the median nanoseconds per call of each case, and how it compares.
+    """Print the median nanoseconds per call of each case, and its ratio.
 
     Args:
         bench: Name of the script.
         times: Nanoseconds of each sample, by case.
-        per: Calls in one sample.
-        ratio_to: The case all others are compared with; the ratio is the median of the ratios
-            of samples taken one after the other.
+        per: Number of calls per sample.
+        ratio_to: Case that all others are compared with; the ratio is the median of the ratios of
+            samples of the same round.
         more: Further fields.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What torch.compile has spent in this process, tuning of kernels included."""
+"""Measure the time that torch.compile spends in this process, including autotuning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch._guards import CompileContext
 
 @attrs.frozen
 class CompileTime:
-    """Seconds of compilation, and what came of it.
+    """Time of compilation in seconds, and its results.
 
     Attributes:
-        compiling: Dynamo and all that it calls.
-        tuning: Kernels of Triton tried out in several forms at their first call, which comes
-            after that; what is tried out within the compilation is not counted twice.
-        graphs: How many graphs that made.
-        found: For how many of them kernels were found on the disk.
+        compiling: Time of Dynamo and everything that it calls.
+        tuning: Time of autotuning Triton kernels at their first call, after compilation. Tuning
+            during compilation is part of ``compiling``.
+        graphs: Number of compiled graphs.
+        found: Number of graphs whose kernels were found on disk.
     """
 
     compiling: float
@@ -31,7 +31,7 @@ class CompileTime:
     found: int
 
     def since(self, before: CompileTime) -> CompileTime:
-        """Return what was spent after another moment."""
+        """Return the difference from an earlier measurement."""
         return CompileTime(
             self.compiling - before.compiling,
             self.tuning - before.tuning,
@@ -41,7 +41,7 @@ class CompileTime:
 
     @property
     def total(self) -> float:
-        """All seconds."""
+        """Total time in seconds."""
         return self.compiling + self.tuning
 
 
@@ -49,7 +49,7 @@ _tuning = {"depth": 0, "seconds": 0.0}
 
 
 def compile_time() -> CompileTime:
-    """Return what has been spent so far, since ``load_compiler`` at the earliest."""
+    """Return the time spent so far, or since ``load_compiler`` for tuning."""
     return CompileTime(
         cumulative_time_spent_ns["entire_frame_compile"] / 1e9,
         _tuning["seconds"],
@@ -60,11 +60,11 @@ def compile_time() -> CompileTime:
 
 @functools.cache
 def load_compiler(device: torch.device) -> None:
-    """Compile something small, so that imports are no part of the first measured compilation.
+    """Compile a small function, to exclude imports from the first measured compilation.
 
-    From then on the tuning of kernels is counted. Source: ``CachingAutotuner`` in
-    torch/_inductor/runtime/triton_heuristics.py and ``dynamo_timed`` in torch/_dynamo/utils.py
-    of torch 2.11 to 2.13, whose own sum counts what lies within a compilation too.
+    From then on, autotuning is measured. Source: ``CachingAutotuner`` in
+    torch/_inductor/runtime/triton_heuristics.py and ``dynamo_timed`` in torch/_dynamo/utils.py of
+    torch 2.11 to 2.13, whose own total also includes tuning during compilation.
     """
     torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner

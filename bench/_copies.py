@@ -1,12 +1,12 @@
-"""Ways to bring device inputs to where a graph reads them: each with the launch of that graph.
+"""Measure ways to copy device inputs to a graph's static memory and launch the graph.
 
-Every way is measured as a whole step: the addresses of new inputs are read, the inputs are copied,
-the graph is launched. The result is compared with what it must be. A way that this machine, torch
-or CUDA cannot do says why in its line, and the others go on. The risky ones come last: a kernel
-that reads a wrong address would end the process.
+Each way is measured as a complete step: it reads the addresses of new inputs, copies the inputs and
+launches the graph. The result is verified. A way that is not supported by this machine, torch or
+CUDA prints the reason in its line, and the others continue. The riskiest ways come last, because a
+kernel that reads a wrong address would end the process.
 
 Sources: CUDA Runtime API and CUDA Driver API of CUDA 13, "Memory Management", "Execution Control"
-and "Graph Management"; CUDA 12 gives the batched copy one argument more.
+    and "Graph Management". In CUDA 12, the batched copy has one more argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dispatchkit.backends.cuda.copy import LaunchConfig, NodeParams
 BENCH = "floors"
 ROWS, ROOM = 200, 512
 COUNTS = (1, 3, 8)
-#: Handles that stand for the default stream and for the one that each thread has.
+#: Handle of the per-thread default stream.
 PER_THREAD = 2
 DEVICE_TO_DEVICE = 3
 MAX_INPUTS = 8
@@ -60,7 +60,7 @@ extern "C" __global__ void copy_all(const __grid_constant__ Work work) {
 
 
 class Work(ctypes.Structure):
-    """What the kernel takes."""
+    """Argument of the kernel."""
 
     _fields_ = (
         ("source", V * MAX_INPUTS),
@@ -70,7 +70,7 @@ class Work(ctypes.Structure):
 
 
 class CopyNode(ctypes.Structure):
-    """cudaMemcpy3DParms; of it only the two addresses are read."""
+    """cudaMemcpy3DParms, of which only the two addresses are read."""
 
     _fields_ = (
         ("source_array", V),
@@ -87,30 +87,30 @@ class CopyNode(ctypes.Structure):
 
 
 def runtime() -> ctypes.CDLL:
-    """Return the CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime library loaded by torch."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
 def driver() -> ctypes.CDLL:
-    """Return the driver's library."""
+    """Return the driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def call_of(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
-    """Return one function of a library with the types of its arguments."""
+    """Return a function of a library with its argument types set."""
     found = library[name]
     found.argtypes, found.restype = arguments, ctypes.c_int
     return found
 
 
 def must(code: int) -> None:
-    """Raise if CUDA refused."""
+    """Raise if a CUDA call failed."""
     if code:
         raise RuntimeError(f"CUDA error {code}")
 
 
 def captured(body: Callable[[], None]) -> tuple[Any, V]:
-    """Return a graph and its instance."""
+    """Return a captured graph and its executable."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -121,12 +121,12 @@ def captured(body: Callable[[], None]) -> tuple[Any, V]:
 
 
 def compiler() -> ctypes.CDLL:
-    """Return NVRTC, which torch depends on."""
+    """Return NVRTC, a dependency of torch."""
     major = str(torch.version.cuda).split(".")[0]
     packages = Path(sysconfig.get_paths()["purelib"])
     places = [f"libnvrtc.so.{major}", *packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}")]
     for place in packages.glob("nvidia/*/lib/libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(place))  # which the compiler asks for by name only
+        ctypes.CDLL(str(place))  # the compiler loads it by name only
     for place in places:
         try:
             return ctypes.CDLL(str(place))
@@ -136,12 +136,12 @@ def compiler() -> ctypes.CDLL:
 
 
 def compiled() -> V:
-    """Return the kernel as a function of the driver."""
+    """Return the kernel as a driver function."""
     return loaded(cubin(compiler(), KERNEL), b"copy_all")
 
 
 def loaded(code: bytes, name: bytes) -> V:
-    """Return a function of the driver, from PTX or a device's own code."""
+    """Return a driver function loaded from PTX or from device code."""
     module, function = V(), V()
     must(driver().cuModuleLoadData(ctypes.byref(module), code))
     must(driver().cuModuleGetFunction(ctypes.byref(function), module, name))
@@ -149,7 +149,7 @@ def loaded(code: bytes, name: bytes) -> V:
 
 
 def cubin(library: ctypes.CDLL, source: str) -> bytes:
-    """Return a kernel in the form that this device runs."""
+    """Return the device code of a kernel for this device."""
     program = V()
     made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k", 0, None, None)
     must(made)
@@ -169,9 +169,9 @@ def cubin(library: ctypes.CDLL, source: str) -> bytes:
 
 
 def loading_of_the_kernel() -> None:
-    """What the package's kernel costs a process: from PTX, as it is loaded, and by NVRTC.
+    """Measure loading the package's kernel: from PTX, as it is loaded, and by NVRTC.
 
-    With CUDA_CACHE_DISABLE=1 the driver compiles the PTX each time, as the first process does.
+    With CUDA_CACHE_DISABLE=1, the driver compiles the PTX each time, as in the first process.
     """
     torch.cuda.synchronize()
     source = Path(cuda_copy.__file__).with_name("copy.cu").read_text()
@@ -202,7 +202,7 @@ def loading_of_the_kernel() -> None:
 
 
 class Inputs:
-    """So many int64 inputs, twice, and a graph that adds them up."""
+    """Two sets of ``count`` int64 inputs, and a graph that adds them."""
 
     def __init__(self, count: int) -> None:
         self.count, self.num_bytes = count, ROWS * 8
@@ -224,7 +224,7 @@ class Inputs:
             self.out.add_(view)
 
     def verify(self, step: Step) -> None:
-        """Raise unless the step computes what it should, with either set."""
+        """Raise if the step returns a wrong result for either set."""
         for given, wanted in zip(self.sets, self.wanted, strict=True):
             for static in self.static:
                 static.fill_(-1)
@@ -237,12 +237,12 @@ class Inputs:
     # -- by torch -----------------------------------------------------------------------
 
     def launch_alone(self, stream: V | None = None) -> Step:
-        """Nothing is copied."""
+        """Return a step that copies nothing."""
         run, graph = self.run, self.exec
         return lambda _: run(graph, stream)
 
     def fused(self, stream: V | None = None) -> Step:
-        """One fused copy."""
+        """Return a step with one fused copy."""
         run, graph, views, copy = self.run, self.exec, self.views, torch._foreach_copy_
 
         def step(values: Sequence[torch.Tensor]) -> None:
@@ -252,7 +252,7 @@ class Inputs:
         return step
 
     def one_by_one(self) -> Step:
-        """A copy for each."""
+        """Return a step with one ``copy_`` per input."""
         run, graph, views = self.run, self.exec, self.views
 
         def step(values: Sequence[torch.Tensor]) -> None:
@@ -265,21 +265,21 @@ class Inputs:
     # -- by the runtime and the driver ----------------------------------------------------
 
     def runtime_each(self) -> Step:
-        """By cudaMemcpyAsync for each."""
+        """Return a step with one cudaMemcpyAsync per input."""
         copy = call_of(runtime(), "cudaMemcpyAsync", V, V, SIZE, ctypes.c_int, V)
         places = [V(place) for place in self.places]
         size, kind = SIZE(self.num_bytes), ctypes.c_int(DEVICE_TO_DEVICE)
         run, graph = self.run, self.exec
 
         def step(values: Sequence[torch.Tensor]) -> None:
-            for place, value in zip(places, values):  # noqa: B905 - the checked form costs more
+            for place, value in zip(places, values):  # noqa: B905 - strict=True costs more
                 must(copy(place, value.data_ptr(), size, kind, None))
             must(run(graph, None))
 
         return step
 
     def driver_each(self) -> Step:
-        """By cuMemcpyDtoDAsync for each."""
+        """Return a step with one cuMemcpyDtoDAsync per input."""
         copy = call_of(driver(), "cuMemcpyDtoDAsync_v2", ctypes.c_uint64, ctypes.c_uint64, SIZE, V)
         places = [ctypes.c_uint64(place) for place in self.places]
         run, graph, size = self.run, self.exec, SIZE(self.num_bytes)
@@ -292,11 +292,11 @@ class Inputs:
         return step
 
     def batched(self, copy_stream: V | None, launch_stream: V | None) -> Step:
-        """By cudaMemcpyBatchAsync for all."""
+        """Return a step with one cudaMemcpyBatchAsync."""
         count = self.count
         targets, sources = (V * count)(*self.places), (V * count)()
         sizes = (SIZE * count)(*[self.num_bytes] * count)
-        attributes = (ctypes.c_int * 16)(1)  # sources are read in the order of the stream
+        attributes = (ctypes.c_int * 16)(1)  # sources are read in stream order
         first, fail = (SIZE * 1)(0), (SIZE * 1)()
         arguments: list[Any] = [V, V, V, SIZE, V, V, SIZE, V]
         fixed = [V(ctypes.addressof(targets)), V(ctypes.addressof(sources))]
@@ -318,7 +318,7 @@ class Inputs:
     # -- by cuda-bindings ----------------------------------------------------------------
 
     def bindings_launch(self) -> Step:
-        """The launch alone."""
+        """Return only the launch, by cuda-bindings."""
         from cuda.bindings import runtime as bindings
 
         graph = bindings.cudaGraphExec_t(self.exec.value)
@@ -326,7 +326,7 @@ class Inputs:
         return lambda _: run(graph, stream)
 
     def bindings_driver_launch(self) -> Step:
-        """The launch alone, by the driver."""
+        """Return only the launch, by the driver API of cuda-bindings."""
         from cuda.bindings import driver as bindings
 
         graph, stream = bindings.CUgraphExec(self.exec.value), bindings.CUstream(0)
@@ -334,7 +334,7 @@ class Inputs:
         return lambda _: run(graph, stream)
 
     def bindings_each(self) -> Step:
-        """By cudaMemcpyAsync for each."""
+        """Return a step with one cudaMemcpyAsync of cuda-bindings per input."""
         from cuda.bindings import runtime as bindings
 
         graph = bindings.cudaGraphExec_t(self.exec.value)
@@ -350,7 +350,7 @@ class Inputs:
         return step
 
     def bindings_driver_each(self) -> Step:
-        """By cuMemcpyDtoDAsync for each."""
+        """Return a step with one cuMemcpyDtoDAsync of cuda-bindings per input."""
         from cuda.bindings import driver as bindings
 
         graph, stream = bindings.CUgraphExec(self.exec.value), bindings.CUstream(0)
@@ -367,7 +367,7 @@ class Inputs:
     # -- nodes of the graph, and a kernel of our own -----------------------------------------
 
     def copy_nodes(self) -> Step:
-        """Copy nodes whose sources are set before each launch."""
+        """Return a graph whose copy nodes get new sources before each launch."""
         library, first = runtime(), self.sets[0]
 
         def body() -> None:
@@ -391,7 +391,7 @@ class Inputs:
         return step
 
     def _copies_of(self, library: ctypes.CDLL, graph: int) -> dict[int, V]:
-        """Return the copy nodes of a graph by where they write."""
+        """Return the copy nodes of a graph by target address."""
         count, found = SIZE(), {}
         must(library.cudaGraphGetNodes(V(graph), None, ctypes.byref(count)))
         nodes = (V * count.value)()
@@ -404,7 +404,7 @@ class Inputs:
                 found[what.target] = V(node)
         missing = set(self.places) - set(found)
         if missing:
-            raise RuntimeError(f"{len(missing)} of the copies became no copy nodes")
+            raise RuntimeError(f"{len(missing)} of the copies are not copy nodes")
         return found
 
     def _work(self) -> tuple[Work, Any]:
@@ -416,7 +416,7 @@ class Inputs:
         return work, (V * 1)(ctypes.addressof(work))
 
     def kernel(self, function: V) -> Step:
-        """One kernel copies all; it is launched before the graph."""
+        """Return a step in which one kernel, launched before the graph, copies all inputs."""
         work, params = self._work()
         config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
         launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
@@ -432,7 +432,7 @@ class Inputs:
         return step
 
     def kernel_node(self, function: V) -> Step:
-        """One kernel copies all; it is a node of the graph, its sources set before the launch."""
+        """Return a graph whose first node is a kernel that copies all inputs."""
         work, params = self._work()
         config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
         launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
@@ -452,7 +452,7 @@ class Inputs:
         kind = ctypes.c_int()
         must(runtime().cudaGraphNodeGetType(root, ctypes.byref(kind)))
         if count.value != 1 or kind.value != 0:
-            raise RuntimeError("the graph does not begin with the kernel")
+            raise RuntimeError("the first node of the graph is not the kernel")
         node = NodeParams(function, (self.count, 1, 1), (256, 1, 1))
         node.params = ctypes.addressof(params)
         change = call_of(driver(), "cuGraphExecKernelNodeSetParams_v2", V, V, V)
@@ -469,7 +469,7 @@ class Inputs:
 
 
 def measure(name: str, group: str, inputs: Inputs, make: Callable[[], Step], rounds: int) -> None:
-    """Print the host time of a step, or why there is none."""
+    """Print the host time of a step, or the reason for its failure."""
     try:
         step = make()
         if "alone" not in name:
@@ -485,22 +485,22 @@ def measure(name: str, group: str, inputs: Inputs, make: Callable[[], Step], rou
         torch.cuda.synchronize()
         if "alone" not in name:
             inputs.verify(step)
-    except Exception as error:  # noqa: BLE001 - a way that fails must not end the rest
+    except Exception as error:  # noqa: BLE001 - one failing way must not stop the others
         what = f"{type(error).__name__}: {error}"
         emit(BENCH, name, 0, "us", 0, group=group, failed=what[:300])
-        runtime().cudaGetLastError()  # else torch takes it for its own at its next launch
+        runtime().cudaGetLastError()  # else torch would report it at its next launch
         return
     median, best = statistics.median(samples[1:]), round(min(samples[1:]), 2)
     emit(BENCH, name, median, "us", rounds, group=group, best=best)
 
 
 def copies_and_launch(rounds: int) -> None:
-    """Every way, for each number of inputs."""
+    """Measure all ways for each number of inputs."""
     side = torch.cuda.Stream()
     stream = V(side.cuda_stream)
     try:
         function, problem = compiled(), ""
-    except Exception as error:  # noqa: BLE001 - told in the lines of the kernel's ways
+    except Exception as error:  # noqa: BLE001 - reported in the lines of the kernel's ways
         function, problem = V(), f"{type(error).__name__}: {error}"
 
     def with_kernel(make: Callable[[V], Step]) -> Step:
@@ -511,26 +511,30 @@ def copies_and_launch(rounds: int) -> None:
     for count in COUNTS:
         inputs, group = Inputs(count), f"{count} inputs and the launch"
 
-        def tell(name: str, make: Callable[[], Step], i: Any = inputs, g: str = group) -> None:
+        def measure_case(
+            name: str, make: Callable[[], Step], i: Any = inputs, g: str = group
+        ) -> None:
             measure(name, g, i, make, rounds)
 
-        tell("launch alone, ctypes", inputs.launch_alone)
-        tell("launch alone, cuda-bindings", inputs.bindings_launch)
-        tell("launch alone, cuda-bindings, driver", inputs.bindings_driver_launch)
-        tell("one fused copy", inputs.fused)
-        tell("copy_ for each", inputs.one_by_one)
-        tell("cudaMemcpyAsync for each", inputs.runtime_each)
-        tell("cuMemcpyDtoDAsync for each", inputs.driver_each)
-        tell("cuda-bindings, cudaMemcpyAsync for each", inputs.bindings_each)
-        tell("cuda-bindings, cuMemcpyDtoDAsync for each", inputs.bindings_driver_each)
+        measure_case("launch alone, ctypes", inputs.launch_alone)
+        measure_case("launch alone, cuda-bindings", inputs.bindings_launch)
+        measure_case("launch alone, cuda-bindings, driver", inputs.bindings_driver_launch)
+        measure_case("one fused copy", inputs.fused)
+        measure_case("copy_ for each", inputs.one_by_one)
+        measure_case("cudaMemcpyAsync for each", inputs.runtime_each)
+        measure_case("cuMemcpyDtoDAsync for each", inputs.driver_each)
+        measure_case("cuda-bindings, cudaMemcpyAsync for each", inputs.bindings_each)
+        measure_case("cuda-bindings, cuMemcpyDtoDAsync for each", inputs.bindings_driver_each)
         with torch.cuda.stream(side):
-            tell("one fused copy, own stream", lambda i=inputs: i.fused(stream))
-            tell("cudaMemcpyBatchAsync, own stream", lambda i=inputs: i.batched(stream, stream))
-        tell("cudaMemcpyBatchAsync, default stream", lambda i=inputs: i.batched(None, None))
-        tell(
+            measure_case("one fused copy, own stream", lambda i=inputs: i.fused(stream))
+            measure_case(
+                "cudaMemcpyBatchAsync, own stream", lambda i=inputs: i.batched(stream, stream)
+            )
+        measure_case("cudaMemcpyBatchAsync, default stream", lambda i=inputs: i.batched(None, None))
+        measure_case(
             "cudaMemcpyBatchAsync, the thread's stream before the default one",
             lambda i=inputs: i.batched(V(PER_THREAD), None),
         )
-        tell("copy nodes set anew", inputs.copy_nodes)
-        tell("one kernel", lambda i=inputs: with_kernel(i.kernel))
-        tell("one kernel as a node set anew", lambda i=inputs: with_kernel(i.kernel_node))
+        measure_case("copy nodes set anew", inputs.copy_nodes)
+        measure_case("one kernel", lambda i=inputs: with_kernel(i.kernel))
+        measure_case("one kernel as a node set anew", lambda i=inputs: with_kernel(i.kernel_node))

@@ -1,4 +1,4 @@
-"""Whole calls of ``generate``: the library's own, and through GraphDecoder."""
+"""Complete calls of ``generate``, by the library and by GraphDecoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = Callable[[torch.Tensor], Any]
 
 
 def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str, Call]:
-    """Return calls by name; each takes prompts (rows, T)."""
+    """Return calls by name; each takes prompts of shape (rows, T)."""
     found: dict[str, Call] = {}
     if "library dynamic" in names:
         found["library dynamic"] = lambda ids: model.generate(ids, **asked(args))
@@ -31,12 +31,12 @@ def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str
 
 
 def num_tokens(args: argparse.Namespace) -> int:
-    """Return how many new tokens a call asks for."""
+    """Return the number of new tokens of a call."""
     return min(args.steps, args.length // 2, 50) + 1
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a call of ``generate`` is asked with."""
+    """Return the arguments of a call of ``generate``."""
     return {
         "max_new_tokens": num_tokens(args),
         "do_sample": False,
@@ -46,6 +46,6 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompts(rows: int) -> torch.Tensor:
-    """Return short prompts (rows, 8)."""
+    """Return short prompts. Shape (rows, 8)."""
     maker = torch.Generator().manual_seed(3)
     return torch.randint(3, 90, (rows, 8), generator=maker).to(DEVICE)

@@ -1,7 +1,7 @@
-"""Models with random weights, and the ways to run a decoding step of them.
+"""Models with random weights, and ways to run their decoding steps.
 
-A case takes tokens and positions of any batch size and returns the next tokens. Each has a
-cache and memory of its own.
+A case is called with tokens and positions of any batch size and returns the next tokens. Each case
+has its own cache and memory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def llama(hidden: int, middle: int, layers: int, heads: int, kv_heads: int, voca
 
 
 def gemma3(hidden: int, middle: int, layers: int, heads: int, window: int, vocabulary: int) -> Any:
-    """Return a Gemma-like model, of whose layers every sixth keeps all positions."""
+    """Return a Gemma-like model in which every sixth layer keeps all positions."""
     return transformers.Gemma3ForCausalLM(
         transformers.Gemma3TextConfig(
             vocab_size=vocabulary,
@@ -84,7 +84,7 @@ def gemma3(hidden: int, middle: int, layers: int, heads: int, window: int, vocab
 
 
 def qwen35(hidden: int, middle: int, layers: int, heads: int, vocabulary: int) -> Any:
-    """Return a Qwen3.5-like model, of whose layers three of four have linear attention."""
+    """Return a Qwen3.5-like model in which three of four layers have linear attention."""
     return transformers.Qwen3_5ForCausalLM(
         transformers.Qwen3_5TextConfig(
             vocab_size=vocabulary,
@@ -115,12 +115,12 @@ def mamba(hidden: int, layers: int, vocabulary: int) -> Any:
 def whisper(
     hidden: int, middle: int, layers: int, heads: int, sources: int, vocabulary: int
 ) -> Any:
-    """Return a Whisper-like model, an encoder-decoder with one length of sources."""
+    """Return a Whisper-like encoder-decoder model with sources of one length."""
     return transformers.WhisperForConditionalGeneration(
         transformers.WhisperConfig(
             vocab_size=vocabulary,
             d_model=hidden,
-            encoder_layers=1,  # steps run the decoder alone
+            encoder_layers=1,  # steps run only the decoder
             decoder_layers=layers,
             encoder_attention_heads=heads,
             decoder_attention_heads=heads,
@@ -154,7 +154,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def make_model(name: str) -> Any:
-    """Return a model by name with random weights, always the same."""
+    """Return a model by name, always with the same random weights."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if IS_GPU else torch.float32
     with torch.device(DEVICE):
@@ -162,19 +162,19 @@ def make_model(name: str) -> Any:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Synchronize the device."""
     if IS_GPU:
         torch.cuda.synchronize()
 
 
 def start_afresh() -> None:
-    """Leave nothing of an earlier model to what comes next."""
+    """Reset torch.compile and free unused memory before the next model."""
     _dynamo.reset()
     tidy()
 
 
 def tidy() -> None:
-    """Leave no garbage and no idle memory to the next case; what is compiled stays."""
+    """Free unused memory before the next case, but keep compiled code."""
     gc.collect()
     if IS_GPU:
         torch.cuda.synchronize()
@@ -182,13 +182,13 @@ def tidy() -> None:
 
 
 class Case:
-    """One way to run a step of any batch size.
+    """A way to run a step of any batch size.
 
     Args:
-        name: What it is called.
-        run: Takes tokens and positions (B,), returns the next tokens (B,).
-        held: What it needs to live.
-        stats: Further fields of its lines: what was done since it was called last.
+        name: Name of the case.
+        run: Function of tokens and positions (B,) that returns the next tokens (B,).
+        held: Objects that must stay alive.
+        stats: Function that returns further fields of the case's lines, since its last call.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class Case:
 
 
 def source_length(model: Any, args: argparse.Namespace) -> int:
-    """Return the positions of a source: of a model that has one length of them, or the cache's."""
+    """Return the number of positions of a source; 0 for decoder-only models."""
     length: int = getattr(model.config, "max_source_positions", args.length)
     return length if model.config.is_encoder_decoder else 0
 
 
 def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the step on a cache of its own, and that cache."""
+    """Return the step with its own cache, and that cache."""
     found = probe(model, args.length)
     memory = found.cache(args.most, args.length, source_length(model, args))
     memory.source_mask.fill_(True)
@@ -219,22 +219,22 @@ def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def eager(model: Any, args: argparse.Namespace) -> Case:
-    """The step as it is."""
+    """Return the step without graphs."""
     step, memory = plain_step(model, args)
     return Case("eager", lambda tokens, positions: step(tokens, positions)[0], memory)
 
 
 def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
-    """By hand, as one would write it: static inputs, one graph for each size, one pool."""
+    """Return graphs captured by hand: static inputs, one graph per size, one pool."""
     step, memory = plain_step(model, args)
     tokens = torch.zeros(args.most, dtype=torch.int64, device=DEVICE)
     positions = torch.full((args.most,), memory.sink, dtype=torch.int64, device=DEVICE)
     graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
     pool = None
-    # As many as here, the largest first.
+    # Capture as many graphs as GraphDecoder, the largest first.
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        # `reduce-overhead` in this process would have them write into the memory of others.
+        # Otherwise, with `reduce-overhead` in this process, graphs would write to other memory.
         hold_workspace(side)
     for size in sorted(args.sizes, reverse=True):
         side.wait_stream(torch.cuda.current_stream())
@@ -261,12 +261,12 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     return Case("raw graphs", run, (memory, graphs))
 
 
-# torch.compile's setting of that name; with "batch" it is told which dimension changes.
+# Values of torch.compile's setting `dynamic`; with "batch", dimension 0 is marked instead.
 DYNAMIC = {"batch": None, "auto": None, "yes": True, "no": False}
 
 
 def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
-    """torch.compile of the same step, on a cache whose addresses it is told are fixed."""
+    """Return torch.compile of the same step, with the cache marked as static addresses."""
     step, memory = plain_step(model, args)
     for one in memory.tensors:
         _dynamo.mark_static_address(one)
@@ -278,12 +278,12 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         nonlocal untold
         if untold and tokens.shape[0] > 1:
-            # As GraphDecoder's compile=True does; a single row is always compiled for alone.
+            # As with compile=True of GraphDecoder; a single row is always compiled separately.
             for one in (tokens, positions):
                 _dynamo.maybe_mark_dynamic(one, 0)
             untold = False
         torch.compiler.cudagraph_mark_step_begin()
-        # The next step's graph writes over this one's result, which is its input.
+        # The next step overwrites this result, which is also its input.
         result: torch.Tensor = fast(tokens, positions)[0].clone()
         return result
 
@@ -291,7 +291,7 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
 
 
 def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDecoder:
-    """Return the decoder for the largest batch on a cache of this length."""
+    """Return a decoder for the largest batch with a cache of the given length."""
     if model.config.is_encoder_decoder:
         options["max_source_length"] = source_length(model, args)
     decoder = GraphDecoder(
@@ -306,7 +306,7 @@ def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDec
 
 
 def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
-    """GraphDecoder's own runner of this length."""
+    """Return the runner of GraphDecoder for the given length."""
     decoder = decoder_of(model, args, **options)
     runner = decoder.runner()
 
@@ -333,17 +333,17 @@ def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> C
 
 
 def graphs_compiled(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
-    """GraphDecoder over compiled kernels."""
+    """Return GraphDecoder with compiled kernels."""
     chosen = functools.partial(torch.compile, dynamic=DYNAMIC[args.dynamic])
     return graphs(name, model, args, compile=args.dynamic == "batch" or chosen, **options)
 
 
-# One for each model, so that what is compiled for it serves all cases.
+# One copy for each model, so that all cases share its compiled code.
 _OTHERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def with_decode_attention(model: Any) -> Any:
-    """Return a model of the same weights that has GraphDecoder's own attention."""
+    """Return a model with the same weights and the attention of GraphDecoder."""
     if model not in _OTHERS:
         shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
         _OTHERS[model] = copy.deepcopy(model, shared)
@@ -351,8 +351,8 @@ def with_decode_attention(model: Any) -> Any:
     return _OTHERS[model]
 
 
-# `reduce-overhead` is the last: it takes hold of the allocator. The planned case runs what was
-# compiled for the one before it.
+# `reduce-overhead` is last, because it takes control of the allocator. The planned case uses the
+# code compiled for the case before it.
 CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
     "eager": eager,
     "raw graphs": raw_graphs,

@@ -1,4 +1,4 @@
-"""The lines of the benchmark of decoding, and what is read off them for a model."""
+"""Print the lines of the decoding benchmark, and the summary of each model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from _compile_time import CompileTime, compile_time
 from _decoding_cases import Case, synchronize
 
 BENCH = "decoding"
-# All others are ways of this package.
+# All other cases are this package's.
 RIVALS = ("eager", "raw graphs", "default", "reduce-overhead", "library static", "library dynamic")
 COMPILED_RIVALS = ("default", "reduce-overhead")
-# With the same attention as the rivals have.
+# These cases use the same attention as the rivals.
 PLAIN, SAME_KERNELS = "graphs", "graphs, compiled"
 
 
 class Lines:
-    """Prints what is measured of a model, each line at once, and keeps it for the summary.
+    """Printer of the results of one model, which also collects them for the summary.
 
     Args:
-        model: Its name.
+        model: Name of the model.
 
     Attributes:
-        failed: Cases that failed, in order.
+        failed: Names of the cases that failed, in order.
     """
 
     def __init__(self, model: str) -> None:
@@ -41,10 +41,10 @@ class Lines:
 
     @contextmanager
     def contained(self, traffic: str, case: str) -> Iterator[None]:
-        """Print what goes wrong as the line of a case, and let the others go on."""
+        """Print an exception as the line of a case, and continue."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever a case raises is its result
+        except Exception as error:  # noqa: BLE001 - a case may raise anything
             self.failed.append(case)
             traceback.print_exc(limit=-8)
             row = {"bench": BENCH, "case": case, "model": self.model, "traffic": traffic}
@@ -53,7 +53,7 @@ class Lines:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Note for the summary how long a part takes."""
+        """Record the duration of a part for the summary."""
         start = perf_counter()
         try:
             yield
@@ -71,9 +71,9 @@ class Lines:
         """Print one line for each case.
 
         Args:
-            traffic: What was run.
-            cases: The cases.
-            seconds: Seconds for a step by case, a sample for each round.
+            traffic: Name of the traffic.
+            cases: Cases to print.
+            seconds: Seconds per step by case, one sample per round.
             sizes: Batch sizes of the steps.
             more: Further fields by case.
         """
@@ -103,13 +103,13 @@ class Lines:
             )
 
     def filled(self, case: str, start: float, before: CompileTime) -> None:
-        """Print how long a case has compiled since a moment."""
+        """Print the compilation time of a case since a given moment."""
         synchronize()
         fields, elapsed = spent_since(before), perf_counter() - start
         emit(BENCH, case, elapsed, "s", 1, model=self.model, traffic="cache filled", **fields)
 
     def summary(self) -> None:
-        """Print what the aims are about, in one line."""
+        """Print all comparisons in one line."""
         read = {traffic: compared(known) for traffic, known in self._medians.items()}
         row = {"bench": BENCH, "case": "summary", "model": self.model, "traffic": "all"}
         row = {**row, **read, "failed": self.failed, "seconds": self._seconds}
@@ -117,17 +117,16 @@ class Lines:
 
 
 def compared(milliseconds: Mapping[str, float]) -> dict[str, Any]:
-    """Return how the cases of one traffic compare.
+    """Return comparisons of the cases of one traffic.
 
     Args:
-        milliseconds: For a step, by case.
+        milliseconds: Milliseconds per step, by case.
 
     Returns:
-        ``best``: the quickest way of this package, ``ms`` of it, and how many times as fast it
-        is as each rival (``times ...``). ``plain to raw``: how many times as fast plain graphs are
-        as those by hand. ``compiled to rival``: how many times as fast compiled ones, with the
-        attention that the rivals have, are as the best compiled rival. What was not measured is
-        left out.
+        ``best``: the fastest case of this package; ``ms``: its time; ``times ...``: its speed
+            relative to each rival. ``plain to raw``: the speed of plain graphs relative to those by
+            hand. ``compiled to rival``: the speed of compiled graphs, with the same attention,
+            relative to the best compiled rival. Cases that were not measured are omitted.
     """
     ours = {case: ms for case, ms in milliseconds.items() if case not in RIVALS}
     found: dict[str, Any] = {}
@@ -146,7 +145,7 @@ def compared(milliseconds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def spent_since(before: CompileTime) -> dict[str, float]:
-    """Return compilation since a moment as fields of a line."""
+    """Return the compilation since a given moment as fields of a line."""
     spent = compile_time().since(before)
     return {
         "compile_s": round(spent.compiling, 2),

@@ -1,4 +1,4 @@
-"""Which batch sizes the benchmark of decoding runs, plans with and compiles for."""
+"""Choose the batch sizes that the decoding benchmark runs, plans and compiles."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dispatchkit_plan import plan_sizes
 
 
 def trace_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the batch sizes of real traffic: one token for each request in a step."""
+    """Return the batch sizes of real traffic, with one token per request of each step."""
     return _batches(args, slice(0, args.trace_steps))
 
 
 def measured_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the usual capture sizes, as far as batches that are measured are padded to them."""
+    """Return the usual capture sizes that measured batches are padded to."""
     usual = [one for one in (1, 2, 4, *range(8, 513, 8)) if one < args.most] + [args.most]
     rows = list(args.batches) if {"fixed", "calls"} & set(args.parts) else []
     if "trace" in args.parts:
@@ -27,7 +27,7 @@ def measured_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def planned_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the capture sizes planned from what comes after the steps that are measured."""
+    """Return the capture sizes planned on the steps after the measured ones."""
     later = _batches(args, slice(args.trace_steps, None)) or trace_sizes(args)
     most = min(args.graphs, args.most)
     plan = plan_sizes(StepTrace({"num_tokens": later}), graphs=most, max_size=args.most)
@@ -35,7 +35,7 @@ def planned_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def evenly(sizes: Sequence[int], count: int | None) -> list[int]:
-    """Return so many of the steps, evenly chosen; all, if there are no more."""
+    """Return ``count`` evenly spaced steps, or all steps if there are no more."""
     if count is None or count >= len(sizes):
         return list(sizes)
     return [sizes[(2 * index + 1) * len(sizes) // (2 * count)] for index in range(count)]

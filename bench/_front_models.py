@@ -1,4 +1,4 @@
-"""Models as people have them, with random weights, and calls of varying sizes."""
+"""Common models with random weights, and calls of varying sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Shape = tuple[int | str | None, ...]
 
 
 class MissingPackageError(Exception):
-    """A package is not installed, or cannot be imported.
+    """A package is not installed or cannot be imported.
 
     Attributes:
-        package: Which.
+        package: Name of the package.
     """
 
     def __init__(self, package: str, error: BaseException) -> None:
@@ -27,14 +27,14 @@ class MissingPackageError(Exception):
 
 
 def _import(name: str) -> Any:
-    """Return a module, imported.
+    """Import and return a module.
 
     Raises:
-        MissingPackageError: It cannot be imported, whatever that raised.
+        MissingPackageError: The import failed for any reason.
     """
     try:
         return importlib.import_module(name)
-    except Exception as error:  # one built for another torch raises what it likes
+    except Exception as error:  # a package built for another torch may raise anything
         raise MissingPackageError(name.partition(".")[0], error) from error
 
 
@@ -63,14 +63,15 @@ vit_small_patch16_dinov3 shvit_s1 hgnet_tiny
 
 @attrs.frozen
 class Model:
-    """One model and its calls.
+    """A model and its calls.
 
     Attributes:
-        module: Called with the inputs by name, or by position where ``positional``.
-        inputs: Shape of each input; None at the batch, a name where it varies beside it.
+        module: Module, called with inputs by name, or by position if ``positional``.
+        inputs: Shape of each input; None for the batch dimension, a name for other dimensions that
+            vary.
         calls: Inputs of each call.
-        positional: Inputs go by position.
-        fills: What inputs are padded with, where that is not 0.
+        positional: Whether inputs are passed by position.
+        fills: Padding values of inputs that are not padded with 0.
     """
 
     module: Any
@@ -80,7 +81,7 @@ class Model:
     fills: dict[str, float] = attrs.field(factory=dict)
 
     def call(self, module: Any, inputs: dict[str, torch.Tensor]) -> Any:
-        """Call a module, plain or graphed, with inputs."""
+        """Call a plain or graphed module with inputs."""
         return module(*inputs.values()) if self.positional else module(**inputs)
 
 
@@ -108,7 +109,7 @@ def _timm(name: str) -> Maker:
 
 
 class Silero(nn.Module):
-    """A voice detector in the manner of silero: a spectrum, convolutions, a recurrent state."""
+    """A voice detector like Silero: a spectrum, convolutions and a recurrent state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Silero(nn.Module):
 
 
 class Voice(nn.Module):
-    """A speaker embedding in the manner of resemblyzer: LSTM, projection, norm."""
+    """A speaker embedding like Resemblyzer: LSTM, projection and normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ def _transformer(device: torch.device) -> Model:
 
 
 def _added_mask(device: torch.device) -> Model:
-    """Layers with a mask that is added to scores, over batches and lengths."""
+    """Return layers with an additive mask, with varying batch sizes and lengths."""
     layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, activation="gelu")
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
@@ -232,7 +233,7 @@ def _bert(device: torch.device) -> Model:
 
 
 def _sentences(device: torch.device) -> Model:
-    """Embeddings as sentence-transformers pools them, of features that are tokenized already."""
+    """Return embeddings pooled as in sentence-transformers, from tokenized features."""
     pooling = _import("sentence_transformers.models").Pooling(384)
 
     class Sentences(nn.Module):
@@ -259,13 +260,13 @@ def _whisper(device: torch.device) -> Model:
 
 
 def _conformer(device: torch.device) -> Model:
-    """As torchaudio has it: it reads the largest length on the host."""
+    """Return torchaudio's conformer, which reads the largest length on the host."""
     module = _import("torchaudio.models").Conformer(80, 4, 256, 4, 31)
     return _of_lengths(module, device)
 
 
 def _conformer_layers(device: torch.device) -> Model:
-    """Its layers, with a mask by the padded length, which needs no host."""
+    """Return the layers of the conformer, with a mask by the padded length."""
     layers = _import("torchaudio.models").Conformer(80, 4, 256, 4, 31).conformer_layers
 
     class Layers(nn.Module):
@@ -295,14 +296,14 @@ def _of_lengths(module: nn.Module, device: torch.device) -> Model:
 
 
 def _gcn(device: torch.device) -> Model:
-    """Node features of one fixed graph, a batch of them."""
+    """Return batches of node features of one fixed graph."""
     convolution = _import("torch_geometric.nn").GCNConv
     edges = torch.randint(0, 200, (2, 800), device=device)
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # The graph is fixed, so that its norm is computed once.
+            # The graph is fixed, so its normalization is computed once.
             self.first = convolution(16, 64, cached=True)
             self.second = convolution(64, 7, cached=True)
             self.register_buffer("edges", edges)
@@ -315,7 +316,7 @@ def _gcn(device: torch.device) -> Model:
 
 
 def _unet(device: torch.device) -> Model:
-    """The network of a DDIM loop of 12 steps, with the scheduler's own timesteps."""
+    """Return the network of a DDIM loop of 12 steps, with the scheduler's timesteps."""
     diffusers = _import("diffusers")
     module = diffusers.UNet2DModel(
         sample_size=32,
@@ -352,7 +353,7 @@ MODELS: dict[str, Maker] = {
     "diffusers UNet, DDIM": _unet,
     **{f"timm {name}": _timm(name) for name in TIMM},
 }
-#: Also by torch.compile, at one batch.
+#: Models that are also measured with torch.compile, at one batch size.
 COMPILED = (
     *("silero-like (TorchScript)", "TransformerEncoder", "BERT, batch and length"),
     *("Whisper encoder", "torchvision resnet18", "timm resnet18", "timm vit_tiny_patch16_224"),

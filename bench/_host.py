@@ -1,7 +1,8 @@
-"""Ways to bring host inputs in and launch, as one step, for ``floors.py``.
+"""Measure ways to copy host inputs and launch a graph in one step, for ``floors.py``.
 
-Three int64 arrays and a graph of 50 operations. By the package's own node, with data of every
-capacity; and by a copy of pinned memory in the graph, with what guards that memory.
+The step has three int64 arrays and a graph of 50 operations. It uses either the package's copy
+node, with data of each capacity, or a copy from pinned memory within the graph, with the event that
+guards that memory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ BENCH = "floors"
 ARRAYS = 3
 
 
-def tell(name: str, group: str, step: Callable[[], Any], rounds: int, wrong: int | None) -> None:
-    """Print the host time of a step alone, and of one of ten that follow each other at once."""
+def measure(name: str, group: str, step: Callable[[], Any], rounds: int, wrong: int | None) -> None:
+    """Print the host time per step of a single step and of ten consecutive steps."""
     for together in (1, 10):
         samples = []
         for _ in range(rounds + 5):
@@ -40,7 +41,7 @@ def tell(name: str, group: str, step: Callable[[], Any], rounds: int, wrong: int
 
 
 class ByNode:
-    """A graph that begins with the node, and what sets it."""
+    """A graph that begins with a copy node, and the call that updates the node."""
 
     def __init__(self, capacity: int) -> None:
         self.rows = capacity // ARRAYS // 16 * 2
@@ -69,18 +70,18 @@ class ByNode:
         self.run = call_of(runtime(), "cudaGraphLaunch", V, V)
 
     def set_and_launch(self) -> None:
-        """Set the node and launch."""
+        """Update the node and launch the graph."""
         must(self.set(()))
         must(self.run(self.handle, None))
 
     def step(self, arrays: list[Any]) -> None:
-        """Write the arrays, set the node and launch."""
-        for place, array in zip(self.arrays, arrays):  # noqa: B905 - the checked form costs more
+        """Write the arrays, update the node and launch the graph."""
+        for place, array in zip(self.arrays, arrays):  # noqa: B905 - strict=True costs more
             place[...] = array
         self.set_and_launch()
 
     def num_wrong(self) -> int:
-        """Return how many of 50 steps on a late device saw what was written after them."""
+        """Return the number of steps, of 50, that read data written after their launch."""
         torch.cuda._sleep(20_000_000)  # noqa: SLF001
         given = np.arange(self.rows)
         kept = []
@@ -93,7 +94,7 @@ class ByNode:
 
 
 def by_nodes(rounds: int) -> None:
-    """The node with data of every capacity."""
+    """Measure the copy node with data of each capacity."""
     for capacity in CAPACITIES[1:]:
         group = f"{ARRAYS} host arrays, node with {capacity} bytes"
         try:
@@ -103,9 +104,9 @@ def by_nodes(rounds: int) -> None:
             emit(BENCH, "all", 0, "us", 0, group=group, failed=str(error)[:300])
             continue
         arrays = [np.arange(way.rows)] * ARRAYS
-        tell("set", group, lambda way=way: way.set(()), rounds, None)
-        tell("set and launch", group, way.set_and_launch, rounds, None)
-        tell(
+        measure("set", group, lambda way=way: way.set(()), rounds, None)
+        measure("set and launch", group, way.set_and_launch, rounds, None)
+        measure(
             "write, set and launch",
             group,
             lambda way=way, arrays=arrays: way.step(arrays),
@@ -115,7 +116,7 @@ def by_nodes(rounds: int) -> None:
 
 
 def by_pinned_memory(rounds: int) -> None:
-    """A graph that copies pinned memory, and the event that guards it."""
+    """Measure a graph that copies from pinned memory, and the event that guards it."""
     host = torch.zeros(ARRAYS, 256, dtype=torch.int64).pin_memory()
     static = torch.zeros_like(host, device="cuda")
     out = torch.zeros_like(static)
@@ -145,14 +146,14 @@ def by_pinned_memory(rounds: int) -> None:
         recorded()
 
     group = f"{ARRAYS} host arrays, pinned memory"
-    tell("launch without a copy", group, lambda: must(run(bare, None)), rounds, None)
-    tell("launch", group, lambda: must(run(handle, None)), rounds, None)
-    tell("launch and record", group, recorded, rounds, None)
-    tell("query, launch and record", group, guarded, rounds, None)
+    measure("launch without a copy", group, lambda: must(run(bare, None)), rounds, None)
+    measure("launch", group, lambda: must(run(handle, None)), rounds, None)
+    measure("launch and record", group, recorded, rounds, None)
+    measure("query, launch and record", group, guarded, rounds, None)
     del graph, other
 
 
 def host_and_launch(rounds: int) -> None:
-    """Every way."""
+    """Measure both ways."""
     by_pinned_memory(rounds)
     by_nodes(rounds)

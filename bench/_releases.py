@@ -1,7 +1,7 @@
-"""The dispatchers of published vLLM releases, made ready for the same batch.
+"""Prepare the dispatchers of published vLLM releases for the same batch.
 
-They are fetched by ``make rivals`` and run as they are, with the configuration that they ask for
-in a stand-in. How they are loaded is written once, for the tests of the vLLM plugin.
+They are fetched by ``make rivals`` and run unchanged, with a stand-in for the configuration that
+they read. The loader is shared with the tests of the vLLM plugin.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _config(module: ModuleType, padding: Sequence[int], sizes: Sequence[int]) ->
 def calls(
     padding: Sequence[int], sizes: Sequence[int], num_tokens: int, *, uniform: bool
 ) -> Iterator[tuple[str, Callable[[], Any] | None]]:
-    """Yield each release with a call that decides one batch; None where it is not there.
+    """Yield each release with a function that decides one batch; None if it is not fetched.
 
-    Release 0.11 is handed a padded descriptor by its caller, who makes it for each batch.
+    Release 0.11 gets a padded descriptor from its caller, which creates it for each batch.
     """
     loader = _loader()
     for release in RELEASES:

@@ -1,17 +1,17 @@
-"""A step that breaks without tracing, against its traced pieces, eager and torch.compile.
+"""Measure a step with breaks, compared with traced pieces, eager and torch.compile.
 
     python bench/breaks.py [--rounds N] [--steps N] [--layers N]
 
-- Mixed traffic: the mixed steps of the demo's trace through the demo's decoder, ``eager``, split by
-  tracing (``traced``) and in segments without tracing (``segments``).
-  A sample is the time of the trace divided by its steps.
-- Prefill: a model of ``--layers`` layers whose attention has metadata on the host, in sequences of
-  different length: ``eager``, ``segments``, and ``torch.compile default``, in which the attention
+- Mixed traffic: the mixed steps of the demo's trace through the demo's decoder: ``eager``, split by
+  tracing (``traced``), and in segments without tracing (``segments``). A sample is the duration of
+  the trace divided by its number of steps.
+- Prefill: a model of ``--layers`` layers whose attention reads metadata on the host, with sequences
+  of different lengths: ``eager``, ``segments``, and ``torch.compile default``, in which attention
   is a graph break. A sample is one step.
 
-``more`` holds the segments and operations of the largest graph, the seconds of all captures and the
-bytes of all graphs. Without a CUDA device the tape runs small models, which shows that it works and
-no speed; torch.compile is left out there.
+Lines that begin with ``#`` contain the segments and operations of the largest graph, the duration
+of all captures and the bytes of all graphs. Without a CUDA device, small models run on the tape,
+which tests the script only; torch.compile is skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def wait() -> None:
 
 
 def captured(step: Any, inputs: dict[str, StaticInput], sizes: list[int], state: Any) -> Any:
-    """Return a runner with all of its graphs, and what they took."""
+    """Return a runner with all graphs captured, and the cost of the captures."""
     start = perf_counter()
     runner = GraphRunner(
         step,
@@ -116,7 +116,7 @@ def mixed_traffic(rounds: int, num_steps: int) -> None:
 
 
 class Layer(nn.Module):
-    """One layer whose attention runs eager, with lengths that the host knows."""
+    """A layer whose attention runs eager, with sequence lengths on the host."""
 
     def __init__(self, width: int, num_heads: int, lengths: dict[str, list[int]]) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ class Layer(nn.Module):
 
     @eager_region
     def attend(self, out: torch.Tensor, qkv: torch.Tensor) -> None:
-        """Write attention (T, E) of queries, keys and values (T, 3E), each sequence by itself."""
+        """Write the attention of each sequence. Shapes: out (T, E), qkv (T, 3E)."""
         start = 0
         for length in self.lengths["now"]:
-            length = min(length, len(qkv) - start)  # a capture runs at other sizes
+            length = min(length, len(qkv) - start)  # captures run at other sizes
             if not length:
                 break
             one = qkv[start : start + length].view(length, 3, self.num_heads, -1)
@@ -140,7 +140,7 @@ class Layer(nn.Module):
             start += length
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows (T, E) after attention and the MLP."""
+        """Return the rows after attention and the MLP. Shape (T, E)."""
         qkv = self.qkv(self.norms[0](hidden))
         out = torch.empty_like(hidden)
         self.attend(out, qkv)
@@ -185,7 +185,7 @@ def prefill(rounds: int, num_layers: int) -> None:
 
 
 def check(cases: dict[str, Callable[..., Any]], inputs: dict[str, torch.Tensor]) -> None:
-    """Stop where a case computes something else than eager."""
+    """Exit if a case differs from eager, or did not replay."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = cases["eager"](**inputs)

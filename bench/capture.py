@@ -1,25 +1,23 @@
-"""Capturing a decoder at vLLM's 51 default sizes: time and memory against loops by hand.
+"""Measure the capture of a decoder at vLLM's 51 default sizes, compared with loops by hand.
 
     python bench/capture.py [--rounds N] [--layers N] [--profile]
 
-- ``by hand``: the tightest loop one would write: largest first, one warmup for each size, one
-  pool, outputs copied into one shared buffer inside the graph, no garbage collection.
-- ``by hand, torch.cuda.graph``: the same loop with torch's own context manager, which collects
-  garbage and empties the cache before every capture.
-- ``GraphRunner``: ``runner.capture()`` of the same step with the same outputs. Making the
-  runner (plugins, policy, static inputs) is a line of its own, as the loops by hand are given
-  their static inputs, too.
-- ``GraphRunner with max_bytes``: the same under a budget that it fits into, which rehearses
-  each capture.
-- ``first answer, lazy``: a fresh runner with ``lazy=True``, from its first call until the
-  result is there, at the largest size and at 8; the ratio is to the whole ``GraphRunner``.
+- ``by hand``: the fastest loop by hand: largest size first, one warmup per size, one pool, outputs
+  copied to one shared buffer within the graph, no garbage collection.
+- ``by hand, torch.cuda.graph``: the same loop with torch's context manager, which collects garbage
+  and empties the cache before every capture.
+- ``GraphRunner``: ``runner.capture()`` of the same step with the same outputs. The creation of the
+  runner (plugins, policy, static inputs) has a separate line, because the loops by hand also get
+  their static inputs.
+- ``GraphRunner with max_bytes``: the same with a sufficient budget, which rehearses each capture.
+- ``first answer, lazy``: a new runner with ``lazy=True``, from its first call until its result, at
+  the largest size and at 8; the ratio is to the complete ``GraphRunner`` capture.
 
-The cases take turns in one process and each starts from nothing; the ratio is the median of
-the ratios within a round, and ``best`` the least of all rounds. ``pool`` lines are the bytes
-that torch reserved for the graphs and their shared outputs, ``device`` lines what the driver
-says is gone, launchable graphs included. Without a CUDA device the tape captures a small
-decoder at the smallest of the sizes, against no loop by hand: that shows that it works, and no
-speed.
+Cases take turns in one process and start without graphs. The ratio is the median of the ratios
+within a round, and ``best`` the minimum over rounds. ``pool`` lines contain the bytes that torch
+reserved for graphs and their shared outputs; ``device`` lines the decrease of free device memory,
+which includes launchable graphs. Without a CUDA device, the tape captures a small decoder at the
+smallest sizes without a loop by hand, which tests the script only.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 SIZES = VLLM_SIZES if torch.cuda.is_available() else VLLM_SIZES[:11]
 NAMES = ("tokens", "positions", "slots")
 
-#: Makes what is needed beforehand, and returns what captures all sizes.
+#: Prepares a case, and returns the function that captures all sizes.
 Case = Callable[[], Callable[[], tuple[Any, int]]]
 
 
@@ -74,11 +72,11 @@ class Subject:
     def step(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits (T, V)."""
+        """Return the logits. Shape (T, V)."""
         return self.model(tokens, positions, slots, self.cache)
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return a decode batch, each row of a request of its own."""
+        """Return a decode batch with one request per row."""
         generator = torch.Generator().manual_seed(rows)
         slots = torch.randperm(self.shape.num_slots, generator=generator)
         return {
@@ -88,7 +86,7 @@ class Subject:
         }
 
     def make_runner(self, **settings: Any) -> GraphRunner:
-        """Return a fresh runner of the step."""
+        """Return a new runner of the step."""
         return GraphRunner(
             self.step,
             self.inputs,
@@ -96,19 +94,19 @@ class Subject:
             mode="FULL",
             backend="cuda" if self.device != "cpu" else "tape",
             outputs="view",
-            # As in a server, whose cache fills the device: rows without a token write to a
-            # slot that nobody reads, so that the loops by hand need not save it either.
+            # As in a server whose cache fills the device, rows without a token write to a slot that
+            # is never read. Loops by hand therefore need not save the cache either.
             state=StepState(scratch=self.cache.tensors),
             **settings,
         )
 
 
-def capture_by_hand(subject: Subject, *, plainly: bool) -> tuple[Any, int]:
-    """Capture all sizes, and return what must live on and the bytes of the pool.
+def capture_by_hand(subject: Subject, *, without_gc: bool) -> tuple[Any, int]:
+    """Capture all sizes; return the objects to keep alive, and the bytes of the pool.
 
     Args:
-        subject: What is captured.
-        plainly: Without the collections that torch's context manager makes.
+        subject: Decoder to capture.
+        without_gc: Whether to avoid the garbage collections of torch's context manager.
     """
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     graphs = {}
@@ -122,7 +120,7 @@ def capture_by_hand(subject: Subject, *, plainly: bool) -> tuple[Any, int]:
                 shared = torch.empty_like(out)
             del out
             graph = torch.cuda.CUDAGraph()
-            if plainly:
+            if without_gc:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 shared[:size].copy_(subject.step(*views))
                 graph.capture_end()
@@ -140,7 +138,7 @@ def capture_by_hand(subject: Subject, *, plainly: bool) -> tuple[Any, int]:
 
 
 def capture_by_runner(runner: GraphRunner) -> tuple[Any, int]:
-    """Capture all sizes by a runner; return it and the bytes of its graphs."""
+    """Capture all sizes with a runner; return it and the bytes of its graphs."""
     report = runner.capture()
     if report.failed or report.skipped:
         raise SystemExit(f"not all sizes were captured: {report}")
@@ -149,13 +147,13 @@ def capture_by_runner(runner: GraphRunner) -> tuple[Any, int]:
 
 
 def wait(subject: Subject) -> None:
-    """Wait for the device."""
+    """Synchronize the device."""
     if subject.device != "cpu":
         torch.cuda.synchronize()
 
 
-def settle(subject: Subject) -> int:
-    """Let go of all that is not needed; return the free bytes of the device."""
+def free_unused(subject: Subject) -> int:
+    """Free unused memory; return the free bytes of the device."""
     gc.collect()
     if subject.device == "cpu":
         return 0
@@ -165,7 +163,7 @@ def settle(subject: Subject) -> int:
 
 
 def check(subject: Subject, kept: Any) -> None:
-    """Compare some replays with the model itself; a wrong capture has no speed."""
+    """Compare some replays with the model; raise if they differ."""
     for rows in (8, 100, 512) if subject.device != "cpu" else (8, 61):
         given = subject.batch(rows)
         with torch.no_grad():
@@ -183,8 +181,8 @@ def check(subject: Subject, kept: Any) -> None:
 
 
 def measure(subject: Subject, case: Case) -> dict[str, float]:
-    """Return milliseconds and bytes of one capture of all sizes, from nothing."""
-    free = settle(subject)
+    """Return milliseconds and bytes of one capture of all sizes, starting without graphs."""
+    free = free_unused(subject)
     start = perf_counter()
     run = case()
     wait(subject)
@@ -211,7 +209,7 @@ def first_answer(subject: Subject, rows: int) -> float:
     """Return milliseconds from the first call of a lazy runner to its result."""
     given = subject.batch(rows)
     runner = subject.make_runner(lazy=True)
-    settle(subject)
+    free_unused(subject)
     start = perf_counter()
     result = runner(**given)
     wait(subject)
@@ -221,7 +219,7 @@ def first_answer(subject: Subject, rows: int) -> float:
 
 
 def profile(subject: Subject) -> None:
-    """Print where the time of ``runner.capture()`` goes."""
+    """Print a profile of ``runner.capture()``."""
     import cProfile
     import pstats
 
@@ -237,10 +235,12 @@ def main() -> None:
     )
     on_device = torch.cuda.is_available()
     if not on_device:
-        torch.set_num_threads(1)  # threads that wait for each other are all one would measure
+        torch.set_num_threads(
+            1
+        )  # with more, the time would be that of threads waiting for each other
     parser.add_argument("--rounds", type=int, default=5 if on_device else 1)
     parser.add_argument("--layers", type=int, default=16 if on_device else 1)
-    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--profile", action="store_true", help="print a profile")
     options = parser.parse_args()
 
     shape = DecoderShape(
@@ -255,9 +255,9 @@ def main() -> None:
     subject = Subject(shape, "cuda:0" if on_device else "cpu")
     cases: dict[str, Case] = {}
     if on_device:
-        cases["by hand"] = lambda: partial(capture_by_hand, subject, plainly=True)
+        cases["by hand"] = lambda: partial(capture_by_hand, subject, without_gc=True)
         cases["by hand, torch.cuda.graph"] = lambda: partial(
-            capture_by_hand, subject, plainly=False
+            capture_by_hand, subject, without_gc=False
         )
     cases["GraphRunner"] = lambda: partial(capture_by_runner, subject.make_runner())
     cases["GraphRunner with max_bytes"] = lambda: partial(
@@ -266,9 +266,9 @@ def main() -> None:
     )
     if options.profile:
         profile(subject)
-    for case in cases.values():  # libraries, kernels and allocator as they are later
+    for case in cases.values():  # loads libraries and kernels, and warms the allocator
         check(subject, case()()[0])
-        settle(subject)
+        free_unused(subject)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for _ in range(options.rounds):
         for name, case in cases.items():

@@ -1,20 +1,20 @@
-"""Time of one decision: ``dispatch(n, num_reqs, uniform, loras, ceiling)``, all checks on.
+"""Measure one decision: ``dispatch(n, num_reqs, uniform, loras, ceiling)`` with all checks.
 
     python bench/decision.py [ROUNDS] [--trace steps.csv.gz]
 
-Each question is a group of cases that take turns:
+Each group of cases takes turns:
 
-- ``one cell``: the same batch again and again; beside a dictionary of tuples with the same
-  checks, and beside building a descriptor and probing sets of keys, as engines do.
-- ``walk``: the batches of a step trace in their order, with 50 and with 100,000 keys.
-- ``learnt``: the same walk when every cell was set by an update rather than by the policy.
+- ``one cell``: the same batch repeatedly, compared with a dictionary of tuples with the same
+  checks, and with building a descriptor and probing sets of keys, as engines do.
+- ``walk``: the batches of a step trace in order, with 50 and with 100,000 keys.
+- ``updated``: the same walk if every cell was set by an update instead of by the policy.
 - ``releases``: the dispatchers of published vLLM releases, fetched by ``make rivals``.
-- ``plugins``: one plugin loaded, and seven.
+- ``plugins``: with one loaded plugin, and with seven.
 - ``kinds``: batches that leave the usual path (dict rows, more requests than the graph holds).
 
-Times are net of the loop that calls. With ``--trace``, columns ``num_tokens``, ``num_reqs``,
-``uniform_decode`` and ``num_active_loras`` are read from a CSV; without, steps like those of a
-chat server are made from a fixed seed.
+The time of the calling loop is subtracted. With ``--trace``, the columns ``num_tokens``,
+``num_reqs``, ``uniform_decode`` and ``num_active_loras`` are read from a CSV file. By default,
+steps like those of a chat server are generated from a fixed seed.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ Step = tuple[int, int, int, int, int]  # tokens, requests, uniform, adapters, ce
 
 
 class EveryCount(SmallestPolicy):
-    """Graphs for each number of adapters."""
+    """Policy with graphs for each number of adapters."""
 
     def lora_counts(self, config: DispatchConfig) -> Sequence[int]:
-        """Return every number that a batch may have."""
+        """Return all numbers of adapters that a batch may have."""
         return range(config.max_loras + 1)
 
 
 class DictOfTuples:
-    """The same checks in front of one dictionary from facts to decisions."""
+    """The same checks in front of one dictionary of decisions."""
 
     def __init__(self, dispatcher: Dispatcher, steps: Iterable[Step]) -> None:
         self.table = {
@@ -73,7 +73,7 @@ class DictOfTuples:
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Check every fact, then look the decision up."""
+        """Check all arguments, then look up the decision."""
         if (
             0 <= num_tokens <= self.max_num_tokens
             and 0 <= num_reqs <= self.max_num_seqs
@@ -90,7 +90,7 @@ class DictOfTuples:
 
 @dataclasses.dataclass(frozen=True)
 class PlainDescriptor:
-    """What engines build for a look-up: frozen, hashable, and not validated."""
+    """Descriptor that engines build for a look-up: frozen, hashable, and not validated."""
 
     num_tokens: int
     num_reqs: int | None = None
@@ -99,7 +99,7 @@ class PlainDescriptor:
 
 
 class DescriptorPerProbe:
-    """Pad, build a descriptor, look it up in a set of keys per mode, relax it, look again."""
+    """Pads, builds a descriptor, looks it up in sets of keys, relaxes it, and repeats."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.padding = padding_table(dispatcher.config.sizes)
@@ -113,7 +113,7 @@ class DescriptorPerProbe:
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> tuple[RuntimeMode, PlainDescriptor | None]:
-        """Return the mode and the descriptor, as engines that do so."""
+        """Return the mode and the descriptor, as engines do."""
         if not 0 < num_tokens <= self.limit:
             return RuntimeMode.NONE, None
         padded = self.padding[num_tokens]
@@ -128,7 +128,7 @@ class DescriptorPerProbe:
 
 
 def read_steps(path: Path | None, limit: int, max_loras: int) -> list[Step]:
-    """Return the steps of a trace, cut to what the tables here hold."""
+    """Return the steps of a trace, clipped to the limits of the tables."""
     if path is None:
         return made_steps(limit, max_loras)
     steps = []
@@ -142,7 +142,7 @@ def read_steps(path: Path | None, limit: int, max_loras: int) -> list[Step]:
 
 
 def made_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
-    """Return decode steps of a slowly changing number of requests, and prefills in between."""
+    """Return decode steps with a slowly changing number of requests, and some prefills."""
     rng = random.Random(0)
     steps, running = [], 60
     for _ in range(count):
@@ -157,7 +157,7 @@ def made_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
 
 
 def build(config: DispatchConfig, steps: Iterable[Step]) -> Dispatcher:
-    """Return a dispatcher whose cells for these steps are filled."""
+    """Return a dispatcher whose cells for the given steps are filled."""
     dispatcher = Dispatcher(EveryCount(), config, lazy=True)
     for step in steps:
         dispatcher.dispatch(*step)
@@ -165,7 +165,7 @@ def build(config: DispatchConfig, steps: Iterable[Step]) -> Dispatcher:
 
 
 def repeat(dispatch: Callable[..., object], step: Step, number: int) -> Callable[[], None]:
-    """Return a loop of one call, as a step of an engine makes it: positional."""
+    """Return a loop of one call with positional arguments, as in an engine."""
     n, reqs, uniform, loras, ceiling = step
 
     def run() -> None:
@@ -176,7 +176,7 @@ def repeat(dispatch: Callable[..., object], step: Step, number: int) -> Callable
 
 
 def walk(dispatch: Callable[..., object], steps: Sequence[Step]) -> Callable[[], None]:
-    """Return a loop over the steps of a trace, in their order."""
+    """Return a loop over the steps of a trace, in order."""
 
     def run() -> None:
         for n, reqs, uniform, loras, ceiling in steps:
@@ -186,7 +186,7 @@ def walk(dispatch: Callable[..., object], steps: Sequence[Step]) -> Callable[[],
 
 
 def loop_only(steps: Sequence[Step]) -> Callable[[], None]:
-    """Return the loop of ``walk`` without the call."""
+    """Return the loop of ``walk`` without calls."""
 
     def run() -> None:
         for _n, _reqs, _uniform, _loras, _ceiling in steps:
@@ -196,7 +196,7 @@ def loop_only(steps: Sequence[Step]) -> Callable[[], None]:
 
 
 def net(times: dict[str, list[int]], loop: str) -> dict[str, list[int]]:
-    """Take the median time of the bare loop off every sample."""
+    """Subtract the median time of the bare loop from every sample."""
     cost = statistics.median(times[loop])
     return {
         name: [max(1, round(sample - cost)) for sample in samples]
@@ -216,13 +216,13 @@ def repeat_call(call: Callable[[], object], number: int) -> Callable[[], None]:
 
 
 def deciding(dispatch: Callable[..., object], step: Step) -> Callable[[], object]:
-    """Return a call without arguments, as the published dispatchers are called here."""
+    """Return a call without arguments, as for the published dispatchers."""
     n, reqs, uniform, loras, ceiling = step
     return lambda: dispatch(n, reqs, uniform, loras, ceiling)
 
 
 def releases_group(rounds: int) -> None:
-    """One decision beside the published dispatchers, each through a call without arguments."""
+    """Compare one decision with the published dispatchers, by calls without arguments."""
     sizes = [1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)]
     config = DispatchConfig(sizes=sizes, max_num_tokens=512, max_num_seqs=256)
     padding = padding_table(sizes)
@@ -251,7 +251,7 @@ def releases_group(rounds: int) -> None:
         for release, limit in wanted.items():
             if f"vLLM {release}" not in times:
                 continue
-            # Of the best samples: on a busy machine the longer turns are interrupted more.
+            # Use the best samples: on a busy machine, longer turns are interrupted more often.
             ratio = min(times[f"vLLM {release}"]) / min(times["dispatch"])
             emit(
                 BENCH,
@@ -265,31 +265,31 @@ def releases_group(rounds: int) -> None:
 
 
 class Idle:
-    """A plugin with a policy and an observer."""
+    """Plugin with a policy and an observer."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     @hookimpl
     def dispatchkit_register_policies(self):
-        """One policy."""
+        """Return one policy."""
         return [PolicySpec(f"idle_{self.index}", SmallestPolicy)]
 
     @hookimpl
     def dispatchkit_register_observers(self):
-        """One observer."""
+        """Return one observer."""
         return [ObserverSpec(f"idle_{self.index}", Listener)]
 
 
 class Listener:
-    """An observer of captures."""
+    """Observer of captures."""
 
     def on_capture(self, event):
-        """Hear of a capture."""
+        """Ignore a capture."""
 
 
 def plugins_group(rounds: int) -> None:
-    """Decisions of the same policy from a set of one plugin and from a set of seven."""
+    """Compare decisions of the same policy with one plugin and with seven plugins."""
     number, step = 2000, (100, 100, 1, 0, 2)
     cases = {"loop": repeat_nothing(number)}
     for count in (1, 7):
@@ -307,10 +307,10 @@ def plugins_group(rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all groups and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", nargs="?", type=int, default=200)
-    parser.add_argument("--trace", type=Path, help="a step trace (CSV, gzip)")
+    parser.add_argument("--trace", type=Path, help="step trace (CSV, gzip)")
     options = parser.parse_args()
     rounds = options.rounds
     releases_group(rounds)
@@ -340,22 +340,22 @@ def main() -> None:
     emit_all(BENCH, net(times, "loop"), per=number, ratio_to="dispatch", group="one cell")
 
     keys_few, keys_many = f"{len(few.registry)} keys", f"{len(many.registry)} keys"
-    learnt = build(many_config, [])
+    updated = build(many_config, [])
     for n, _, uniform, loras, ceiling in dict.fromkeys(steps):
         batch = many.batch(n, 0, uniform, loras, ceiling)
-        learnt.update(CellUpdate(batch, many.dispatch(n, 0, uniform, loras, ceiling)))
+        updated.update(CellUpdate(batch, many.dispatch(n, 0, uniform, loras, ceiling)))
     times = interleaved(
         {
             "loop": loop_only(steps),
             f"walk, {keys_few}": walk(few.dispatch, plain),
             f"walk, {keys_many}": walk(many.dispatch, steps),
-            f"walk, {keys_many}, learnt": walk(learnt.dispatch, steps),
+            f"walk, {keys_many}, updated": walk(updated.dispatch, steps),
         },
         rounds=max(10, rounds // 4),
     )
     emit_all(BENCH, net(times, "loop"), per=len(steps), ratio_to=f"walk, {keys_few}", group="walk")
 
-    # One by one: each batch of the trace repeated while it is hot, few keys beside many.
+    # Repeat each batch of the trace while it is in the caches, with few and with many keys.
     distinct = list(dict.fromkeys(steps))[:: max(1, len(set(steps)) // 64)]
     hot: dict[str, list[int]] = {keys_few: [], keys_many: []}
     for n, reqs, uniform, loras, ceiling in distinct:
@@ -390,7 +390,7 @@ def main() -> None:
 
 
 def repeat_nothing(number: int) -> Callable[[], None]:
-    """Return the loop of ``repeat`` without the call."""
+    """Return the loop of ``repeat`` without calls."""
 
     def run() -> None:
         for _ in range(number):

@@ -1,52 +1,52 @@
-r"""Decoding with transformers models: graphs here beside the ways a user has without them.
+r"""Measure decoding with transformers models: GraphDecoder and its alternatives.
 
     python bench/decoding.py [--models NAME ...] [--batches N ...] [--steps N] [--rounds N]
         [--trace FILE] [--trace-steps N] [--eager-steps N] [--graphs N] [--length N] [--most N]
         [--cases CASE ...] [--skip CASE ...] [--dynamic batch|auto|yes|no]
         [--parts trace fixed calls] [--compile] [--fill-cache]
 
-Random weights; every case decodes on one cache of the same size and gives the same tokens. A
-step takes a token for each row and returns the next, on the device. Cases take turns, those that
-compile after the others; the device is waited for at the end of a round alone.
+Weights are random. All cases decode with a cache of the same size and return the same tokens. A
+step takes one token per row and returns the next tokens on the device. Cases take turns, those that
+compile after the others. The device is synchronized only at the end of a round.
 
-- ``eager``: the step, called plainly.
-- ``raw graphs``: torch.cuda.graph by hand, one for each size that is measured, on the same cache.
-- ``graphs``: GraphDecoder. ``graphs, compiled``: over kernels of torch.compile.
-- ``graphs, decode attention``, ``graphs, compiled, decode attention``: of the model with
-  ``DECODE_ATTENTION``; all other cases but the next have the library's ``sdpa``.
-- ``graphs, compiled, decode attention, planned``: with the ``--graphs`` capture sizes that
-  ``plan_sizes`` recommends from the steps of the trace behind those that are measured (traces
-  only).
-- ``reduce-overhead``, ``default``: torch.compile of the step with its own graphs, and as it is (for
-  the smallest of the fixed batches alone).
-- ``library static``, ``library dynamic``, ``generate``: whole calls of ``generate`` (fixed batches
-  only, the first with the smallest alone): with its compiled static cache, without, and through
-  GraphDecoder.
+- ``eager``: the step without graphs.
+- ``raw graphs``: one torch.cuda.graph for each measured size, captured by hand on the same cache.
+- ``graphs``: GraphDecoder. ``graphs, compiled``: GraphDecoder with kernels of torch.compile.
+- ``graphs, decode attention``, ``graphs, compiled, decode attention``: the same with
+  ``DECODE_ATTENTION``; all other cases except the next use ``sdpa`` of the library.
+- ``graphs, compiled, decode attention, planned``: the same with ``--graphs`` capture sizes planned
+  by ``plan_sizes`` from the steps of the trace after the measured ones (only in ``trace``).
+- ``reduce-overhead``, ``default``: torch.compile of the step, with its own graphs and without (the
+  latter only for the smallest fixed batch).
+- ``library static``, ``library dynamic``, ``generate``: complete calls of ``generate``, only for
+  fixed batches: with the compiled static cache (only for the smallest batch), with the dynamic
+  cache, and by GraphDecoder.
 
-Parts, in this order, on the same cases:
+There are three parts, run in this order with the same cases:
 
-- ``trace``: the batch sizes of the first steps of real traffic, from the first step on; captures
-  and re-recordings are in the time, compilation and the tuning of its kernels are not, and are
-  printed beside it (``compile_s``, ``autotune_s``; ``compiled`` graphs, of which the kernels of
-  ``found`` were on the disk). ``--eager-steps`` has eager, which has nothing
-  to warm up, run so many of the steps, evenly chosen. "The trace again" are the same steps with
-  everything there, the cases in turns, half as many rounds.
-- ``fixed``: milliseconds for a step of one batch size, and tokens a second, with everything there.
-- ``calls``: milliseconds for a new token of whole calls.
+- ``trace``: the batch sizes of the first steps of real traffic, starting cold. Times include
+  captures and re-recordings, but not compilation and the tuning of its kernels, which are printed
+  separately (``compile_s``, ``autotune_s``; ``compiled`` is the number of graphs, ``found`` the
+  number of those whose kernels were on disk). With ``--eager-steps``, eager, which needs no warmup,
+  runs only that many evenly spaced steps. "The trace again" repeats the steps with everything
+  captured, with cases in turns and half as many rounds.
+- ``fixed``: milliseconds per step of one batch size, and tokens per second, with everything
+  captured.
+- ``calls``: milliseconds per new token of complete calls.
 
-Each line is printed as soon as it is known. A case that fails has a line with ``error``, the others
-go on, and the exit status is 1. The last line of a model, ``summary``, has for each traffic the
-best case here and how many times as fast as each rival it is; and the same of plain graphs against
-graphs by hand, and of compiled ones against the best compiled rival, with the same attention.
+Each line is printed as soon as it is measured. A case that fails prints a line with ``error``; the
+others continue, and the exit status is 1. The last line of a model, ``summary``, contains for each
+traffic the best case of this package and its speed relative to each alternative; the speed of plain
+graphs relative to graphs by hand; and that of compiled graphs relative to the best compiled
+alternative, with the same attention.
 
-torch.compile takes up to a quarter of a minute for a graph, and makes two for a case: for a single
-row, and for any other batch. With ``--dynamic batch`` it is told beforehand that the batch changes
-and nothing else does, as GraphDecoder's ``compile=True`` tells it. Left to itself, ``auto``, it
-compiles for the first size it sees, and for any at the second; ``yes`` and ``no`` are its settings
-of that name.
+torch.compile takes up to 15 seconds per graph and compiles two graphs per case: one for a single
+row, one for any other batch. With ``--dynamic batch``, only the batch dimension is marked as
+dynamic, as by GraphDecoder with ``compile=True``. With ``auto``, torch.compile specializes on the
+first size and generalizes at the second. ``yes`` and ``no`` are its settings of these names.
 
-``--fill-cache`` does only that, and what is measured afterwards finds it on the disk. Models and
-cases can have processes of their own:
+``--fill-cache`` only compiles; later measurements then find the kernels on disk. Models and cases
+can use separate processes:
 
     export TORCHINDUCTOR_CACHE_DIR=/tmp/kernels
     for one in gpt2 llama-small llama-1b; do
@@ -54,7 +54,7 @@ cases can have processes of their own:
     done; wait
     python bench/decoding.py
 
-Models of the other kinds of layers (windows, linear attention, state space, encoder-decoder), each
+Models with other kinds of layers (windows, linear attention, state space, encoder-decoder), each
 within a minute:
 
     four="gemma3 qwen3.5 mamba whisper"
@@ -63,8 +63,8 @@ within a minute:
     python bench/decoding.py --models $four --parts trace --eager-steps 100 --rounds 2 --most 32 \
         --cases eager "raw graphs" graphs "graphs, compiled" reduce-overhead
 
-Without a CUDA device tiny models run on the tape, which shows that it works and no speed;
-torch.compile is left out there unless ``--compile`` asks for it.
+Without a CUDA device, tiny models run on the tape. This tests the script, but its times mean
+nothing; torch.compile is skipped unless ``--compile`` is given.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ from typing import Any
 import torch
 
 try:
-    import transformers  # noqa: F401 - the modules below would name it less plainly
+    import transformers  # noqa: F401 - fails here with a clearer message than in the modules below
 except ImportError:
-    raise SystemExit("Needs transformers: pip install 'dispatchkit[transformers]'") from None
+    raise SystemExit("Requires transformers: pip install 'dispatchkit[transformers]'") from None
 
 from _common import at_least_one
 from _compile_time import compile_time, load_compiler
@@ -109,12 +109,12 @@ Given = tuple[torch.Tensor, torch.Tensor]
 
 
 class Session:
-    """The measurement of one model: cases are made once, for all parts.
+    """The measurement of one model, whose cases are shared by all parts.
 
     Args:
-        lines: Where what is measured goes.
-        model: The model.
-        args: What was asked for.
+        lines: Printer of the results.
+        model: Model to measure.
+        args: Command-line arguments.
     """
 
     def __init__(self, lines: Lines, model: Any, args: argparse.Namespace) -> None:
@@ -122,26 +122,26 @@ class Session:
         self._made: dict[str, Case] = {}
         maker = torch.Generator().manual_seed(7)
         self._tokens = torch.randint(3, 90, (args.most,), generator=maker).to(DEVICE)
-        # The middle of the cache.
+        # Use the middle of the cache.
         self._positions = torch.full(
             (args.most,), args.length // 2, dtype=torch.int64, device=DEVICE
         )
         self._views: dict[int, Given] = {}
 
     def inputs(self, rows: int) -> Given:
-        """Return tokens and positions of a batch, the same ones each time."""
+        """Return tokens and positions of a batch, which are the same each time."""
         if rows not in self._views:
             self._views[rows] = self._tokens[:rows], self._positions[:rows]
         return self._views[rows]
 
     def case(self, name: str) -> Case:
-        """Return a case, made at its first use."""
+        """Return a case, which is created on first use."""
         if name not in self._made:
             self._made[name] = CASES[name](self.model, self.args)
         return self._made[name]
 
     def trace(self) -> None:
-        """Steps of a trace, from cold: what is captured on the way counts, compilation does not."""
+        """Measure the steps of a trace from cold, with captures and without compilation."""
         sizes = trace_sizes(self.args)
         traffic = f"trace of {len(sizes)}"
         ready: list[Case] = []
@@ -153,20 +153,20 @@ class Session:
             with self.lines.contained(traffic, one):
                 try:
                     before, start = compile_time(), perf_counter()
-                    case = self.case(one)  # raw graphs are captured here
+                    case = self.case(one)  # captures raw graphs
                     for given in steps:
                         case.run(*given)
                     synchronize()
                     elapsed, spent = perf_counter() - start, compile_time().since(before)
                 except BaseException:
-                    self._made.pop(one, None)  # the next part begins anew
+                    self._made.pop(one, None)  # the next part creates it again
                     raise
                 ready.append(case)
                 seconds[one] = [(elapsed - spent.total) / len(ran)]
                 more = {"distinct_sizes": len(set(ran)), "rows": round(sum(ran) / len(ran), 2)}
                 fields = {**more, **spent_since(before)}
                 self.lines.report(traffic, [case], {one: seconds[one]}, ran, {one: fields})
-        # Eager steps have nothing to capture: they go on as they began, and take the longest.
+        # Eager steps capture nothing, so they need no second pass, and they take longest.
         ready = [case for case in ready if case.name != "eager"]
         steps = [self.inputs(rows) for rows in sizes]
         again = in_turns(ready, steps, max(1, self.args.rounds // 2))
@@ -175,9 +175,9 @@ class Session:
         self.lines.report(f"{traffic}, again", ready, again, sizes)
 
     def fixed(self) -> None:
-        """Steps of one batch size, everything captured and compiled before."""
+        """Measure steps of one batch size, with everything captured and compiled."""
         names = wanted(self.args, "fixed")
-        # What compiles comes last: a limit of time loses nothing else.
+        # Compiled cases come last, so that a time limit stops only these.
         for group in (set(names) - set(COMPILED), set(names) & set(COMPILED)):
             for rows in self.args.batches:
                 self._fixed(rows, [one for one in names if one in group])
@@ -194,21 +194,21 @@ class Session:
                 for _ in range(3):
                     case.run(*given)
                 synchronize()
-                case.stats()  # what follows is counted from here on
+                case.stats()  # resets the counters
                 ready.append(case)
                 fields[one] = spent_since(before)
         seconds = in_turns(ready, [given] * self.args.steps, self.args.rounds)
         self.lines.report(traffic, ready, seconds, [rows] * self.args.steps, fields)
 
     def calls(self) -> None:
-        """``generate`` itself, of the library and through graphs: prompts, choices and all."""
+        """Measure complete calls of ``generate``, by the library and by GraphDecoder."""
         self._made.clear()
         start_afresh()
         count = num_tokens(self.args)
         calls = calls_of(self.model, self.args, wanted(self.args, "calls"))
         for rows in self.args.batches:
             if rows != self.args.batches[0]:
-                calls.pop(LIBRARY_STATIC, None)  # compiled anew for each batch
+                calls.pop(LIBRARY_STATIC, None)  # it would compile again for each batch
             ids, traffic = prompts(rows), f"generate, batch {rows}"
             ready = []
             for one, call in calls.items():
@@ -221,7 +221,7 @@ class Session:
             self.lines.report(traffic, ready, each, [rows] * count)
 
     def fill(self) -> None:
-        """Run what is compiled once, as it is compiled in the measurement."""
+        """Run each compiled case once, so that its kernels are on disk."""
         steps = [part for part in self.args.parts if part != "calls"]
         for one in wanted(self.args, *steps) if steps else ():
             sizes = sizes_to_compile(self.args, one)
@@ -253,11 +253,11 @@ PARTS: dict[str, Callable[[Session], None]] = {
 
 
 def wanted(args: argparse.Namespace, *parts: str) -> list[str]:
-    """Return the cases of parts that can run here, in the order that they are made in."""
+    """Return the cases of some parts that can run here, in order."""
     names = list(CALLS) if parts == ("calls",) else list(CASES)
     left_out = set(args.skip)
     if "fixed" not in parts:
-        left_out.add("default")  # captures nothing
+        left_out.add("default")  # it captures nothing
     if "trace" not in parts:
         left_out.add(OWN_PLANNED)
     if not IS_GPU:
@@ -270,12 +270,12 @@ def wanted(args: argparse.Namespace, *parts: str) -> list[str]:
 
 
 def compiles(args: argparse.Namespace) -> bool:
-    """Return whether torch.compile is asked for."""
+    """Return whether torch.compile is used."""
     return IS_GPU or args.compile or args.fill_cache
 
 
 def in_turns(cases: Sequence[Case], steps: Sequence[Given], rounds: int) -> dict[str, list[float]]:
-    """Return seconds for a step by case, a sample for each round."""
+    """Return the seconds per step of each case, one sample per round."""
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
@@ -288,7 +288,7 @@ def in_turns(cases: Sequence[Case], steps: Sequence[Given], rounds: int) -> dict
 
 
 def measure(name: str, args: argparse.Namespace) -> list[str]:
-    """Measure one model, or compile for it; return the cases that failed."""
+    """Measure one model, or only compile for it; return the cases that failed."""
     lines = Lines(name)
     with lines.contained("all", "model"):
         session = Session(lines, make_model(name), args)
@@ -304,7 +304,7 @@ def measure(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """Return what is asked for on the command line."""
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ["gpt2", "llama-small", "llama-1b"] if IS_GPU else ["gpt2-tiny", "llama-tiny"]
     cases = [*CASES, *CALLS]
@@ -314,21 +314,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least_one, default=3 if IS_GPU else 2)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--trace-steps", type=int, default=1000 if IS_GPU else 30)
-    parser.add_argument("--eager-steps", type=at_least_one, help="of the trace (default: all)")
-    parser.add_argument("--graphs", type=int, default=3, help="planned capture sizes")
+    parser.add_argument("--eager-steps", type=at_least_one, help="steps of the trace (all)")
+    parser.add_argument("--graphs", type=int, default=3, help="number of planned capture sizes")
     parser.add_argument("--length", type=int, default=512 if IS_GPU else 64)
     parser.add_argument("--most", type=int, default=128 if IS_GPU else 16, help="largest batch")
-    parser.add_argument("--cases", nargs="+", default=cases, choices=cases, help="the only ones")
-    parser.add_argument("--skip", nargs="+", default=[], choices=cases, help="cases to leave out")
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases, help="cases to run")
+    parser.add_argument("--skip", nargs="+", default=[], choices=cases, help="cases to skip")
     parser.add_argument(
         "--dynamic",
         default="batch",
         choices=("batch", "auto", "yes", "no"),
-        help="which sizes torch.compile takes for such as change",
+        help="dimensions that torch.compile treats as dynamic",
     )
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU too")
-    parser.add_argument("--fill-cache", action="store_true", help="compile, and measure nothing")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile on a CPU too")
+    parser.add_argument("--fill-cache", action="store_true", help="compile without measuring")
     args = parser.parse_args()
     args.batches = sorted(rows for rows in args.batches if rows <= args.most)
     args.sizes = measured_sizes(args)
@@ -337,13 +337,13 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every model that is asked for."""
+    """Measure all requested models."""
     args = arguments()
     if compiles(args):
         load_compiler(DEVICE)
     failed: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what compilers and the library advise
+        warnings.simplefilter("ignore")  # advice of compilers and the library
         for name in args.models:
             failed += measure(name, args)
             start_afresh()

@@ -1,27 +1,28 @@
-"""Where a decoding step's time goes: host, kernels, gaps between them, and what memory allows.
+"""Measure the parts of a decoding step: host, kernels, gaps, and the memory-bound minimum.
 
     python bench/decoding_parts.py [--models NAME ...] [--cases CASE ...] [--batches N ...]
         [--rounds N] [--trace-steps N] [--length N] [--most N] [--trace FILE]
 
-Models, cases and traces are those of ``decoding.py``, compiled ahead the same way. For each case:
+Models, cases and traces are those of ``decoding.py``, compiled in advance in the same way. For each
+case:
 
-- ``first pass``: the steps of a trace, from cold, each call timed on the host without waiting.
-  A call that takes ten times the median captured, compiled or tuned something: how many, and what
-  they took together beyond the median.
-- ``second pass``: the same steps again, a step.
+- ``first pass``: the steps of a trace from cold, with each call timed on the host without waiting.
+  A call of more than ten times the median captured, compiled or tuned something; their number and
+  total excess time are printed.
+- ``second pass``: the time per step when the same steps are repeated.
 
-and for each batch size, everything captured:
+For each batch size, with everything captured:
 
-- ``host``: one call, the device idle before and not waited for behind;
-- ``wall``: a step among 20 in a row;
-- ``device``: between two events around a call that waits behind other work, so that the host's
-  time is hidden;
-- ``kernels``: the durations of all kernels of a call (torch.profiler), their number, and those
-  that take longest by name; ``gaps`` is ``device`` less the time in which any kernel runs;
-- ``floor``: the bytes of the weights that a step reads and of the cache in use, at the rate that
-  reading one large tensor reaches on this device.
+- ``host``: one call on an idle device, without waiting for its result;
+- ``wall``: one of 20 consecutive steps;
+- ``device``: the time between two events around a call that is queued behind other work, which
+  hides the host time;
+- ``kernels``: the durations of all kernels of a call (torch.profiler), their number, and the
+  longest by name; ``gaps`` is ``device`` minus the time in which any kernel runs;
+- ``floor``: the bytes of the weights and of the used part of the cache that a step reads, divided
+  by the rate of reading one large tensor on this device.
 
-Without a CUDA device it says so and ends.
+Without a CUDA device, it prints a line and exits.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from typing import Any
 import torch
 
 try:
-    import transformers  # noqa: F401 - the modules below would name it less plainly
+    import transformers  # noqa: F401 - fails here with a clearer message than in the modules below
 except ImportError:
-    raise SystemExit("Needs transformers: pip install 'dispatchkit[transformers]'") from None
+    raise SystemExit("Requires transformers: pip install 'dispatchkit[transformers]'") from None
 
 from _common import at_least_one, emit
 from _compile_time import compile_time, load_compiler
@@ -59,18 +60,18 @@ from _decoding_sizes import trace_sizes
 
 BENCH = "decoding_parts"
 TRACE = Path(__file__).resolve().parent.parent / "tests/data/traces/step_azure_conv_low.csv.gz"
-# Cycles of the device that hide the host's time of one call.
+# Number of device cycles that hide the host time of one call.
 HIDING_CYCLES = 20_000_000
 
 
 class Parts:
-    """Takes the steps of one case apart.
+    """Measures the parts of one case's steps.
 
     Args:
-        name: The model.
-        model: The same, made.
-        case: What runs its steps.
-        args: What was asked for.
+        name: Name of the model.
+        model: Model.
+        case: Case to measure.
+        args: Command-line arguments.
     """
 
     def __init__(self, name: str, model: Any, case: Case, args: argparse.Namespace) -> None:
@@ -86,7 +87,7 @@ class Parts:
         self.case.run(self._tokens[:rows], self._positions[:rows])
 
     def passes(self, sizes: Sequence[int]) -> None:
-        """A trace, from cold and again."""
+        """Measure a trace from cold, and repeated."""
         before, start, calls = compile_time(), perf_counter(), []
         for rows in sizes:
             begin = perf_counter()
@@ -96,7 +97,7 @@ class Parts:
         elapsed, spent = perf_counter() - start, compile_time().since(before)
         usual = statistics.median(calls)
         long = [one for one in calls if one > 10 * usual]
-        self.tell(
+        self.emit_part(
             "first pass",
             (elapsed - spent.total) / len(sizes) * 1e3,
             compile_s=round(spent.total, 2),
@@ -110,10 +111,10 @@ class Parts:
             for rows in sizes:
                 self.step(rows)
             synchronize()
-            self.tell("second pass", (perf_counter() - start) / len(sizes) * 1e3, turn=turn)
+            self.emit_part("second pass", (perf_counter() - start) / len(sizes) * 1e3, turn=turn)
 
     def batch(self, rows: int, rate: float) -> None:
-        """Steps of one size."""
+        """Measure steps of one size."""
         for _ in range(5):
             self.step(rows)
         host, wall, device = [], [], []
@@ -140,7 +141,7 @@ class Parts:
             "gaps_ms": on_device - kernels["busy"],
             "floor_ms": num_bytes / rate * 1e3,
         }
-        self.tell(
+        self.emit_part(
             "batch",
             statistics.median(host),
             rows=rows,
@@ -150,7 +151,7 @@ class Parts:
             longest=kernels["longest"],
         )
 
-    def tell(self, part: str, ms: float, **more: Any) -> None:
+    def emit_part(self, part: str, ms: float, **more: Any) -> None:
         """Print one line."""
         emit(BENCH, self.case.name, ms, "ms", self.args.rounds, model=self.name, part=part, **more)
 
@@ -164,7 +165,7 @@ class Parts:
         return float(first.elapsed_time(last))
 
     def _kernels(self, rows: int, steps: int = 5) -> dict[str, Any]:
-        """Return what the kernels of a step take, in ms, by the profiler."""
+        """Return the times of a step's kernels in milliseconds, as measured by the profiler."""
         kinds = torch.profiler.ProfilerActivity
         with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
             for _ in range(steps):
@@ -191,7 +192,7 @@ class Parts:
         }
 
     def _bytes_read(self, rows: int) -> int:
-        """Return the bytes that a step cannot do without: weights, and the cache in use."""
+        """Return the bytes that a step must read: weights and the used part of the cache."""
         config = self.model.config
         weights = {
             one.data_ptr(): one.nbytes
@@ -208,7 +209,7 @@ class Parts:
 
 
 def reading_rate() -> float:
-    """Return the bytes a second at which the sum of one large tensor reads it."""
+    """Return the rate of reading one large tensor, in bytes per second."""
     large = torch.ones(1 << 30, dtype=torch.bfloat16, device=DEVICE)
     samples = []
     for _ in range(12):
@@ -222,7 +223,7 @@ def reading_rate() -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all requested models and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["llama-small", "llama-1b"])
     cases = [OWN_COMPILED, "reduce-overhead"]
@@ -243,7 +244,7 @@ def main() -> None:
     rate = reading_rate()
     emit(BENCH, "reading one large tensor", rate / 1e9, "GB/s", 12)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what compilers and the library advise
+        warnings.simplefilter("ignore")  # advice of compilers and the library
         for name in args.models:
             model = make_model(name)
             for one in args.cases:

@@ -1,16 +1,16 @@
-"""What the pieces of a step cost on a device, whoever puts them together.
+"""Measure the parts of a step on a device, independent of who combines them.
 
     python bench/floors.py [ROUNDS] [--only GROUP]
 
-Groups: ``account``, where a warm step of the runner goes, piece by piece (``_account.py``; measured
-without a GPU too, with launches that do nothing); host time of single calls: ``properties``
-(the current stream, locks, what is read of a tensor, events), ``copies`` and ``launches`` (and the
-device time of graphs that begin with a copy from pinned memory, in one block or by input); every
-way to bring inputs in and launch, as one step: ``ways`` for device inputs (``_copies.py``; and what
-the package's copy kernel costs a process that needs it) and ``host`` for arrays (``_host.py``).
+``account`` attributes a warm step of the runner to its parts (``_account.py``); it also runs
+without a GPU, with launches that do nothing. ``properties`` (the current stream, locks, tensor
+attributes, events), ``copies`` and ``launches`` measure the host time of single calls; the latter
+also the device time of graphs that begin with a copy from pinned memory, as one block or by input.
+``ways`` measures all ways to copy device inputs and launch in one step (``_copies.py``), and the
+load time of the package's copy kernel; ``host`` does so for arrays (``_host.py``).
 """
 
-# ruff: noqa: SLF001 - what torch keeps private is part of what is measured
+# ruff: noqa: SLF001 - private functions of torch are measured, too
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ BENCH = "floors"
 BUCKET = 256
 
 
-def tell(group: str, name: str, call: Callable[[], Any], rounds: int, together: int = 50) -> None:
-    """Print the host time of one call, the device waited for between samples."""
+def measure(
+    group: str, name: str, call: Callable[[], Any], rounds: int, together: int = 50
+) -> None:
+    """Print the host time of one call, with synchronization between samples."""
     for _ in range(20):
         call()
     samples = []
@@ -48,7 +50,7 @@ def tell(group: str, name: str, call: Callable[[], Any], rounds: int, together: 
 
 
 def properties(rounds: int) -> None:
-    """Streams, locks, tensors."""
+    """Measure streams, locks and tensor attributes."""
     x = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
     shape, device, lock, current = x.shape, x.device, threading.RLock(), torch.cuda.current_stream
     raw = torch._C._cuda_getCurrentRawStream
@@ -77,14 +79,14 @@ def properties(rounds: int) -> None:
         "slice": lambda: x[:100],
         "clone": x.clone,
     }.items():
-        tell("properties", name, call, rounds)
+        measure("properties", name, call, rounds)
     event, stream = torch.cuda.Event(), current()
-    tell("properties", "event.record(stream)", lambda: event.record(stream), rounds)
-    tell("properties", "event.query", event.query, rounds)
+    measure("properties", "event.record(stream)", lambda: event.record(stream), rounds)
+    measure("properties", "event.query", event.query, rounds)
 
 
 def copies(rounds: int) -> None:
-    """Device inputs into static memory."""
+    """Measure copies of device inputs to static memory."""
     fused = torch._foreach_copy_
     for count in (1, 3, 8):
         given = [torch.ones(ROWS, dtype=torch.int64, device="cuda") for _ in range(count)]
@@ -98,13 +100,13 @@ def copies(rounds: int) -> None:
             for view, tensor in zip(views, given, strict=True):
                 view.copy_(tensor)
 
-        tell(group, "copy_ for each", one_by_one, rounds)
-        tell(group, "one fused copy", lambda v=views, g=given: fused(v, g), rounds)
-        tell(group, "the same with tails", lambda b=both, f=filled: fused(b, f), rounds)
+        measure(group, "copy_ for each", one_by_one, rounds)
+        measure(group, "one fused copy", lambda v=views, g=given: fused(v, g), rounds)
+        measure(group, "the same with tails", lambda b=both, f=filled: fused(b, f), rounds)
 
 
 def launches(rounds: int) -> None:
-    """Graphs of several sizes, by torch and by the runtime."""
+    """Measure graphs of several sizes, launched by torch and by the CUDA runtime."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
     launch = runtime.cudaGraphLaunch
     launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -117,15 +119,17 @@ def launches(rounds: int) -> None:
 
         graph, handle = captured(body)
         together = 50 if nodes < 100 else 5
-        tell(f"{nodes} nodes", "replay", graph.replay, rounds, together)
-        tell(f"{nodes} nodes", "direct launch", lambda h=handle: launch(h, None), rounds, together)
+        measure(f"{nodes} nodes", "replay", graph.replay, rounds, together)
+        measure(
+            f"{nodes} nodes", "direct launch", lambda h=handle: launch(h, None), rounds, together
+        )
     for count in (1, 3, 8):
         for whole in (True, False):
             staged(launch, count, rounds, whole=whole)
 
 
 def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) -> None:
-    """A graph that copies from pinned memory and reads one input."""
+    """Measure a graph that copies from pinned memory and reads one input."""
     host = torch.zeros(count, ROOM, dtype=torch.int64).pin_memory()
     device = torch.zeros(count, ROOM, dtype=torch.int64, device="cuda")
     out = torch.zeros(BUCKET, dtype=torch.int64, device="cuda")
@@ -140,11 +144,11 @@ def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) 
 
     graph, handle = captured(body)
     group = f"{count} host inputs, " + ("one block" if whole else "by input")
-    tell(group, "direct launch", lambda: launch(handle, None), rounds)
+    measure(group, "direct launch", lambda: launch(handle, None), rounds)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     samples = []
     for _ in range(rounds):
-        torch.cuda._sleep(2_000_000)  # so that the host is ahead
+        torch.cuda._sleep(2_000_000)  # lets the host get ahead
         first.record()
         for _ in range(20):
             launch(handle, None)
@@ -158,14 +162,14 @@ def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) 
         view[...] = array
 
     if count == 1 and whole:
-        tell(group, "write one array", write, rounds)
+        measure(group, "write one array", write, rounds)
     del graph
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the selected groups and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    about = "how often each is measured, 50 by default"
+    about = "number of rounds, 50 by default"
     parser.add_argument("rounds", nargs="?", type=at_least_one, default=50, help=about)
     groups: dict[str, Callable[[int], None]] = {
         "account": account,
@@ -175,7 +179,7 @@ def main() -> None:
         "ways": copies_and_launch,
         "host": host_and_launch,
     }
-    parser.add_argument("--only", metavar="GROUP", choices=groups, help="measure one group")
+    parser.add_argument("--only", metavar="GROUP", choices=groups, help="group to measure")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():

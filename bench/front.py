@@ -1,19 +1,18 @@
-"""One line for the models that people have: results, share replayed, and time by ``graphed``.
+"""Measure ``graphed`` on common models: results, share of replayed calls, and time.
 
     python bench/front.py [--workers 8] [--limit-s 240] [--cases REGEX] [--no-tf32]
 
-Workers check all models side by side, then measure one after the other, alone on the device. Lines
-with ``case`` "results ..." have the largest relative error to eager (norm of the difference by that
-of the result) and the share of warm calls that were replayed; "time ..." the median of a call by
-``graphed`` in microseconds and beside it by eager and by GraphRunner with declared inputs
-(``runner``); "compiled ..." ten models by torch.compile with reduce-overhead at their largest
-batch, with ``graphed`` and eager at the same and the seconds of compiling. The last line counts
-them all.
+Workers check all models in parallel, then measure one at a time, alone on the device. Lines whose
+``case`` starts with "results" contain the largest relative error to eager (the norm of the
+difference divided by that of the result) and the share of warm calls that were replayed. Lines with
+"time" contain the median of a ``graphed`` call in microseconds, and those of eager and of a
+GraphRunner with declared inputs (``runner``). Lines with "compiled" contain ten models with
+torch.compile in mode reduce-overhead at their largest batch, ``graphed`` and eager at the same
+batch, and the seconds of compilation. The last line counts all lines.
 
-A model that fails has a line "failed ..."; a package that cannot be imported has one line "missing
-...".
-Workers that outlast a stage are stopped, and a line "stopped ..." says what they had not done.
-``--no-tf32`` compares in full precision, where kernels of two batch sizes differ least.
+A model that fails prints a line "failed ...", and each package that cannot be imported prints one
+line "missing ...". Workers that exceed the time of a stage are stopped, with a line "stopped ...".
+``--no-tf32`` compares in full precision, with which kernels for different batch sizes differ least.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from dispatchkit import Axis, GraphRunner, StaticInput, graphed
 ROUNDS = 3
 BUCKETS = (16, 32, 64, 128)
 SIZES = (1, 2, 3, 4, 6, 8)
-#: What takes seconds on a CPU.
+#: Models that take only seconds on a CPU.
 ON_CPU = ("LSTM",)
-#: Stages in order: until which share of the time limit, and whether workers take turns.
+#: Stages in order: share of the time limit at their end, and whether workers take turns.
 STAGES = {
     "check": (0.5, False),
     "measure": (0.72, True),
@@ -55,15 +54,15 @@ STAGES = {
 
 @attrs.define
 class Ready:
-    """A model that has been checked, and what is measured of it.
+    """A checked model, and the variants to measure.
 
     Attributes:
-        name: Of the model.
-        model: The plain model and its calls.
-        fast: The same, graphed.
-        runner: A runner with declared inputs; None where it could not be made.
-        compiled: By torch.compile; None where it is not.
-        compile_s: Seconds that took.
+        name: Name of the model.
+        model: Plain model and its calls.
+        fast: Graphed model.
+        runner: Runner with declared inputs; None if it could not be created.
+        compiled: Model compiled by torch.compile; None if it is not compiled.
+        compile_s: Duration of the compilation in seconds.
     """
 
     name: str
@@ -74,11 +73,11 @@ class Ready:
     compile_s: float = 0.0
 
 
-def _say(case: str, **more: Any) -> None:
+def _print_line(case: str, **more: Any) -> None:
     print(json.dumps({"bench": "front", "case": case, **more}), flush=True)
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:400]
 
 
@@ -87,7 +86,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _error(got: Any, want: Any) -> float:
-    """Return the largest relative error of a result's tensors; infinite where they do not pair."""
+    """Return the largest relative error of a result's tensors; inf if their shapes differ."""
     ours, theirs = _tensors(got), _tensors(want)
     if [one.shape for one in ours] != [one.shape for one in theirs]:
         return float("inf")
@@ -95,7 +94,7 @@ def _error(got: Any, want: Any) -> float:
     for one, other in zip(ours, theirs, strict=True):
         difference = (one.double() - other.double()).norm()
         error = float(difference / other.double().norm().clamp_min(1e-12))
-        worst = max(worst, error if error == error else float("inf"))  # nan is no small error
+        worst = max(worst, error if error == error else float("inf"))  # treat nan as inf
     return worst
 
 
@@ -129,7 +128,7 @@ def _largest(model: Model) -> dict[str, torch.Tensor]:
 
 
 def check(name: str, device: torch.device) -> Ready:
-    """Compare all calls of a model with eager, and make what is measured later."""
+    """Compare all calls of a model with eager, and create the variants to measure."""
     torch.manual_seed(0)
     model = MODELS[name](device)
     backend = "tape" if device.type == "cpu" else "auto"
@@ -174,14 +173,14 @@ def check(name: str, device: torch.device) -> Ready:
             for _ in range(2):
                 for call in model.calls:
                     runner(**call, **_axes_of(model, call))
-    except Exception as error:  # noqa: BLE001 - what it is compared with may fail alone
-        _say(f"failed runner of {name}", error=_words(error))
+    except Exception as error:  # noqa: BLE001 - only the comparison is missing
+        _print_line(f"failed runner of {name}", error=_error_text(error))
         runner = None
     return Ready(name, model, fast, runner)
 
 
 def _reasons(fast: Any) -> set[str]:
-    """Return what the keys of all runners say of themselves, such as why a capture failed."""
+    """Return the reasons recorded for keys of all runners, such as capture failures."""
     return {
         entry.reason[:600]
         for runner in fast.graphed.runners
@@ -208,7 +207,7 @@ def _median_us(run: Any, calls: list[Any], device: torch.device) -> float:
 
 
 def measure(ready: Ready, device: torch.device) -> None:
-    """Time the warm calls of a model: eager, graphed, by a runner."""
+    """Measure the warm calls of a model: eager, graphed, and with a runner."""
     model, runner = ready.model, ready.runner
     eager = _median_us(lambda call: model.call(model.module, call), model.calls, device)
     fast = _median_us(lambda call: model.call(ready.fast, call), model.calls, device)
@@ -235,14 +234,14 @@ def compile_one(ready: Ready, device: torch.device) -> None:
         return
     compiled = torch.compile(ready.model.module, mode="reduce-overhead", dynamic=False)
     start = time.perf_counter()
-    for _ in range(4):  # compiled, warmed up, recorded, replayed
+    for _ in range(4):  # compile, warm up, record, replay
         ready.model.call(compiled, _largest(ready.model))
     torch.cuda.synchronize()
     ready.compiled, ready.compile_s = compiled, time.perf_counter() - start
 
 
 def measure_compiled(ready: Ready, device: torch.device) -> None:
-    """Time a compiled model, and beside it graphed and eager, at its largest batch."""
+    """Measure a compiled model, graphed and eager, at its largest batch."""
     if ready.compiled is None:
         return
     model = ready.model
@@ -265,7 +264,7 @@ def measure_compiled(ready: Ready, device: torch.device) -> None:
 
 
 class _Work:
-    """The models of one worker, stage by stage."""
+    """The models of one worker, processed in stages."""
 
     def __init__(self, names: list[str], device: torch.device, ends: dict[str, float]) -> None:
         self._device, self._ends = device, ends
@@ -273,7 +272,7 @@ class _Work:
         self._missing: set[str] = set()
 
     def run(self, stage: str) -> None:
-        """Do a stage for each model until its end."""
+        """Run a stage for each model until its time is over."""
         if stage == "check":
             self._each(stage, self._names, self._check)
         else:
@@ -284,24 +283,24 @@ class _Work:
     def _each(self, stage: str, names: Iterable[str], do: Callable[[str], None]) -> None:
         for name in names:
             if time.time() > self._ends[stage]:
-                _say(f"left out {stage} of {name}: no time")
+                _print_line(f"skipped {stage} of {name}: no time")
                 continue
             try:
                 do(name)
-            except Exception as error:  # noqa: BLE001 - a model that fails is a result
-                _say(f"failed {stage} of {name}", error=_words(error))
+            except Exception as error:  # noqa: BLE001 - a failing model is a result
+                _print_line(f"failed {stage} of {name}", error=_error_text(error))
 
     def _check(self, name: str) -> None:
         try:
             self._ready.append(check(name, self._device))
         except MissingPackageError as error:
-            if error.package not in self._missing:  # once, and not for each of its models
+            if error.package not in self._missing:  # print one line for all its models
                 self._missing.add(error.package)
-                _say(f"missing {error.package}", error=str(error)[:400])
+                _print_line(f"missing {error.package}", error=str(error)[:400])
 
 
 def work(names: list[str], ends: dict[str, float]) -> None:
-    """Be a worker: do the stages that are read from stdin, and say when each is done."""
+    """Run the stages that are read from stdin, and print a line after each."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     own = _Work(names, device, ends)
     with torch.no_grad():
@@ -311,10 +310,10 @@ def work(names: list[str], ends: dict[str, float]) -> None:
 
 
 class _Worker:
-    """A process that works, and the lines it says."""
+    """A worker process and its output lines."""
 
     def __init__(self, number: int, names: list[str], ends: dict[str, float], tf32: bool) -> None:
-        self.number, self._heard = number, queue.SimpleQueue[str | None]()
+        self.number, self._lines = number, queue.SimpleQueue[str | None]()
         given = json.dumps({"names": names, "ends": ends, "tf32": tf32})
         self.process: Any = subprocess.Popen(
             [sys.executable, __file__, "--work", given],
@@ -326,11 +325,11 @@ class _Worker:
 
     def _listen(self) -> None:
         for line in self.process.stdout:
-            self._heard.put(line)
-        self._heard.put(None)
+            self._lines.put(line)
+        self._lines.put(None)
 
     def begin(self, stage: str) -> bool:
-        """Ask for a stage; whether the process is still there."""
+        """Start a stage; return whether the process still runs."""
         try:
             self.process.stdin.write(f"{stage}\n")
             self.process.stdin.flush()
@@ -339,10 +338,10 @@ class _Worker:
         return True
 
     def finish(self, stage: str, end: float, counts: dict[str, int]) -> bool:
-        """Print what it says until a stage is done; False where it ends or outlasts the time."""
+        """Print the worker's lines until a stage is done; return False if it ends or is late."""
         while True:
             try:
-                line = self._heard.get(timeout=max(0.0, end - time.time()))
+                line = self._lines.get(timeout=max(0.0, end - time.time()))
             except queue.Empty:
                 return False
             if line is None:
@@ -363,31 +362,31 @@ class _Worker:
 def _run_stage(
     stage: str, workers: list[_Worker], end: float, grace_s: float, counts: dict[str, int]
 ) -> list[_Worker]:
-    """Have workers do a stage; return those that are still there."""
+    """Run a stage on all workers; return those that still run."""
     is_serial = STAGES[stage][1]
     if not is_serial:
         for one in workers:
             one.begin(stage)
     left = []
     for one in workers:
-        # Who is late when a stage ends has what it is in the middle of, and not long.
+        # A worker gets a short grace period to finish its current model.
         if (not is_serial or one.begin(stage)) and one.finish(stage, end + grace_s, counts):
             left.append(one)
         else:
             code = one.process.poll()
-            why = "no end in time" if code is None else f"exit status {code}"
-            _say(f"stopped worker {one.number} in {stage}: {why}")
+            why = "time limit exceeded" if code is None else f"exit status {code}"
+            _print_line(f"stopped worker {one.number} in {stage}: {why}")
             one.stop()
     return left
 
 
 def main() -> None:
-    """Share the models among workers, and let one measure at a time."""
+    """Divide the models among workers, and let one measure at a time."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=240)
-    parser.add_argument("--cases", default=".", help="a regular expression")
-    parser.add_argument("--no-tf32", action="store_true", help="convolutions in full precision")
+    parser.add_argument("--cases", default=".", help="regular expression of model names")
+    parser.add_argument("--no-tf32", action="store_true", help="use full precision in convolutions")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work is not None:
@@ -411,7 +410,9 @@ def main() -> None:
     finally:
         for one in everyone:
             one.stop()
-    _say("count of lines", models=len(names), seconds=round(time.time() - start, 1), **counts)
+    _print_line(
+        "count of lines", models=len(names), seconds=round(time.time() - start, 1), **counts
+    )
 
 
 if __name__ == "__main__":

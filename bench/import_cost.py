@@ -1,7 +1,7 @@
-"""Time of `import dispatchkit` beside `import attrs, pluggy`, its two run-time needs.
+"""Measure `import dispatchkit` and `import attrs, pluggy`, its run-time dependencies.
 
-Each sample is a fresh interpreter that times the import alone; the two take turns, so that a busy
-machine slows both alike. Prints one JSON line: medians in microseconds and their ratio.
+Each sample is a new interpreter that measures only the import. The two alternate, so that a busy
+machine slows both equally. Prints one JSON line with medians in microseconds and their ratio.
 
     python bench/import_cost.py [SAMPLES]
 """
@@ -21,7 +21,7 @@ RATIO_TO = "import attrs, pluggy"
 
 
 def sample(statement: str) -> float:
-    """Return the microseconds that a statement takes in a fresh interpreter."""
+    """Return the microseconds that a statement takes in a new interpreter."""
     code = (
         "from time import perf_counter_ns as now\n"
         f"start = now()\n{statement}\nprint((now() - start) / 1000)"
@@ -33,8 +33,8 @@ def sample(statement: str) -> float:
 
 
 def main(samples: int = 41) -> None:
-    """Measure and print."""
-    for statement in (CASE, RATIO_TO):  # the first run of each writes bytecode
+    """Measure both imports and print the result."""
+    for statement in (CASE, RATIO_TO):  # the first run writes bytecode
         sample(statement)
     times: dict[str, list[float]] = {CASE: [], RATIO_TO: []}
     for _ in range(samples):

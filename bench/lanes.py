@@ -1,21 +1,21 @@
-"""Steps on lanes beside the same graphs on streams by hand, and beside one after another.
+"""Measure steps on lanes, compared with graphs on streams by hand and with serial steps.
 
     python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N] [--kinds small filling] [--brief]
 
-On a GPU, time of a round from its first launch to the end of its device work, per step, and of
-that the host's own until the last launch returns. Results are let go of after the round. All
+On a GPU, measures the time of a round per step, from its first launch to the end of its device
+work, and the host time until the last launch returns. Results are released after the round. All
 cases take turns in one process:
 
-- ``serial``: graphs of one stream, by hand; ``raw streams``: a graph for each stream, by hand;
-- ``raw streams, copies``: the same with what a step needs beside its graph, by hand: the input
-  copied in and the result cloned; ``raw streams, copied in`` clones none;
-- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn;
-  ``runner, lanes, views`` is ``submit`` with results that are not cloned.
+- ``serial``: graphs on one stream, by hand; ``raw streams``: one graph per stream, by hand;
+- ``raw streams, copies``: the same by hand, with the copy of the input and a clone of the result;
+  ``raw streams, copied in``: without the clone;
+- ``runner, serial`` and ``runner, lanes``: calls of the runner, and ``submit`` in turn; ``runner,
+  lanes, views``: ``submit`` with results that are not cloned.
 
-``small`` graphs leave most of the device idle; ``filling`` graphs leave none of it. Steps are
-given out one after another, so that the last lane begins late in each round: by hand, too, and
-less so the more steps a round has. Without a GPU the tape is measured: what ``submit`` costs the
-host beside a call, on the same graph.
+``small`` graphs leave most of the device idle, ``filling`` graphs occupy all of it. Steps are
+launched one after another, so the last lane begins late in each round, also by hand; more steps per
+round reduce the effect. Without a GPU, the tape is measured: the host time of ``submit`` compared
+with a call of the same graph.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from dispatchkit import (
 BENCH = "lanes"
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
-#: Name of a kind of graph: rows, width and layers of its network, how many steps of the small one
-#: take as long as one of it.
+#: Kinds of graphs: rows, width and layers of the network, and its duration in steps of the small
+#: kind.
 KINDS = {"small": (16, 512, 100, 1), "filling": (8192, 8192, 4, 4)}
 
 
@@ -87,7 +87,7 @@ def runner_of(
 
 
 class ByHand:
-    """A graph with input and output of its own, on a stream of its own."""
+    """A graph with its own input, output and stream."""
 
     def __init__(self, network: Network, rows: int, width: int) -> None:
         self.stream: Any = torch.cuda.Stream()
@@ -103,13 +103,14 @@ class ByHand:
 def by_turns(
     cases: dict[str, Callable[[int], Any]], steps: int, rounds: int, warmup: int = 3
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return microseconds per step of each case, and of them the host's own.
+    """Return microseconds per step of each case, and the host time included in these.
 
     Args:
-        cases: By name, what launches a step of a number and returns what must be kept.
-        steps: Steps of a round.
-        rounds: Samples of each.
-        warmup: Rounds that are not counted.
+        cases: Functions by name; each launches the step of a number and returns its result, which
+            is kept alive.
+        steps: Number of steps per round.
+        rounds: Number of samples of each case.
+        warmup: Number of unmeasured rounds.
     """
     whole: dict[str, list[float]] = {name: [] for name in cases}
     host: dict[str, list[float]] = {name: [] for name in cases}
@@ -142,7 +143,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
     views = runner_of(network, rows, width, lanes, "view")
     for runner in (many, views):
         if not torch.equal(runner.submit(given).result(), one(given)):
-            raise SystemExit("A lane gave something else than a call.")
+            raise SystemExit("A lane and a call returned different results.")
     torch.cuda.synchronize()
 
     def serial(number: int) -> None:
@@ -191,7 +192,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
         ratios = {
             base: statistics.median(map(lambda a, b: a / b, whole[base], samples))
             for base in beside.get(name, [])
-        }  # of speeds: above 1 is faster than the base
+        }  # ratios of speeds: above 1 is faster than the base
         median, on_host = statistics.median(samples), statistics.median(host[name])
         if brief:
             beaten = " ".join(f"{ratio:.3f} of {base}" for base, ratio in ratios.items())
@@ -205,7 +206,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
 
 
 def measure_host(rounds: int) -> None:
-    """The host's part on the tape, where a replay of nothing costs next to nothing."""
+    """Measure the host time on the tape, where a small replay costs almost nothing."""
     network, given = Network(4, 1), torch.ones(1, 4)
     one = runner_of(network, 1, 4, 1)
     many = runner_of(network, 1, 4, 4)
@@ -231,9 +232,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", nargs="?", type=int, default=50)
     parser.add_argument("--lanes", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=16, help="of small graphs on each lane")
+    parser.add_argument("--steps", type=int, default=16, help="small graphs per lane and round")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--brief", action="store_true", help="a line for each kind and lanes")
+    parser.add_argument("--brief", action="store_true", help="one line per kind and lanes")
     args = parser.parse_args()
     if not HAS_GPU:
         measure_host(args.rounds)

@@ -1,4 +1,4 @@
-"""Memory of the graphs of a process: shared pools, sleep, captures beside serving, runners dropped.
+"""Measure the memory of graphs: shared pools, sleep, concurrent captures, dropped runners.
 
     python bench/memory.py pools [--steps N] [--apart | --by-hand]
     python bench/memory.py sleep [--gib N]
@@ -6,19 +6,21 @@
     python bench/memory.py dropped [--runners N]
 
 - ``pools``: eight runners (a UNet at four resolutions, two decoders, an encoder, a drafter) that
-  share one pool; ``--apart``: a pool each; ``--by-hand``: a loop of torch.cuda.graph with one pool.
-  What the device has given away, what the account does not explain, and random steps of all eight
-  on two streams: bit for bit what each graph gives alone, and near eager.
-- ``sleep``: memory given back by ``memory.sleep()``, times of sleep, wake, first replay and of
-  capturing again, and whether the first replays are bit for bit those of before.
-- ``beside``: times of steps of one thread while another captures 51 graphs: not at all, in the
-  background (steps between the parts of a capture), also between operators, and by ``capture()``
-  under the lock; with much memory free, and with little more than the captures take.
-- ``dropped``: runners made, captured and dropped with the collector off: host and device memory.
+  share one pool; ``--apart``: one pool each; ``--by-hand``: a loop of torch.cuda.graph with one
+  pool. Prints the memory allocated on the device, and the part that the account does not explain.
+  Random steps of all eight on two streams are compared bit for bit with the same graph running
+  alone, and approximately with eager.
+- ``sleep``: memory released by ``memory.sleep()``, the times of sleep, wake, first replay and of
+  new captures, and whether the first replays are bit for bit the same as before.
+- ``beside``: step times of one thread while another captures 51 graphs: no captures, in the
+  background (steps run between the parts of a capture), also between operators, and by
+  ``capture()`` under the lock; with much free memory, and with little more than the captures need.
+- ``dropped``: host and device memory after runners are created, captured and dropped with garbage
+  collection disabled.
 
-Each ends after ``--seconds`` (50) with what it has by then. A case a process, so that none finds
-what another has loaded. Without a GPU the tape is measured, which tells whether it runs and nothing
-of a device.
+Each part stops after ``--seconds`` (50) with its results so far. Each case uses its own process,
+because libraries loaded by one case would affect the next. Without a GPU, the tape is measured,
+which tests the script only.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 BACKEND = "cuda" if HAS_GPU else "tape"
-SCALE = 1 if HAS_GPU else 8  # a CPU gets a fraction
+SCALE = 1 if HAS_GPU else 8  # sizes are divided by this on a CPU
 MIB = 1 << 20
 _begun = time.monotonic()
 
 
 class Unet(torch.nn.Module):
-    """Convolutions down and up again, with connections across."""
+    """Convolutions down and up, with skip connections."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class Unet(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """Linear layers with residuals, as the feed-forward half of a decoder."""
+    """Linear layers with residuals, like the MLPs of a decoder."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -98,14 +100,14 @@ class Layers(torch.nn.Module):
 
 
 def ready(make: Callable[..., torch.nn.Module], *sizes: int) -> torch.nn.Module:
-    """Return a module that was made on the device: billions of weights take a host a minute."""
+    """Return a module created on the device, because a CPU needs a minute for its weights."""
     with DEVICE:
         module = make(*sizes)
     return module.to(DTYPE).requires_grad_(False).eval()
 
 
 def seconds_left(options: argparse.Namespace) -> float:
-    """Return how much of its time is left, loading torch counted in."""
+    """Return the remaining seconds, counted from the start of the process."""
     return options.seconds - (time.monotonic() - _begun)
 
 
@@ -145,7 +147,7 @@ def make_runner(module: Any, shape: Any, sizes: Any, memory: Any, **settings: An
 
 
 def used() -> int:
-    """Return what the device has given away, without what torch keeps for later."""
+    """Return the memory in use on the device, without torch's cache."""
     gc.collect()
     if not HAS_GPU:
         return 0
@@ -171,7 +173,7 @@ def batch(shape: Any, rows: int, seed: int) -> torch.Tensor:
 
 def pools(options: argparse.Namespace) -> None:
     cases = eight()
-    for module, shape, sizes in cases.values():  # kernels are loaded before anything is counted
+    for module, shape, sizes in cases.values():  # load kernels before memory is counted
         with torch.no_grad():
             for rows in (1, 3, *sizes):
                 module(batch(shape, rows, 0))
@@ -220,7 +222,7 @@ def pools(options: argparse.Namespace) -> None:
 
 
 def random_steps(options: argparse.Namespace, cases: Any, runners: Any, way: str) -> None:
-    """Run steps of all runners in random order, on two streams, without waiting for any."""
+    """Run steps of all runners in random order on two streams, without waiting."""
     chooser, far, worst = random.Random(0), 0, 0.0
     known: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for number, (name, (module, shape, sizes)) in enumerate(cases.items()):
@@ -271,9 +273,9 @@ def random_steps(options: argparse.Namespace, cases: Any, runners: Any, way: str
 
 
 def pools_by_hand(cases: Any, before: int, *, keep_outputs: bool) -> None:
-    """Capture the same graphs in a loop with one pool, largest first, as an engine does."""
+    """Capture the same graphs in a loop with one pool, largest first, like an engine."""
     if not HAS_GPU:
-        raise SystemExit("by hand: needs a GPU")
+        raise SystemExit("--by-hand requires a GPU")
     pool, stream, kept = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), []
     start = time.perf_counter()
     for module, shape, sizes in cases.values():
@@ -301,8 +303,8 @@ def pools_by_hand(cases: Any, before: int, *, keep_outputs: bool) -> None:
 
 def sleep(options: argparse.Namespace) -> None:
     width = 2048 // SCALE
-    # Two runners, each with some 13 numbers of two bytes for a row and a feature: what the layers
-    # work in, the static input and the output.
+    # Each of the two runners needs about 13 two-byte values per row and feature: intermediates of
+    # the layers, the static input and the output.
     rows = max(256, int(options.gib * (1 << 30) / (2 * 13 * 2 * width))) if HAS_GPU else 256
     sizes = tuple(rows * part // 16 for part in range(1, 17))
     module = ready(Layers, width, 3)
@@ -337,7 +339,7 @@ def sleep(options: argparse.Namespace) -> None:
 def cycle(
     memory: GraphMemory, runners: Any, inputs: Any, before: Any, number: int, capture_s: float
 ) -> None:
-    """Sleep, let others write to the memory, wake, and compare the first replays."""
+    """Sleep, overwrite the released memory, wake, and compare the first replays."""
     awake = used()
     start = time.perf_counter()
     given = memory.sleep()
@@ -385,12 +387,12 @@ WAYS = ("none", "background", "between operators", "lock")
 
 
 class Serving:
-    """A thread that runs steps, times them and compares them with eager.
+    """A thread that runs steps, measures them and compares them with eager.
 
     Args:
-        runner: Runs them.
-        inputs: Taken in turns.
-        expected: What eager gives.
+        runner: Runner of the steps.
+        inputs: Inputs, used in turns.
+        expected: Results of eager for each input.
     """
 
     def __init__(self, runner: GraphRunner, inputs: Any, expected: Any) -> None:
@@ -402,7 +404,7 @@ class Serving:
         self._thread.start()
 
     def stop(self) -> None:
-        """Wait for the step under way."""
+        """Stop after the current step."""
         self._stop.set()
         self._thread.join()
 
@@ -410,7 +412,7 @@ class Serving:
         stream: Any = torch.cuda.Stream() if HAS_GPU else None
         number = 0
         while not self._stop.is_set():
-            time.sleep(0.0005)  # requests come now and then
+            time.sleep(0.0005)  # requests arrive with pauses
             at = number % len(self._inputs)
             number += 1
             start = time.perf_counter()
@@ -419,7 +421,7 @@ class Serving:
                     result = self._runner(self._inputs[at])
                 if stream is not None:
                     stream.synchronize()
-            except Exception as error:  # noqa: BLE001 - counted, whatever it is
+            except Exception as error:  # noqa: BLE001 - any failure is counted
                 self.lost += 1
                 print(f"lost: {type(error).__name__}: {error}"[:300], flush=True)
                 continue
@@ -433,10 +435,10 @@ def beside(options: argparse.Namespace) -> None:
     width, count = (512 // SCALE, 12) if options.model == "small" else (4096 // SCALE, 24)
     module = ready(Layers, width, count)
     ladder = (1, 2, 4, *range(8, 385, 8)) if HAS_GPU else (1, 2, 4, 8, 384)
-    # All of them run the largest graph, which is there before anything is timed.
+    # All inputs use the largest graph, which is captured before the measurement.
     inputs = [batch((None, width), rows, rows) for rows in (377, 378, 380, 382, 384)]
     with torch.no_grad():
-        for rows in (3, *ladder):  # kernels are loaded before anything is timed
+        for rows in (3, *ladder):  # load kernels before the measurement
             module(batch((None, width), rows, 0))
         expected = [module(x).float() for x in inputs]
     warnings.simplefilter("ignore")
@@ -456,10 +458,10 @@ def beside(options: argparse.Namespace) -> None:
 
 
 class BesideCase:
-    """Steps beside one way of capturing.
+    """Steps concurrent with one way of capturing.
 
     Attributes:
-        row: What was found, for ``emit``.
+        row: Result as arguments of ``emit``.
     """
 
     def __init__(
@@ -476,11 +478,12 @@ class BesideCase:
         self.row: dict[str, Any] = {}
 
     def run(self, way: str, leave: int | None) -> tuple[float, int]:
-        """Measure it; returns the 99th percentile, and the bytes that captures took.
+        """Measure the case; return the 99th percentile and the bytes used by captures.
 
         Args:
-            way: How graphs are captured.
-            leave: Leave half as many bytes more free as this, which captures took before.
+            way: Name of the way of capturing.
+            leave: Bytes that captures used before, of which 1.5 times are left free; None to leave
+                all memory free.
         """
         runner = make_runner(self._module, (None, self._width), self._ladder, None)
         runner.capture([key for key in runner.registry if key.num_tokens == max(self._ladder)])
@@ -619,7 +622,7 @@ def main() -> None:
     one.add_argument("--max-pause-us", type=float, default=2000.0)
     case(dropped).add_argument("--runners", type=int, default=10_000)
     options = parser.parse_args()
-    if not hasattr(options, "run"):  # with all benchmarks: the two that take no minutes
+    if not hasattr(options, "run"):  # run by `make bench`: only the two fast parts
         options = parser.parse_args(["sleep", "--gib", "1"])
         dropped(parser.parse_args(["dropped", "--runners", "50"]))
     options.run(options)

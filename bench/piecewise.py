@@ -1,22 +1,22 @@
-"""Mixed traffic through one decoder: eager, PIECEWISE, FULL_AND_PIECEWISE, torch.compile.
+"""Measure mixed traffic through a decoder: eager, piecewise graphs, and torch.compile.
 
     python bench/piecewise.py [--rounds N] [--steps N] [--sizes N] [--layers N] [--no-inductor]
 
-A decoder whose attention is one custom operator runs the same steps in every case: four of
-five are uniform decode batches, the others mix prefill in; ``--sizes`` different numbers of
-rows occur. Cases take turns, each step's time is the trace's divided by its steps, and the
-device is waited for at the end of a trace alone, as a server would.
+A decoder whose attention is a custom operator runs the same steps in every case. Four of five steps
+are uniform decode batches, the others include prefill, and ``--sizes`` distinct numbers of rows
+occur. Cases take turns. The time of a step is that of the trace divided by its number of steps; as
+in a server, the device is synchronized only at the end of a trace.
 
-- ``eager``: the model itself.
-- ``PIECEWISE``, ``FULL_AND_PIECEWISE``: split at attention, run by a GraphRunner.
-- ``compiled``, ``compiled, guards skipped``, ``compiled, inductor pieces``: this package's
-  backend of torch.compile, FULL_AND_PIECEWISE.
-- ``torch.compile default``, ``torch.compile reduce-overhead``: torch's own.
+- ``eager``: the model without graphs.
+- ``PIECEWISE``, ``FULL_AND_PIECEWISE``: a GraphRunner, with the model split at attention.
+- ``compiled``, ``compiled, guards skipped``, ``compiled, inductor pieces``: this package's backend
+  of torch.compile, with FULL_AND_PIECEWISE.
+- ``torch.compile default``, ``torch.compile reduce-overhead``: torch's own modes.
 
-For each case two more lines: ``cold`` is the first run of the trace with everything that is
-compiled and captured in it, and ``compiles`` how many graphs Dynamo made for all sizes.
-Without a CUDA device the tape runs a small model, which shows that it works and no speed;
-inductor is left out there unless ``--inductor`` asks for it.
+Two more lines for each case: ``cold`` is the first run of the trace, including all compilation and
+captures, and ``compiles`` is the number of graphs that Dynamo compiled for all sizes. Without a
+CUDA device, a small model runs on the tape, which tests the script only; inductor is skipped unless
+``--inductor`` is given.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def attend(
     values: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Write the cache, then attend over each token's request up to its own position.
+    """Write the cache, then attend to the request's tokens up to each token's position.
 
-    Shapes: query and out (T, H, D), key and value (T, D), cache (S, L, D).
+    Shapes: query and out (T, H, D), key and value (T, D), keys and values (S, L, D).
     """
     keys[slots, positions] = key
     values[slots, positions] = value
@@ -84,7 +84,7 @@ def _(
 
 
 class Block(nn.Module):
-    """One transformer block with one key/value head."""
+    """A transformer block with one key/value head."""
 
     def __init__(self, heads: int, head_dim: int, slots: int, length: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Return the hidden state (T, E) after the block."""
+        """Return the hidden state after the block. Shape (T, E)."""
         normed = self.norm(hidden)
         query = self.query(normed).view(-1, self.heads, self.head_dim)
         key, value = self.key_value(normed).chunk(2, dim=-1)
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Slot 0 takes the rows without a token."""
+    """A decoder whose cache slot 0 is used for padding."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, slots: int, length: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits (T, V)."""
+        """Return the logits. Shape (T, V)."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden, positions, slots)
@@ -146,7 +146,7 @@ Step = tuple[dict[str, torch.Tensor], int, bool]  # inputs, requests, uniform de
 def make_steps(
     count: int, num_sizes: int, most: int, slots: int, length: int, device: str
 ) -> list[Step]:
-    """Return steps with so many different numbers of rows; four of five are decode."""
+    """Return steps with ``num_sizes`` distinct numbers of rows; four of five are decode."""
     chance = random.Random(5)
     decode = chance.sample(range(1, slots + 1), min(slots, max(1, num_sizes // 2)))
     mixed = chance.sample(range(slots + 1, most + 1), max(1, num_sizes - len(decode)))
@@ -156,7 +156,7 @@ def make_steps(
         sizes = decode if is_decode else mixed
         rows = sizes[(index // 5 * 4 + index % 5 if is_decode else index // 5) % len(sizes)]
         requests = rows if is_decode else min(slots, rows)
-        # Rows of one request lie one after the other, as those of a prefill do.
+        # Rows of one request are consecutive, as in a prefill.
         slot = torch.arange(rows) % requests + 1
         place = (torch.arange(rows) // requests + chance.randrange(length // 2)) % length
         inputs = {
@@ -169,7 +169,7 @@ def make_steps(
 
 
 def fresh(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls the model, with code of its own for Dynamo to cache by."""
+    """Return a function that calls the model, with its own code object for Dynamo's cache."""
 
     def call(tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return model(tokens, positions, slots)
@@ -180,7 +180,7 @@ def fresh(model: nn.Module) -> Callable[..., Any]:
 def make_cases(
     model: nn.Module, sizes: list[int], most: int, on_device: bool, with_inductor: bool
 ) -> dict[str, Callable[[Step], Any]]:
-    """Return what runs one step, by case."""
+    """Return factories of the functions that run one step, by case."""
     inputs = {name: StaticInput((None,), "int64") for name in ("tokens", "positions", "slots")}
     backend = "cuda" if on_device else "tape"
     device = "cuda" if on_device else "cpu"
@@ -307,14 +307,14 @@ def main() -> None:
 
 
 def check(model: nn.Module, run: Callable[[Step], Any], steps: list[Step]) -> None:
-    """Compare a case with the model itself on some steps; a wrong case has no speed."""
+    """Compare a case with the model on some steps; exit if it differs."""
     for step in steps[:10]:
         want = model(**step[0])
         got = run(step).clone()
         error = (got - want).abs().max() / want.abs().max()
         if not error < (3e-2 if want.dtype is torch.bfloat16 else 1e-4):
             raise SystemExit(
-                f"a case differs from eager by {float(error):.2g} of the largest value"
+                f"a case differs from eager by {float(error):.2g} of the largest absolute value"
             )
 
 

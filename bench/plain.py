@@ -1,10 +1,10 @@
-"""What ``graphed`` adds to calls that run plainly: microseconds beside a module that does nothing.
+"""Measure the time that ``graphed`` adds to plain calls, compared with a no-op module.
 
     python bench/plain.py [--rounds 300]
 
-Each line is the least of many rounds of 100 calls, in time of this thread, between rounds of the
-plain module; ``added`` is what its least is less. Rounds are short, since a processor that others
-use is rarely quiet for long. Runs on a CPU.
+Each line is the minimum over rounds of 100 calls, in CPU time of this thread; rounds of the plain
+module alternate with these. ``added`` is the difference of the minima. Rounds are short because a
+processor shared with others is rarely idle for long. Runs on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALLS = 100
 
 
 class Nothing(torch.nn.Module):
-    """Returns its first input."""
+    """Module that returns its first input."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the first input."""
@@ -31,7 +31,7 @@ class Nothing(torch.nn.Module):
 
 
 class Refused(Nothing):
-    """The same, and cannot be captured: it fails where operations are watched."""
+    """Module that cannot be captured, because it fails while operations are observed."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the first input."""
@@ -41,7 +41,7 @@ class Refused(Nothing):
 
 
 def round_us(call: Any, inputs: list[torch.Tensor]) -> float:
-    """Return the mean time of the calls of a round, in microseconds."""
+    """Return the mean time per call of a round, in microseconds."""
     start = time.thread_time_ns()
     for _ in range(CALLS):
         call(*inputs)
@@ -49,15 +49,15 @@ def round_us(call: Any, inputs: list[torch.Tensor]) -> float:
 
 
 def least_us(plain: Any, fast: Any, inputs: list[torch.Tensor], rounds: int) -> tuple[float, float]:
-    """Return the least time of a plain call, and of a graphed one, in microseconds."""
-    for _ in range(5):  # the first ones find out what the calls are
+    """Return the minimum time of a plain and of a graphed call, in microseconds."""
+    for _ in range(5):  # the first calls are observed
         round_us(fast, inputs)
     times = [(round_us(plain, inputs), round_us(fast, inputs)) for _ in range(rounds)]
     return min(one for one, _ in times), min(other for _, other in times)
 
 
 def main() -> None:
-    """Print a line for each kind of plain call and number of tensors."""
+    """Print a line for each reason for plain calls and number of tensors."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=at_least_one, default=300)
     rounds = parser.parse_args().rounds

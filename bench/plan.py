@@ -1,8 +1,7 @@
-"""How long planning takes: a trace read, a curve planned, a hedge validated, steps simulated.
+"""Measure the duration of planning: reading, curves, hedge validation, simulation.
 
-Prints one JSON line per case, in milliseconds: beside the median the best sample, the least
-processor time of one (which other work on the machine sways less), and the target it is held
-against where there is one.
+Prints one JSON line per case, in milliseconds: the median, the best sample, the minimum CPU time of
+a sample (which is less affected by other processes), and the target, if any.
 
     python bench/plan.py [SAMPLES]
 """
@@ -43,7 +42,7 @@ def million_steps(folder: Path) -> Path:
 
 
 def measure(case: str, run: Callable[[], object], samples: int, target_ms: float | None) -> None:
-    """Time one case and print its line."""
+    """Measure one case and print its line."""
     times, busy = [], []
     for _ in range(samples):
         start, start_cpu = perf_counter_ns(), process_time_ns()
@@ -63,7 +62,7 @@ def measure(case: str, run: Callable[[], object], samples: int, target_ms: float
 
 
 def main(samples: int = 5) -> None:
-    """Measure everything."""
+    """Measure all cases."""
     trace = read_trace(TRACE)
     demand = as_workload(trace).demand(512)
     sizes = np.arange(1, 513)

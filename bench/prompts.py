@@ -1,17 +1,18 @@
-"""Time to the first token of prompts: eager, and in chunks through graphs.
+"""Measure the time to the first token of prompts, eager and in chunks through graphs.
 
     python bench/prompts.py [--models NAME ...] [--tokens N ...] [--rows N ...] [--sizes N ...]
         [--rounds N]
 
-A sample is one ``admit`` of ``GraphDecoder``, from the call to the end of the device's work:
-prompts of random tokens into a cache beside one sequence that is live. ``eager`` has no
-``prompt_sizes``, ``graphs`` has ``--sizes``, captured before. Prompts that have more tokens
-together than the largest size run eager in both. Lines behind ``#`` say how they ran, how near the
-logits are and how long the first call took, which captures; at the end the memory of all graphs.
+A sample is one ``admit`` of ``GraphDecoder``, from the call to the end of the device's work. It
+admits prompts of random tokens to a cache with one live sequence. ``eager`` has no
+``prompt_sizes``; ``graphs`` has ``--sizes``, captured in advance. Prompts that together have more
+tokens than the largest size run eager in both. Lines that begin with ``#`` print how the prompts
+ran, the error of the logits and the time of the first call, which captures; and, at the end, the
+memory of all graphs.
 
-Random weights; the cases take turns. ``gemma3`` has windows of 256, ``qwen3.5`` linear attention
-in three of four layers. Without a CUDA device a tiny model runs on the tape, which
-shows that it works and no speed.
+Weights are random, and cases take turns. ``gemma3`` has windows of 256, ``qwen3.5`` linear
+attention in three of four layers. Without a CUDA device, a tiny model runs on the tape, which tests
+the script only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BENCH = "prompts"
 
 
 def admits(decoder: GraphDecoder, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what admits prompts, waits, and gives them up again."""
+    """Return a function that admits prompts, synchronizes, and drops them."""
     rows = range(1, 1 + len(ids))
 
     def run() -> torch.Tensor:
@@ -88,7 +89,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure every model that is asked for."""
+    """Measure all requested models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ["llama-1b"] if IS_GPU else ["llama-tiny"]
     parser.add_argument("--models", nargs="+", default=names, choices=sorted(MODELS))

@@ -1,10 +1,10 @@
-"""What it costs to prove, for each graph, that padding changes no row of a batch.
+"""Measure the cost of proving, for each graph, that padding changes no row of a batch.
 
     python bench/proof.py [--rounds N]
 
-``runner.capture()`` at 8 sizes with the proof and without it, for an encoder of 12 layers over
-sequences of 16 and for an MLP of two layers. The cases take turns in one process, and the ratio is
-the median of the ratios within a round.
+Measures ``runner.capture()`` at 8 sizes with and without the proof, for an encoder of 12 layers
+over sequences of 16 tokens and for an MLP of two layers. The cases take turns in one process, and
+the ratio is the median of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 64)
 def encoder(device: str) -> tuple[torch.nn.Module, dict[str, StaticInput]]:
     width = 768 if device == "cuda" else 64
     layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
-    # Without the fused path, which keeps its own layout.
+    # Disable the fused path, which uses its own layout.
     model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     return model, {"src": StaticInput((None, 16, width), "float32")}
 
@@ -35,7 +35,7 @@ def mlp(device: str) -> tuple[torch.nn.Module, dict[str, StaticInput]]:
 
 
 def capture_ms(module: torch.nn.Module, inputs: dict[str, StaticInput], *, proves: bool) -> float:
-    """Return the milliseconds that a capture of all sizes takes."""
+    """Return the time of a capture of all sizes in milliseconds."""
     runner = GraphRunner(
         module,
         inputs,
@@ -43,7 +43,7 @@ def capture_ms(module: torch.nn.Module, inputs: dict[str, StaticInput], *, prove
         mode="FULL",
         options=RunnerOptions(capture=CaptureOptions(prove_rows=proves)),
     )
-    # Others may share the processor; waiting for the device counts.
+    # On a CPU, exclude the time of other processes; on a GPU, include waits for the device.
     clock = perf_counter if torch.cuda.is_available() else process_time
     start = clock()
     report = runner.capture()
@@ -62,11 +62,13 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(1)  # threads that wait for each other are all one would measure
+        torch.set_num_threads(
+            1
+        )  # with more, the time would be that of threads waiting for each other
     for name, make in (("encoder", encoder), ("MLP", mlp)):
         module, inputs = make(device)
         module = module.eval().to(device)
-        capture_ms(module, inputs, proves=True)  # libraries and kernels as they are later
+        capture_ms(module, inputs, proves=True)  # loads libraries and kernels
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(options.rounds):
             for proves, times in found.items():

@@ -1,15 +1,15 @@
-"""What agreement between ranks costs, beside one bare all-reduce of the same size.
+"""Measure agreement between ranks, compared with a bare all-reduce of the same size.
 
-    python bench/ranks.py                                    # two processes over gloo
-    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number; with GPUs also steps
+    python bench/ranks.py                                    # two processes with gloo
+    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number; also steps on GPUs
 
-Cases take turns, on all ranks in the same order. ``bare all-reduce`` is
-``torch.distributed.all_reduce`` of as many numbers as an exchange carries, on a gloo group of the
-same ranks. ``agree`` is a step's whole agreement: this rank's own decision, the exchange and what
-follows from it; ``agree, same batches`` is where nothing can differ, beside a plain ``dispatch``.
-On GPUs, ``step`` is a small tensor-parallel layer with an all-reduce inside its FULL graph, timed
-on the host to the end of its device work, without agreement, with it, and with same batches;
-``agree over nccl`` is an agreement whose rows meet on the devices.
+Cases take turns, in the same order on all ranks. ``bare all-reduce`` is
+``torch.distributed.all_reduce`` of as many numbers as an exchange contains, on a gloo group of the
+same ranks. ``agree`` is the complete agreement of a step: this rank's decision, the exchange and
+the resulting decision. ``agree, same batches`` is the case in which batches cannot differ, compared
+with a plain ``dispatch``. On GPUs, ``step`` is a small tensor-parallel layer with an all-reduce in
+its FULL graph, measured on the host until the end of its device work, without agreement, with
+agreement, and with same batches; ``agree over nccl`` is an agreement over NCCL on the devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WIDTH, HIDDEN = 4096, 8192
 
 
 def dispatcher() -> Dispatcher:
-    """Return a dispatcher all of whose keys are ready."""
+    """Return a dispatcher whose keys are all ready."""
     config = DispatchConfig(sizes=SIZES, max_num_tokens=SIZES[-1])
     made = Dispatcher(OneBucketPolicy(), config)
     for key in made.registry:
@@ -47,7 +47,7 @@ def dispatcher() -> Dispatcher:
 
 
 def repeated(run: Callable[[], Any], calls: int = CALLS) -> Callable[[], None]:
-    """Return a callable that runs another several times."""
+    """Return a function that calls another one several times."""
 
     def many() -> None:
         for _ in range(calls):
@@ -57,10 +57,10 @@ def repeated(run: Callable[[], Any], calls: int = CALLS) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Start ranks, or be one."""
+    """Start ranks, or run as a rank."""
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        # Without the address torchrun asks a name server for this host's.
+        # Without an address, torchrun asks a name server for the address of this host.
         command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__]
         subprocess.run(command, check=True)
         return
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def decisions(on_gpus: bool) -> None:
-    """Time agreements alone."""
+    """Measure agreements alone."""
     import torch
     import torch.distributed as dist
 
@@ -124,7 +124,7 @@ def decisions(on_gpus: bool) -> None:
 
 
 def steps() -> None:
-    """Time whole steps of a tensor-parallel layer, with agreement and without."""
+    """Measure complete steps of a tensor-parallel layer, with and without agreement."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +180,7 @@ def steps() -> None:
     if rank == 0:
         emit_all("ranks", times, per=CALLS, ratio_to="step", ranks=size)
     for one in (each, same):
-        one.runner.clear()  # graphs that use a communicator go before it does
+        one.runner.clear()  # graphs that use a communicator must be destroyed before it
     for agreement in agreements:
         agreement.close()
 

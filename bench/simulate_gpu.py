@@ -1,22 +1,22 @@
-"""Does a simulation on calibrated times foretell a replay, and a forecast the memory of graphs?
+"""Compare simulations with replays on a device, and memory forecasts with captures.
 
     python bench/simulate_gpu.py [--steps N] [--repeats N] [--samples N] [--trace FILE]
                                  [--only simulate|memory] [--models NAME,NAME]
 
-``simulate``: a decoder (FULL for decode steps, PIECEWISE for mixed ones) and an MLP are
-calibrated, the trace is simulated with what was measured, and then the steps of the same trace
-run through the runner: same sizes, same numbers of requests, on inputs made beforehand. Both
-paces: ``queued`` waits for the device once, at the end of the trace; ``waited`` after each step,
-as a loop that reads its results. ``median`` is the replay's total, ``ratio`` the simulated total
-over it: 1 is exact, 0.95 to 1.05 is the aim. Before, the modes of all steps are compared: the
-simulation must count the same as the runner.
+``simulate``: a decoder (FULL for decode steps, PIECEWISE for mixed steps) and an MLP are
+    calibrated, the trace is simulated with the measured costs, and then its steps run through the
+    runner, with the same sizes and numbers of requests on prepared inputs. ``queued`` synchronizes
+    once, at the end of the trace; ``waited`` synchronizes after each step, like a loop that reads
+    its results. ``median`` is the total of the replay, and ``ratio`` the simulated total divided by
+    it: 1 is exact, 0.95 to 1.05 is the target. The numbers of steps by mode must be equal in
+    simulation and runner (``same_modes``).
 
-``memory``: for five models, the forecast from a few captured sizes beside what the graphs of all
-sizes then take. ``median`` is what they take, ``ratio`` what the forecast says to keep free over
-it: from 1 to 1.1 is the aim. ``driver`` is what the driver took beside torch, which no forecast
-from torch's numbers holds.
+``memory``: for five models, the forecast from a few captured sizes is compared with the memory of
+    graphs of all sizes. ``median`` is the measured memory, and ``ratio`` the forecast upper bound
+    divided by it: 1 to 1.1 is the target. ``driver`` is the memory allocated by the driver outside
+    torch, which torch's statistics do not include.
 
-Without a GPU the tape runs small models, which shows that it works and nothing else.
+Without a GPU, small models run on the tape, which tests the script only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
     slots = max(256, *trace.column("num_reqs"))
 
     def shape(num_layers: int, num_heads: int, head_dim: int) -> DecoderShape:
-        # Short caches, for attention here reads them whole.
+        # Use short caches, because attention reads them completely.
         return DecoderShape(
             num_layers=num_layers,
             num_heads=num_heads,
@@ -88,7 +88,7 @@ def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
     return {
         "decoder": lambda: decoder(shape=shape(4, 16, 128), max_num_tokens=limit, outputs="view"),
         "mlp": lambda: mlp(max_num_tokens=limit, outputs="view"),
-        # Its eager steps take the host longer than the device.
+        # The eager steps of this model take longer on the host than on the device.
         "small decoder": lambda: decoder(
             shape=shape(8, 8, 64), max_num_tokens=limit, outputs="view"
         ),
@@ -96,7 +96,7 @@ def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
 
 
 class Steps:
-    """The steps of a trace as calls of a runner, inputs and all."""
+    """The steps of a trace as calls of a runner with prepared inputs."""
 
     def __init__(
         self, runner: GraphRunner, trace: StepTrace, specs: dict[str, StaticInput]
@@ -120,7 +120,7 @@ class Steps:
         self.runner = runner
 
     def each(self) -> list[tuple[str, int, float]]:
-        """Return (mode, tokens, microseconds) of every step, each waited for."""
+        """Return (mode, tokens, microseconds) of every step, synchronizing after each."""
         runner, synchronize = self.runner, self.runner.backend.synchronize
         found = []
         synchronize()
@@ -134,7 +134,7 @@ class Steps:
         return found
 
     def run(self, *, waited: bool) -> float:
-        """Return the seconds that all steps take."""
+        """Return the duration of all steps in seconds."""
         runner, synchronize = self.runner, self.runner.backend.synchronize
         synchronize()
         gc.collect()
@@ -148,7 +148,7 @@ class Steps:
 
 
 def eager_sizes(trace: StepTrace) -> list[int]:
-    """Return sizes to time eager: every step above the largest graph runs so."""
+    """Return sizes to measure eager, up to the largest step."""
     limit, size = largest(trace), 512 if IS_GPU else 16
     sizes = [1, size]
     while size < limit:
@@ -158,7 +158,7 @@ def eager_sizes(trace: StepTrace) -> list[int]:
 
 
 def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Namespace) -> None:
-    """Calibrate, simulate and replay one model, and print how they agree."""
+    """Calibrate, simulate and replay one model, and print the comparison."""
     models: dict[str, CostModel] = {}
     start = perf_counter()
     for pace in ("queued", "waited"):
@@ -187,7 +187,7 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
     allocations = device_allocations() - allocations
     for pace, times in totals.items():
         measured = statistics.median(times)
-        told = simulated[pace]
+        result = simulated[pace]
         emit(
             BENCH,
             f"{name}, {pace}: simulated over measured",
@@ -195,14 +195,14 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
             "ms",
             len(times),
             ratio_to="replay",
-            ratio=told.time_s / measured,
-            simulated_ms=round(told.time_s * 1e3, 2),
-            eager_ms=round(told.eager_time_s * 1e3, 2),
+            ratio=result.time_s / measured,
+            simulated_ms=round(result.time_s * 1e3, 2),
+            eager_ms=round(result.eager_time_s * 1e3, 2),
             least_ms=round(min(times) * 1e3, 2),
             most_ms=round(max(times) * 1e3, 2),
             steps=len(steps.calls),
-            modes={mode: count for mode, count in told.modes.items() if count},
-            same_modes={m: c for m, c in told.modes.items() if c}
+            modes={mode: count for mode, count in result.modes.items() if count},
+            same_modes={m: c for m, c in result.modes.items() if c}
             == {str(m): c for m, c in modes.items() if c},
             device_allocations=allocations,
             calibrated_s=round(calibrated_s, 1),
@@ -216,7 +216,7 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
 
 
 def device_allocations() -> int:
-    """Return how often torch has asked the device for memory: slow, and rare once warm."""
+    """Return the number of torch's allocations from the device, slow but rare when warm."""
     return torch.cuda.memory_stats()["num_device_alloc"] if IS_GPU else 0
 
 
@@ -231,7 +231,7 @@ def _weights(count: int, rows: int, columns: int) -> list[torch.Tensor]:
 
 
 def conv_step() -> tuple[Any, dict[str, StaticInput]]:
-    """Embedded texts of 64 letters through three convolutions, one vector a row."""
+    """Return a step of three convolutions over embedded texts of 64 characters."""
     channels = 128 if IS_GPU else 8
     embedding = nn.Embedding(256, channels, device=PLACE)
     convs = [nn.Conv1d(channels, channels, 5, padding=2, device=PLACE) for _ in range(3)]
@@ -246,7 +246,7 @@ def conv_step() -> tuple[Any, dict[str, StaticInput]]:
 
 
 def wide_step() -> tuple[Any, dict[str, StaticInput]]:
-    """Two layers, the hidden one 16 times as wide as what goes in and out."""
+    """Return a step of two layers with a hidden width of 16 times the input width."""
     width = 1024 if IS_GPU else 16
     (up,), (down,) = _weights(1, 16 * width, width), _weights(1, width, 16 * width)
 
@@ -278,9 +278,9 @@ def memory_models() -> dict[str, Callable[[], GraphRunner]]:
 
 
 def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
-    """Forecast the memory of one runner's graphs, then capture them all."""
+    """Forecast the memory of a runner's graphs, then capture all of these."""
     start = perf_counter()
-    told = forecast_graph_memory(runner)
+    predicted = forecast_graph_memory(runner)
     forecast_s = perf_counter() - start
     meter = MemoryMeter(runner)
     sizes = sorted({key.num_tokens for key in runner.registry}, reverse=True)
@@ -292,18 +292,18 @@ def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
     driver = meter.driver_bytes()
     emit(
         BENCH,
-        f"{name}: forecast over what graphs take",
+        f"{name}: forecast over memory of graphs",
         taken[-1],
         "bytes",
         1,
         ratio_to="all graphs",
-        ratio=told.high_bytes / taken[-1],
-        expected_ratio=round(told.expected_bytes / taken[-1], 3),
-        forecast_bytes=told.high_bytes,
-        expected_bytes=told.expected_bytes,
-        low_bytes=told.low_bytes,
+        ratio=predicted.high_bytes / taken[-1],
+        expected_ratio=round(predicted.expected_bytes / taken[-1], 3),
+        forecast_bytes=predicted.high_bytes,
+        expected_bytes=predicted.expected_bytes,
+        low_bytes=predicted.low_bytes,
         driver_bytes=driver,
-        driver_told=[told.driver_bytes, told.driver_high_bytes],
+        driver_told=[predicted.driver_bytes, predicted.driver_high_bytes],
         graphs=count,
         sizes=len(sizes),
         forecast_s=round(forecast_s, 1),
@@ -314,7 +314,7 @@ def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure what the arguments name."""
+    """Measure the selected models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000 if IS_GPU else 40)
     parser.add_argument("--repeats", type=int, default=5 if IS_GPU else 1)
@@ -322,11 +322,11 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--only", choices=("simulate", "memory"))
     parser.add_argument("--models", default="")
-    parser.add_argument("--dump", default="", help="a folder for curves and single captures")
+    parser.add_argument("--dump", default="", help="folder for curves and single captures")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    warnings.simplefilter("ignore")  # of sizes above the largest graph: those are meant
+    warnings.simplefilter("ignore")  # sizes above the largest graph are intended
     if not IS_GPU:
         torch.set_num_threads(1)
     wanted = set(filter(None, args.models.split(",")))
@@ -344,7 +344,7 @@ def main() -> None:
 
 
 def release() -> None:
-    """Let go of the model before the next one is made."""
+    """Release the previous model's memory."""
     gc.collect()
     if IS_GPU:
         torch.cuda.empty_cache()

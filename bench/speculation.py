@@ -1,20 +1,20 @@
-"""Speculative decoding in a server's loop, beside plain steps: tokens a second.
+"""Measure speculative decoding in a server's loop, compared with plain steps.
 
     python bench/speculation.py [--models NAME ...] [--batches N ...] [--rates RATE ...]
         [--drafts N] [--steps N] [--rounds N] [--attention NAME]
 
-A sample is ``--steps`` steps of all rows, whose tokens are read on the host, as a server does:
+A sample is ``--steps`` steps of all rows whose tokens are read on the host, as in a server:
 
 - ``none``: ``step`` of GraphDecoder.
-- ``right RATE``: ``step`` of SpeculativeDecoder, each of whose drafts is right with that chance.
-  They come from what the rows are known to say, and cost next to nothing.
-- ``prompt lookup``: with PromptLookup's own drafts. Random weights repeat themselves, so that they
-  are right more often than in most services.
+- ``right RATE``: ``step`` of SpeculativeDecoder with drafts that are correct with this probability.
+  They are derived from the known continuation of the rows and cost almost nothing.
+- ``prompt lookup``: the drafts of PromptLookup. Models with random weights repeat themselves, so
+  the drafts are correct more often than in most services.
 
-``accepted`` is how many of the drafts were right, ``per_step`` the tokens of a row in a step. In 16
-bits a right draft may be rejected, where two tokens are almost equally likely and kernels round
-otherwise. Prompts and captures are not in the time. Random weights, cases in turns. Without a CUDA
-device a tiny model runs on the tape, which shows that it works and no speed.
+``accepted`` is the share of accepted drafts, ``per_step`` the number of tokens per row and step. In
+16 bits, a correct draft may be rejected if two tokens are almost equally likely and kernels round
+differently. Prompts and captures are not measured. Weights are random, and cases take turns.
+Without a CUDA device, a tiny model runs on the tape, which tests the script only.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ PLAIN, LOOKUP = "none", "prompt lookup"
 
 
 class KnownDrafts:
-    """Drafts that are right with a chance, from what rows are known to say.
+    """Drafter whose drafts are correct with a given probability.
 
     Args:
-        known: The tokens of each row from its first new one on (rows, T).
-        chance: Of each draft to be right.
-        num_tokens: Drafts for each row.
+        known: Tokens of each row, from its first new token. Shape (rows, T).
+        chance: Probability that a draft is correct.
+        num_tokens: Number of drafts per row.
     """
 
     def __init__(self, known: torch.Tensor, chance: float, num_tokens: int) -> None:
@@ -58,32 +58,32 @@ class KnownDrafts:
         self._ahead = torch.arange(1, 1 + num_tokens, device=DEVICE) - PROMPT
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Do nothing: all rows are known."""
+        """Do nothing, because all rows are known."""
 
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return the drafts behind each row's position."""
+        """Return the drafts after each row's position."""
         return self._drafts.gather(1, positions.unsqueeze(1) + self._ahead)
 
     def drop(self, order: Sequence[int]) -> None:
-        """Do nothing: rows are dropped all at once."""
+        """Do nothing, because all rows are dropped together."""
 
 
 class Session:
-    """The measurement of one model with one batch.
+    """The measurement of one model with one batch size.
 
     Args:
-        decoder: Whose graphs.
-        rows: Sequences.
-        args: What was asked for.
+        decoder: Decoder to measure.
+        rows: Number of sequences.
+        args: Command-line arguments.
     """
 
     def __init__(self, decoder: GraphDecoder, rows: int, args: argparse.Namespace) -> None:
         self.decoder, self.steps = decoder, args.steps
         maker = torch.Generator().manual_seed(2)
         self.ids = torch.randint(3, 90, (rows, PROMPT), generator=maker).to(DEVICE)
-        # What steps with drafts say, so that other kernels of plain steps round no draft wrong.
+        # Use tokens of steps with drafts, because kernels of plain steps may round differently.
         none = torch.full((rows, args.drafts), -1, device=DEVICE)
         _, said = self.run(lambda: decoder.verify(none), steps=most_tokens(args))
         known = torch.tensor(said, device=DEVICE)
@@ -98,13 +98,13 @@ class Session:
             self.cases[case] = lambda loop=loop: self.run(loop.step, loop=loop)
 
     def plain_step(self) -> list[list[int]]:
-        """Take a plain step."""
+        """Run a plain step."""
         return [[token] for token in self.decoder.step().tolist()]
 
     def run(
         self, step: Callable[[], list[list[int]]], steps: int | None = None, loop: Any = None
     ) -> tuple[float, list[list[int]]]:
-        """Return the seconds of steps behind the prompts, and the tokens of each row."""
+        """Return the duration of the steps after the prompts, and the tokens of each row."""
         loop = loop or self.decoder
         loop.admit(self.ids)
         said = [[token] for token in self.decoder.tokens.tolist()]
@@ -119,7 +119,7 @@ class Session:
 
 
 def most_tokens(args: argparse.Namespace) -> int:
-    """Return the most tokens that a row has behind its prompt, with what it drafts beyond."""
+    """Return the maximum number of tokens per row after its prompt, including drafts."""
     return (args.steps + 1) * (args.drafts + 1)
 
 
@@ -146,7 +146,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
                 found, said = run()
                 after = decoder.stats()
                 if not number:
-                    continue  # it captures
+                    continue  # the first round captures
                 tokens = sum(len(one) - 1 for one in said)
                 seconds[case].append(found / tokens)
                 drafted = after.drafted - before.drafted
@@ -175,7 +175,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure every model that is asked for."""
+    """Measure all requested models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ["llama-small", "llama-1b"] if IS_GPU else ["llama-tiny"]
     parser.add_argument("--models", nargs="+", default=names, choices=sorted(MODELS))

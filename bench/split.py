@@ -1,23 +1,23 @@
-"""Split and packed batches beside eager and one padded replay.
+"""Measure split and packed batches, compared with eager and a single padded replay.
 
     python bench/split.py [decode] [encoder] [--rounds N] [--calls N] [--seconds S] [--small]
 
-``decode``: a batch of 600 rows through many small operations, so that the host is the limit:
+``decode``: a batch of 600 rows through many small operations, which is limited by the host:
 
-- ``eager``; ``by 640``: one replay of a graph of 640; ``split``: 512 and 88 rows by graphs of 512
-  and 128; ``exact``: one replay of a graph of 600, as if that was known before.
+- ``eager``; ``by 640``: one replay of a graph of 640 rows; ``split``: 512 and 88 rows in graphs of
+  512 and 128; ``exact``: one replay of a graph of exactly 600 rows.
 
-``encoder``: a service for sentences, an encoder of BERT-base's shape. A call has 1 to 200 of them,
-with the lengths of paragraphs of manual pages (tests/data/calls). Times of whole calls, from the
-sentences in host memory to their vectors on the device, summed over all calls, in turns:
+``encoder``: a service for sentences with an encoder of BERT-base's shape. A call has 1 to 200
+    sentences, with the lengths of paragraphs of manual pages (tests/data/calls). Measures complete
+    calls, from sentences in host memory to vectors on the device, summed over all calls, in turns:
 
-- ``eager``: padded to the longest sentence; ``bucket``: one replay of batch x longest bucket;
-- ``split``: batches cut over graphs of fewer sentences, so that their number is hardly padded;
-- ``packed``: tokens of several sentences one behind the other, ``PackedRunner``;
-- ``one by one``: each sentence a replay of its own bucket.
+- ``eager``: padded to the longest sentence; ``bucket``: one replay of batch size x longest bucket;
+- ``split``: batches split over graphs of fewer sentences, with little padding of their number;
+- ``packed``: tokens of several sentences in one sequence, by ``PackedRunner``;
+- ``one by one``: a separate replay for each sentence in its own bucket.
 
-All results are compared with eager's first. Without a GPU the tape is measured, on small models:
-that it works, and not how long it takes. ``--seconds`` ends the rounds of each part.
+All results are first compared with those of eager. Without a GPU, small models run on the tape,
+which tests the script only. ``--seconds`` limits the rounds of each part.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MOST_SENTENCES = 200
 
 
 def synchronize() -> None:
-    """Wait for the device, if there is one."""
+    """Synchronize the device, if there is one."""
     if HAS_GPU:
         torch.cuda.synchronize()
 
@@ -81,8 +81,8 @@ def runner_of(step: Any, inputs: dict[str, StaticInput], **arguments: Any) -> Gr
     return runner
 
 
-def tell_of_eager(runner: GraphRunner) -> None:
-    """Print why steps ran eager that were to be replayed."""
+def print_eager_reasons(runner: GraphRunner) -> None:
+    """Print the reasons of eager steps, which are not expected."""
     if runner.stats().eager_by_reason:
         print("\n".join(f"# {line}" for line in str(runner).splitlines()), flush=True)
 
@@ -90,7 +90,7 @@ def tell_of_eager(runner: GraphRunner) -> None:
 def in_turns(
     cases: dict[str, Callable[[], Any]], *, rounds: int, seconds: float
 ) -> dict[str, list[float]]:
-    """Return milliseconds of each case, device work included; at least one round."""
+    """Return milliseconds of each case, including device work; at least one round."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     end = time.perf_counter() + seconds
     for _ in range(rounds):
@@ -106,7 +106,7 @@ def in_turns(
 
 
 def show(times: dict[str, list[float]], part: str, ratio_to: str, **more: Any) -> None:
-    """Print the median of each case, and its ratio to one of them by rounds."""
+    """Print the median of each case, and its ratio to one case by rounds."""
     for name, samples in times.items():
         pairs = zip(samples, times[ratio_to], strict=True)
         emit(
@@ -125,7 +125,7 @@ def show(times: dict[str, list[float]], part: str, ratio_to: str, **more: Any) -
 
 
 class ManySmall(nn.Module):
-    """Layers of a few small operations each, whose launches take longer than they do."""
+    """Layers of a few small operations each, whose launches take longer than their execution."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class ManySmall(nn.Module):
 
 
 def decode(rounds: int, seconds: float, *, small: bool) -> None:
-    """A batch of 600 for a model whose host is the limit."""
+    """Measure a batch of 600 rows for a model that is limited by the host."""
     width, layers, steps = (32, 4, 2) if small else (256, 64, 20)
     model = ManySmall(width, layers).to(DEVICE, DTYPE).eval().requires_grad_(False)
     inputs = {"x": StaticInput((None, width), DTYPE)}
@@ -177,7 +177,7 @@ def decode(rounds: int, seconds: float, *, small: bool) -> None:
     times = in_turns(measured, rounds=rounds, seconds=seconds)
     per_step = {name: [one / steps for one in samples] for name, samples in times.items()}
     decision = str(split.explain(600).decision)
-    tell_of_eager(split)
+    print_eager_reasons(split)
     show(per_step, "decode", "eager", decision=decision, hits=split.stats().hits)
 
 
@@ -185,7 +185,7 @@ def decode(rounds: int, seconds: float, *, small: bool) -> None:
 
 
 class Encoder(nn.Module):
-    """An encoder of BERT's shape, with random weights; its vector is that of the first token."""
+    """An encoder of BERT's shape with random weights; returns the first token's vector."""
 
     def __init__(self, width: int, layers: int, heads: int, *, tokens: int = 30522) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Encoder(nn.Module):
         positions: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the hidden states; heads are the dimension before the last for ``attend``."""
+        """Return the hidden states; ``attend`` gets heads in the dimension before the last."""
         x = self.first(self.token(ids) + self.position(positions))
         for layer in self.layers:
             parts = layer["qkv"](x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
@@ -223,7 +223,7 @@ class Encoder(nn.Module):
 
 
 class Padded(nn.Module):
-    """Sentences side by side, padded: ids (sentences, length), lengths (sentences,)."""
+    """Encoder of padded sentences: ids (sentences, length), lengths (sentences,)."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Padded(nn.Module):
 
 
 def varlen_attention() -> Callable[..., torch.Tensor] | None:
-    """Return torch's attention for packed sequences; None where it has none or it does not run."""
+    """Return torch's attention for packed sequences; None if it is not available."""
     if not HAS_GPU:
         return None
     try:
@@ -253,14 +253,14 @@ def varlen_attention() -> Callable[..., torch.Tensor] | None:
         q = torch.randn(8, 2, 64, device=DEVICE, dtype=DTYPE)
         varlen_attn(q, q, q, offsets, offsets, 512, 512)
         synchronize()
-    except Exception as error:  # noqa: BLE001 - whichever it is, there is another way
+    except Exception as error:  # noqa: BLE001 - a mask is used instead
         print(f"# no varlen_attn: {type(error).__name__}: {error}", flush=True)
         return None
     return varlen_attn
 
 
 class Packed(nn.Module):
-    """Sentences one behind the other: token (tokens,), and where each begins."""
+    """Encoder of packed sentences: tokens (tokens,), and the offset of each sentence."""
 
     def __init__(self, encoder: Encoder, varlen: Callable[..., torch.Tensor] | None) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class Packed(nn.Module):
 
 
 def calls_of(number: int) -> list[list[int]]:
-    """Return the lengths of the sentences of some calls, always the same ones."""
+    """Return the sentence lengths of some calls, always the same."""
     by_call: dict[str, list[int]] = {}
     with gzip.open(CALLS, "rt") as file:
         for row in csv.DictReader(file):
@@ -304,14 +304,14 @@ def calls_of(number: int) -> list[list[int]]:
 
 
 def padded(sentences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sentences side by side, and their lengths, on the device."""
+    """Return padded sentences and their lengths, on the device."""
     ids = nn.utils.rnn.pad_sequence(list(sentences), batch_first=True)
     lengths = torch.tensor([len(one) for one in sentences])
     return ids.to(DEVICE), lengths.to(DEVICE)
 
 
 def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
-    """A service for sentences."""
+    """Measure a service for sentences."""
     width, layers, heads = (32, 1, 2) if small else (768, 12, 12)
     torch.manual_seed(0)
     model = Encoder(width, layers, heads).to(DEVICE, DTYPE).eval().requires_grad_(False)
@@ -324,7 +324,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
     axis = [Axis("length", lengths)]
     few = (1, 2, 4, 8, 16) if small else (1, 2, 4, 8, 16, 24, 32)
     many = (*few, 64, 256) if small else (*few, 48, 64, 96, 128, 192, 256)
-    # That padding changes no row is shown by the runner that splits, of the same step.
+    # The runner that splits proves, for the same step, that padding changes no row.
     unproven = CaptureOptions(prove_rows=False)
     bucket = runner_of(
         plain,
@@ -354,7 +354,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
         },
         axes=[Axis("items", (MOST_SENTENCES,))],
         sizes=tokens,
-        # Attention for packed sequences writes nothing for rows that no offset names.
+        # Attention for packed sequences does not write rows that are beyond all offsets.
         options=RunnerOptions(strict=True, capture=unproven),
     )
     packed = PackedRunner(packing, CheapestPacking(), results="item")
@@ -416,7 +416,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
         attention="mask" if varlen is None else "varlen",
     )
     for name, runner in (("bucket", bucket), ("split", split), ("packed", packing)):
-        tell_of_eager(runner)
+        print_eager_reasons(runner)
         stats = runner.stats()
         print(
             f"# {name}: {stats.steps} steps, rows padded {stats.padding:.1%}, "
@@ -426,7 +426,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
 
 
 def main() -> None:
-    """Run the parts that were asked for."""
+    """Measure the selected parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,25 +1,25 @@
-"""Host time of one whole step: decide, copy the inputs in, launch, hand the result out.
+"""Measure the host time of a complete step: decide, copy inputs, launch, return the result.
 
-    python bench/step.py [ROUNDS] [--trace steps.csv.gz] [--skip-compile] [--only NAME]
+    python bench/step.py [ROUNDS] [--trace steps.csv.gz] [--skip-compile] [--only GROUP]
 
-The steps have the sizes of a real trace, in its order. All rivals run in the same process and
-take turns every few steps, each after two that are not measured; the device is waited for between
-turns, outside the measured time, so that no queue is ever full. Rivals that cannot take varying
-sizes get one size throughout.
+Steps have the sizes of a real trace, in its order. All rivals run in one process and take turns
+every few steps, each after two unmeasured steps. The device is synchronized between turns, outside
+the measured time, so that no queue is full. Rivals that do not support varying sizes get one size.
 
 - ``eager``, ``torch.compile`` (mode ``reduce-overhead``), ``make_graphed_callables``;
-- ``by hand``: a dict of graphs, a slice assignment for each input, a fill for the rows behind, a
-  replay and a slice, as people write it;
-- ``by hand, best``: kept views, one fused copy, no check of anything; by torch or directly;
-- ``bare replay`` and ``bare launch``: nothing but the graph.
+- ``by hand``: typical code with a dict of graphs, a slice assignment for each input, a fill of the
+  stale rows, a replay and a slice;
+- ``by hand, best``: cached views, one fused copy and no checks, launched by torch or directly;
+- ``bare replay`` and ``bare launch``: only the graph.
 
-Inputs of a size are the same tensors each time, as an engine's own buffers are, but in the case
-that says otherwise.
+Inputs of a size are the same tensors each time, like an engine's own buffers, except in the case
+``inputs elsewhere each time``.
 
-Groups: ``device`` (the base case: 3 int64 inputs), ``inputs`` (1, 8, and 3 of two dtypes),
-``nodes`` (steps of 1, 50 and 500 operations), ``host`` (numpy arrays; pinned memory). Without a GPU
-the tape is measured: the runner's own time (``runner``), with launches and nodes that do nothing,
-and replay beside eager (``tape``). What a step is made of is told by ``floors.py``.
+Groups: ``device`` (the base case, 3 int64 inputs), ``inputs`` (1, 8, and 3 of two dtypes),
+    ``nodes`` (steps of 1, 50 and 500 operations), ``host`` (numpy arrays and pinned memory).
+    Without a GPU, the tape is measured: the runner's own time (``runner``), with launches and nodes
+    that do nothing, and replay compared with eager (``tape``). ``floors.py`` measures the parts of
+    a step.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ from dispatchkit.testing import OneBucketPolicy
 BENCH = "step"
 TRACES = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces"
 SIZES = (1, 2, 4, *range(8, 257, 8))
-FIXED = 200  # rows for rivals of one size
+FIXED = 200  # number of rows for rivals with one size
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
 FULL_KEY = GraphKey(RuntimeMode.FULL, BatchDescriptor(FIXED))
 
-Run = Callable[[int], Any]  # takes the number of rows
+Run = Callable[[int], Any]  # called with the number of rows
 
 
 class Step(torch.nn.Module):
-    """So many operations on so many inputs, one output."""
+    """Step of ``num_ops`` operations with any number of inputs and one output."""
 
     def __init__(self, num_ops: int) -> None:
         super().__init__()
         self.num_ops = num_ops
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Stack the inputs and add one so often."""
+        """Stack the inputs and add 1 repeatedly."""
         dtype = inputs[0].dtype
         out = torch.stack([one if one.dtype is dtype else one.to(dtype) for one in inputs], -1)
         for _ in range(self.num_ops - 1):
@@ -86,30 +86,30 @@ class Step(torch.nn.Module):
 
 
 def sizes_of(path: Path, count: int) -> list[int]:
-    """Return the batch sizes of a trace that fit the graphs here, ``count`` of them."""
+    """Return ``count`` batch sizes of a trace, of those that fit the graphs."""
     fitting = [size for size in read_trace(path).column("num_tokens") if 1 <= size <= SIZES[-1]]
     return list(islice(cycle(fitting), count))
 
 
 def bucket_of(rows: int) -> int:
-    """Return the smallest graph for so many rows."""
+    """Return the smallest capture size for a number of rows."""
     return next(size for size in SIZES if size >= rows)
 
 
 def names(count: int) -> list[str]:
-    """Return names of inputs."""
+    """Return names for a number of inputs."""
     return [f"input_{index}" for index in range(count)]
 
 
 def direct_launch() -> Callable[[Any, Any], int]:
-    """Return cudaGraphLaunch."""
+    """Return the function cudaGraphLaunch."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
     runtime.cudaGraphLaunch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return runtime.cudaGraphLaunch
 
 
 class Case:
-    """One shape of step, its inputs of every size, and all ways to run it."""
+    """A kind of step, its inputs of every size, and all ways to run it."""
 
     def __init__(
         self, sizes: Iterable[int], dtypes: list[torch.dtype], num_ops: int, host: bool = False
@@ -131,7 +131,7 @@ class Case:
         self.execs: dict[int, ctypes.c_void_p] = {}
 
     def capture(self) -> None:
-        """Capture what the rivals written by hand replay."""
+        """Capture the graphs of the rivals by hand."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         for bucket in sorted({bucket_of(rows) for rows in self.sizes}, reverse=True):
@@ -149,12 +149,12 @@ class Case:
     # -- rivals -------------------------------------------------------------------------
 
     def eager(self) -> Run:
-        """The step itself."""
+        """Return the step without graphs."""
         step, device = self.step, self.device
         return lambda rows: step(*device[rows])
 
     def by_hand(self, given: dict[int, list[torch.Tensor]], non_blocking: bool = False) -> Run:
-        """As people write it."""
+        """Return a typical implementation by hand."""
         static, graphs, outputs = self.static, self.graphs, self.outputs
 
         def run(rows: int) -> torch.Tensor:
@@ -171,7 +171,10 @@ class Case:
         return run
 
     def by_hand_best(self, *, direct: bool) -> Run:
-        """Kept views and one fused copy, no check and no fill; for one dtype."""
+        """Return an implementation with cached views and one fused copy, without checks.
+
+        It supports only one dtype and does not fill stale rows.
+        """
         kept = {
             rows: (
                 [static[:rows] for static in self.static],
@@ -198,24 +201,24 @@ class Case:
         return launched if direct else replay
 
     def bare_replay(self) -> Run:
-        """The graph by torch."""
+        """Return a replay of the graph by torch."""
         graphs = {rows: self.graphs[bucket_of(rows)] for rows in self.sizes}
         return lambda rows: graphs[rows].replay()
 
     def bare_launch(self) -> Run:
-        """The graph by the runtime."""
+        """Return a launch of the graph by the CUDA runtime."""
         execs = {rows: self.execs[bucket_of(rows)] for rows in self.sizes}
         launch = direct_launch()
         return lambda rows: launch(execs[rows], None)
 
     def graphed(self) -> Run:
-        """torch.cuda.make_graphed_callables, at one size."""
+        """Return torch.cuda.make_graphed_callables with one size."""
         sample = tuple(self.device[FIXED])
         step = torch.cuda.make_graphed_callables(Step(self.step.num_ops), sample)
         return lambda rows: step(*sample)
 
     def compiled(self) -> Run:
-        """torch.compile with CUDA graphs, at one size."""
+        """Return torch.compile with CUDA graphs, with one size."""
         sample = tuple(self.device[FIXED])
         step = torch.compile(Step(self.step.num_ops), mode="reduce-overhead", dynamic=False)
         for _ in range(5):
@@ -240,7 +243,7 @@ class Case:
             outputs=outputs,
             options=RunnerOptions(
                 buffers=BufferOptions(output_batch_dims=0),
-                # A graph that does nothing would show that padding changes the rows.
+                # The proof would reject a graph that does nothing.
                 capture=CaptureOptions(prove_rows=not isinstance(backend, Idle)),
             ),
         )
@@ -252,7 +255,7 @@ class Case:
     def call(
         self, runner: GraphRunner, given: dict[int, list[Any]], *, by_name: bool = True
     ) -> Run:
-        """A call of the runner with inputs by name, as engines make it."""
+        """Return a call of the runner with inputs by name, as in engines."""
         if not by_name:
             return lambda rows: runner(*given[rows])
         kept = {
@@ -262,7 +265,7 @@ class Case:
         return lambda rows: runner(**kept[rows])
 
     def call_elsewhere(self, runner: GraphRunner) -> Run:
-        """A call with inputs at other addresses than those of the last one of that size."""
+        """Return a call whose inputs have other addresses than those of the previous call."""
         kept = {
             rows: [
                 dict(zip(names(len(self.dtypes)), values[rows], strict=True))
@@ -280,7 +283,7 @@ class Case:
 
 
 def _named(step: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return a step with named inputs, which a runner reads from the signature."""
+    """Return a step with named inputs, which a runner reads from its signature."""
     listing = ", ".join(names(count))
     scope: dict[str, Any] = {"step": step}
     exec(f"def named({listing}):\n    return step({listing})", scope)  # noqa: S102
@@ -290,17 +293,17 @@ def _named(step: Callable[..., Any], count: int) -> Callable[..., Any]:
 def in_turns(
     cases: dict[str, Run], sizes: list[int], *, rounds: int, together: int
 ) -> dict[str, list[float]]:
-    """Return microseconds per step of each case, a sample for each turn.
+    """Return microseconds per step of each case, one sample per turn.
 
-    Whoever has the turn finds the processor's caches full of what the one before ran, and its own
-    code cold; one that follows its like finds it warm. So each begins with two steps of the trace
-    that are not measured, and the order is turned by one place every time.
+    After a change of turns, caches contain the data of the previous case. Each turn therefore
+    begins with two unmeasured steps of the trace, and the order of cases rotates by one every
+    round.
 
     Args:
-        cases: What to run, by name.
-        sizes: Rows of the steps, in order.
-        rounds: Turns of each.
-        together: Steps in a turn, between two waits for the device.
+        cases: Functions to run, by name.
+        sizes: Number of rows of each step, in order.
+        rounds: Number of turns of each case.
+        together: Number of steps per turn, between two synchronizations.
     """
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for run in cases.values():
@@ -328,15 +331,15 @@ def in_turns(
 
 
 def wait() -> None:
-    """Wait for the device."""
+    """Synchronize the device."""
     if HAS_GPU:
         torch.cuda.synchronize()
 
 
-def tell(
+def emit_samples(
     group: str, samples: dict[str, list[float]], ratio_to: str, **more: Any
 ) -> dict[str, float]:
-    """Print each case, compared turn by turn with one of them."""
+    """Print each case, and its ratio to one case turn by turn."""
     medians = {}
     for name, values in samples.items():
         pairs = zip(values, samples[ratio_to], strict=True)
@@ -356,8 +359,8 @@ def tell(
     return medians
 
 
-def tell_ratios(group: str, samples: dict[str, list[float]], wanted: list[tuple[str, str, float]]):
-    """Print the ratios that are to be reached, and whether they are."""
+def emit_ratios(group: str, samples: dict[str, list[float]], wanted: list[tuple[str, str, float]]):
+    """Print ratios with a target, and whether they reach it."""
     for mine, other, limit in wanted:
         if mine in samples and other in samples:
             pairs = zip(samples[mine], samples[other], strict=True)
@@ -382,7 +385,7 @@ INT64 = torch.int64
 
 
 def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
-    """The base case against everybody."""
+    """Compare the base case with all rivals."""
     case = Case(sizes, [INT64] * 3, 50)
     case.capture()
     view, owned = case.runner("view"), case.runner("owned")
@@ -410,11 +413,11 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
     for name, make in others.items():
         try:
             cases[name] = make()
-        except Exception as error:  # noqa: BLE001 - a rival that fails must not end the rest
+        except Exception as error:  # noqa: BLE001 - the failure of a rival must not stop the others
             what = f"{type(error).__name__}: {error}"
             emit(BENCH, name, 0, "us", 0, group="device", failed=what[:200])
     samples = in_turns(cases, sizes, rounds=rounds, together=10)
-    tell("device", samples, "by hand", inputs_by=paths)
+    emit_samples("device", samples, "by hand", inputs_by=paths)
     wanted = [
         ("runner, view", "by hand", 1 / 3),
         ("runner, view", "make_graphed_callables", 0.35),
@@ -422,13 +425,13 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         ("runner, view", "reduce-overhead", 1 / 12),
         ("runner, owned", "by hand", 0.6),
     ]
-    tell_ratios("device", samples, wanted)
-    # One size: no rows behind are ever stale.
+    emit_ratios("device", samples, wanted)
+    # With one size, there are no stale rows.
     ours = ("runner, view", "runner, view, without the copy node", "runner, in place")
     steady = {name: cases[name] for name in ("by hand", *ours)}
     steady |= {name: cases[name] for name in ("by hand, best", "bare launch", "bare replay")}
     samples = in_turns(steady, [FIXED], rounds=rounds, together=10)
-    tell("one size", samples, "bare launch")
+    emit_samples("one size", samples, "bare launch")
     pairs = zip(samples["runner, in place"], samples["bare launch"], strict=True)
     over = statistics.median(mine - base for mine, base in pairs)
     emit(
@@ -444,7 +447,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
 
 
 def inputs_group(sizes: list[int], rounds: int) -> None:
-    """Other numbers of inputs, and two dtypes."""
+    """Compare other numbers of inputs, and two dtypes."""
     shapes = {
         "1 input": [INT64],
         "8 inputs": [INT64] * 8,
@@ -459,11 +462,11 @@ def inputs_group(sizes: list[int], rounds: int) -> None:
             "runner, owned": case.call(case.runner("owned"), case.device),
         }
         samples = in_turns(cases, sizes, rounds=rounds, together=10)
-        tell("inputs", samples, "by hand", inputs=name)
+        emit_samples("inputs", samples, "by hand", inputs=name)
 
 
 def nodes_group(sizes: list[int], rounds: int) -> None:
-    """Steps of one and of 500 operations."""
+    """Compare steps of 1 and of 500 operations."""
     for num_ops in (1, 500):
         case = Case(sizes, [INT64] * 3, num_ops)
         case.capture()
@@ -477,11 +480,11 @@ def nodes_group(sizes: list[int], rounds: int) -> None:
             "runner, in place": view.run_in_place,
         }
         samples = in_turns(cases, sizes, rounds=rounds, together=10 if num_ops < 100 else 2)
-        tell("nodes", samples, "by hand", operations=num_ops)
+        emit_samples("nodes", samples, "by hand", operations=num_ops)
 
 
 def host_group(sizes: list[int], rounds: int) -> None:
-    """Inputs in host memory: one step at a time, as where each waits for its tokens."""
+    """Compare inputs in host memory, with steps one at a time and in groups."""
     case = Case(sizes, [INT64] * 3, 50, host=True)
     case.capture()
     view, staged = case.runner("view"), case.runner("view", CudaBackend(copy_node=False))
@@ -515,18 +518,20 @@ def host_group(sizes: list[int], rounds: int) -> None:
     }
     for together in (1, 10):
         samples = in_turns(cases, sizes, rounds=rounds, together=together)
-        tell("host", samples, "by hand, pinned", steps_between_waits=together, inputs_by=paths)
+        emit_samples(
+            "host", samples, "by hand, pinned", steps_between_waits=together, inputs_by=paths
+        )
         if together == 1:
-            tell_ratios("host", samples, [("runner, arrays", "by hand, pinned", 1 / 3)])
+            emit_ratios("host", samples, [("runner, arrays", "by hand, pinned", 1 / 3)])
 
 
 # -- without one ------------------------------------------------------------------------------
 
 
 class Idle(TapeBackend):
-    """A tape whose graphs, launches and copy nodes do nothing, so that the runner's time is left.
+    """Tape whose graphs, launches and copy nodes do nothing, to measure the runner itself.
 
-    A launch and a change of a node are calls of C by ctypes, as on a device.
+    Launches and updates of nodes are calls of C functions by ctypes, as on a device.
     """
 
     def __init__(self) -> None:
@@ -534,30 +539,30 @@ class Idle(TapeBackend):
         self.current_stream_handle = partial(int, 0)
 
     def capture(self, run: Any, **options: Any) -> Any:
-        """Capture as ever, and replay nothing."""
+        """Capture a graph whose replay does nothing."""
         graph = super().capture(run, **options)
         graph.replay = lambda: None
         graph.raw_graph_handle = graph.raw_exec_handle = 0
         return graph
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode:
-        """Return a node of CUDA's kind that nobody runs."""
+        """Return a CUDA copy node that never runs."""
         nothing = ctypes.c_void_p()
         find, enter = (lambda graph: 0), (lambda: None)
         kernel = CopyKernel(nothing, lambda *_: 0, idle_call, find, enter, max(data_bytes, 16))
         return CopyNode(kernel, num_regions, num_bytes)
 
     def direct_launch(self, graph: Any) -> tuple[Any, Any]:
-        """Return a launch of nothing."""
+        """Return a launch that does nothing."""
         return idle_call, ctypes.c_void_p()
 
 
-#: A call of C that returns 0 for a null pointer, whatever else it is given.
+#: C function that returns 0 for a null pointer and ignores all other arguments.
 idle_call: Any = ctypes.CDLL(None).abs
 
 
 def runner_group(sizes: list[int], rounds: int) -> None:
-    """The runner's own time on a CPU."""
+    """Measure the runner's own time on a CPU."""
     case = Case(sizes, [INT64] * 3, 1)
     runner = case.runner("view", Idle())
     argument = ctypes.c_void_p()
@@ -570,11 +575,11 @@ def runner_group(sizes: list[int], rounds: int) -> None:
     }
     for group, walked in (("runner", sizes), ("runner, one size", [FIXED])):
         samples = in_turns(cases, walked, rounds=rounds, together=50)
-        tell(group, samples, "a launch of nothing")
+        emit_samples(group, samples, "a launch of nothing")
 
 
 def tape_group(rounds: int) -> None:
-    """Replay on the tape beside eager."""
+    """Compare replay on the tape with eager."""
     layers = [torch.nn.Linear(64, 64) for _ in range(4)]
     mlp = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())])
     block = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0).eval()
@@ -589,18 +594,18 @@ def tape_group(rounds: int) -> None:
                 "replay": lambda _, graph=graph: graph.replay(),
             }
             samples = in_turns(cases, [1], rounds=rounds, together=5)
-        tell("tape", samples, "eager", model=name)
+        emit_samples("tape", samples, "eager", model=name)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the selected groups and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    about = "how often each is measured, 300 by default"
+    about = "number of rounds, 300 by default"
     parser.add_argument("rounds", nargs="?", type=at_least_one, default=300, help=about)
     trace = TRACES / "step_azure_conv_low.csv.gz"
-    parser.add_argument("--trace", type=Path, default=trace, help="whose batch sizes to walk")
-    parser.add_argument("--skip-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--only", metavar="GROUP", help="measure one group")
+    parser.add_argument("--trace", type=Path, default=trace, help="trace with the batch sizes")
+    parser.add_argument("--skip-compile", action="store_true", help="skip torch.compile")
+    parser.add_argument("--only", metavar="GROUP", help="group to measure")
     options = parser.parse_args()
     try:
         sizes = sizes_of(options.trace, 400)
@@ -624,7 +629,7 @@ def main() -> None:
         }
     if options.only not in (None, *groups):
         here = ", ".join(groups)
-        parser.error(f"no group {options.only!r} on this machine; those here are {here}")
+        parser.error(f"unknown group {options.only!r}; the groups on this machine are {here}")
     with torch.no_grad():
         for name, group in groups.items():
             if options.only in (None, name):

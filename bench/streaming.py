@@ -1,22 +1,22 @@
-"""Hundreds of streams, a hop of 32 ms at a time: graphs with state of sessions beside eager.
+"""Measure hundreds of streams in hops of 32 ms: graphs with session state, and eager.
 
     python bench/streaming.py [--sessions N] [--seconds S] [--alone N]
 
-The model is that of examples/streaming_vad.py, with random weights. Every hop is one step of all
-sessions. Measured is the time of each hop, from the call until its probabilities are there. All
-cases take turns, a hop each:
+The model is that of examples/streaming_vad.py with random weights. Every hop is one step of all
+sessions. The time of a hop is measured from the call until its probabilities are available. Cases
+take turns, one hop each:
 
-- ``eager``: the model, its rows gathered and scattered; ``eager, alone``: one session after
-  another, in batches of one, for a few hops;
-- ``by hand``: a graph for each size captured by hand, with the same banks, slots as a list, rows
-  gathered and scattered, and nothing checked;
-- ``runner``: slots as a list, rows gathered; ``runner, compact``: rows read as views; ``runner,
-  slots on the device``: a device tensor, which each hop waits for;
-- ``coming and going``, by hand and with a runner: a tenth of the sessions is late at each hop, one
+- ``eager``: the model, with rows gathered and scattered; ``eager, alone``: one session after
+  another in batches of one, for a few hops;
+- ``by hand``: one graph per size, captured by hand, with the same banks, slots as a list, rows
+  gathered and scattered, and no checks;
+- ``runner``: slots as a list and gathered rows; ``runner, compact``: rows read as views; ``runner,
+  slots on the device``: slots as a device tensor, which each hop waits for;
+- ``coming and going``, by hand and with a runner: at each hop, a tenth of the sessions is late, one
   leaves and one joins.
 
-Then the probabilities of each case are compared with those of some sessions alone (``largest
-difference``). Without a GPU it runs on the tape, with few sessions.
+Finally, the probabilities of each case are compared with those of some sessions alone (``largest
+difference``). Without a GPU, it runs on the tape with few sessions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from streaming_vad import BANKS, DEVICE, HOP, HOPS_PER_SECOND, VoiceDetector, al
 
 BENCH = "streaming"
 HAS_GPU = torch.cuda.is_available()
-WARM = 8  # hops that are not measured
+WARM = 8  # number of unmeasured hops
 
 
 def sizes_of(number: int) -> list[int]:
@@ -86,7 +86,7 @@ def eager_alone(model: VoiceDetector, number: int) -> Callable[[torch.Tensor], t
 
 
 class GatheredRows:
-    """Rows of banks at an index: gathered where they are read, scattered where they are written."""
+    """Rows of banks at an index: gathered on reads, scattered on writes."""
 
     def __init__(self, banks: dict[str, torch.Tensor], index: torch.Tensor) -> None:
         self.banks, self.index = banks, index
@@ -99,9 +99,9 @@ class GatheredRows:
 
 
 class ByHand:
-    """The same as one would write it: a graph for each size, and a table of who has which slot.
+    """The same by hand: a graph for each size, and a table of slots by session.
 
-    The row behind the slots is that of padding. It checks nothing, and its results are copies.
+    The row after the slots is used for padding. There are no checks, and results are copies.
     """
 
     def __init__(self, model: VoiceDetector, number: int) -> None:
@@ -109,7 +109,7 @@ class ByHand:
         self.banks = {name: spec.full(number + 1, DEVICE) for name, spec in BANKS.items()}
         self.audio = torch.zeros(number, HOP, device=DEVICE)
         self.index = torch.full((number,), number, device=DEVICE)
-        # One hop at a time: the device has read the slots of one before the next are written.
+        # One hop runs at a time, so the device has read its slots before the next are written.
         self.pinned = torch.empty(number, dtype=torch.int64, pin_memory=True)
         self.given = self.pinned.numpy()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -128,11 +128,11 @@ class ByHand:
         self.free = list(range(number - 1, -1, -1))
 
     def join(self, session: int) -> None:
-        """Give a session a free slot."""
+        """Assign a free slot to a session."""
         self.slots[session] = self.free.pop()
 
     def leave(self, session: int) -> None:
-        """Clear the slot of a session, which is free from then on."""
+        """Clear and free the slot of a session."""
         slot = self.slots.pop(session)
         for name, spec in BANKS.items():
             self.banks[name][slot].fill_(spec.fill_value)
@@ -172,7 +172,7 @@ def by_hand(model: VoiceDetector, number: int) -> Callable[[torch.Tensor], torch
 def coming_and_going(
     sessions: SlotState | ByHand, serve: Callable[..., torch.Tensor], number: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tenth is late each time, one leaves and one joins: no hop has the slots of another."""
+    """Return a case in which, at each hop, a tenth is late, one leaves and one joins."""
     chance, there, newest = random.Random(0), list(range(number)), number
 
     def run(audio: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--alone", type=at_least_one, default=16 if HAS_GPU else 2)
     args = parser.parse_args()
     number, num_hops = args.sessions, int(args.seconds * HOPS_PER_SECOND)
-    torch.backends.cudnn.allow_tf32 = False  # which rounds otherwise in batches of another size
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently for other batch sizes
     torch.manual_seed(0)
     model = VoiceDetector().to(DEVICE).eval()
     audio = 0.1 * torch.randn(num_hops, number, HOP, device=DEVICE)
@@ -222,7 +222,7 @@ def main() -> None:
         state = state_of(number)
         cases["runner, coming and going"] = coming_and_going(state, runner_of(model, state), number)
         times: dict[str, list[float]] = {name: [] for name in cases}
-        heard: dict[str, list[torch.Tensor]] = {name: [] for name in cases}
+        results: dict[str, list[torch.Tensor]] = {name: [] for name in cases}
         for hop in audio:
             for name, run in cases.items():
                 wait()
@@ -230,7 +230,7 @@ def main() -> None:
                 result = run(hop)
                 wait()
                 times[name].append((perf_counter_ns() - start) / 1000)
-                heard[name].append(result)
+                results[name].append(result)
 
         one_by_one, single = eager_alone(model, number), []
         for hop in audio[: WARM + 8]:
@@ -258,9 +258,9 @@ def main() -> None:
         )
     few = range(0, number, max(1, number // args.alone))
     wanted = torch.stack([alone(model, audio[:, session]) for session in few], 1)
-    for name, found in heard.items():
+    for name, found in results.items():
         if "coming and going" in name:
-            continue  # other sessions at each hop
+            continue  # its sessions change at each hop
         largest = float((torch.stack(found)[:, list(few)] - wanted).abs().max())
         case = f"largest difference, {name}"
         emit(BENCH, case, largest * 1e6, "1e-6", len(few), sessions=number)

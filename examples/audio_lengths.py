@@ -1,11 +1,11 @@
-"""An audio model whose clips have lengths of their own: sizes along an axis that is no batch.
+"""An audio model with clips of different lengths, using an axis in addition to the batch.
 
     python examples/audio_lengths.py
 
-A spectrogram of any length is encoded and pooled over its own frames. The number of frames is an
-axis: clips are padded to its buckets and the results cut back, beside the batch, which is padded
-as ever. The true length of each clip is an input, so that padding counts for nothing. Without a GPU
-it runs on the tape.
+A spectrogram of any length is encoded and pooled over its frames. The number of frames is an axis:
+clips are padded to its buckets and results are cut back, while the batch is padded as usual. The
+true length of each clip is an input, so that padding does not affect the result. Without a GPU, it
+runs on the tape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BANDS = 16
 
 
 class Encoder(nn.Module):
-    """Two convolutions over time, then the mean over the frames that are real."""
+    """Two convolutions over time, then the mean over real frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Encoder(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, clips: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return scores (B, 10) of clips (B, bands, frames) of given lengths (B,)."""
+        """Return scores (B, 10) of clips (B, bands, frames) with lengths (B,)."""
         frames = torch.arange(clips.shape[2], device=clips.device)
         real = (frames < lengths.unsqueeze(1)).unsqueeze(1)  # (B, 1, frames)
         hidden = torch.relu(self.first(clips * real)) * real
         hidden = torch.relu(self.second(hidden)) * real
-        # Rows of fill have no frames at all.
+        # Padding rows have no frames.
         pooled = hidden.sum(-1) / lengths.clamp(min=1).unsqueeze(1)
         return self.head(pooled)
 
@@ -67,7 +67,7 @@ def main() -> None:
         with torch.no_grad():
             worst = max(worst, float((scores - model(clips, lengths)).abs().max()))
     print(runner)
-    print(f"largest difference to the plain model: {worst:.1e}")
+    print(f"largest difference from the plain model: {worst:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `dispatchkit new-policy` writes is tested where it is installed."""
+"""Skip the policy written by `dispatchkit new-policy` unless it is installed."""
 
 from __future__ import annotations
 

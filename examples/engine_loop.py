@@ -1,10 +1,10 @@
-"""The step loop of a small serving engine: what is left of it when dispatch is a library.
+"""The step loop of a small serving engine that uses dispatchkit.
 
     python examples/engine_loop.py
 
-Requests of different lengths arrive over time and decode together, one token each in a step; a
-cache holds a slot for each. Capture sizes, padding, the dictionary of graphs and the fall-back,
-which engines write anew each time, are the runner's. Without a GPU it runs on the tape.
+Requests of different lengths arrive over time and decode together, one token each per step; each
+has a slot of a cache. The runner handles capture sizes, padding, the dictionary of graphs and the
+fallback to eager, which engines usually implement themselves. Without a GPU, it runs on the tape.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SLOTS = 16
 
 
 def main() -> None:
-    """Serve forty requests and show what was replayed."""
+    """Serve 40 requests, and print the runner's statistics."""
     shape = DecoderShape(num_slots=SLOTS, cache_len=16)
     model, cache = Decoder(shape).to(DEVICE), KVCache(shape, DEVICE)
     choose = random.Random(0)
-    waiting = [choose.randint(3, 12) for _ in range(40)]  # how many tokens each asks for
+    waiting = [choose.randint(3, 12) for _ in range(40)]  # number of tokens of each request
 
     # ---- the engine -------------------------------------------------------------------
     runner = GraphRunner(
@@ -37,14 +37,14 @@ def main() -> None:
         {name: StaticInput((None,), "int64") for name in ("tokens", "positions", "slots")},
         max_num_tokens=SLOTS,
         mode="FULL",
-        # Rows without a request write to slot 0, which nobody reads.
+        # Rows without a request write to slot 0, which is never read.
         state=StepState(scratch=cache.tensors),
     )
     runner.capture()
     free, live, tokens = list(range(1, SLOTS + 1)), [], torch.empty(0, dtype=torch.int64)
     while waiting or live:
         while waiting and free and choose.random() < 0.5:  # a request arrives
-            live.append([free.pop(), 0, waiting.pop()])  # slot, position, tokens to go
+            live.append([free.pop(), 0, waiting.pop()])  # slot, position, remaining tokens
             tokens = torch.cat((tokens.to(DEVICE), torch.ones(1, dtype=torch.int64, device=DEVICE)))
         if live:
             slots, positions, _ = torch.tensor(live, device=DEVICE).T.contiguous()

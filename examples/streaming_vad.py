@@ -1,12 +1,13 @@
-"""Voice activity of hundreds of callers at a time, each with state of its own.
+"""Voice activity detection for hundreds of concurrent callers, each with its own state.
 
     python examples/streaming_vad.py [--callers N] [--slots N] [--seconds S]
 
-The model is Silero VAD's for 16 kHz, written out: the spectrum of 512 samples behind the last 64 of
-the hop before, four convolutions, an LSTM cell, and the probability that somebody speaks. With
-silero-vad installed (pip install --no-deps silero-vad) it has those weights, else random ones.
+The model is Silero VAD for 16 kHz: the spectrum of the last 64 samples of the previous hop and the
+512 samples of this one, four convolutions, an LSTM cell, and the probability of speech. If
+silero-vad is installed (pip install --no-deps silero-vad), it uses those weights, otherwise random
+ones.
 
-Callers join, are late for some hops, hang up, and leave their slots to others. At the end each
+Callers join, are late for some hops, hang up, and leave their slots to others. At the end, each
 caller's probabilities are compared with those of the same audio alone.
 """
 
@@ -34,7 +35,7 @@ BANKS = {
 
 
 class VoiceDetector(torch.nn.Module):
-    """One hop of each of several callers (B, 512): the probability of speech (B,)."""
+    """Detector for one hop of several callers: audio (B, 512) to probabilities (B,)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class VoiceDetector(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, 1)
 
     def forward(self, audio: torch.Tensor, slots: Any) -> torch.Tensor:
-        """Take in a hop; ``slots`` are the rows of the callers' state."""
+        """Process a hop; ``slots`` contains the rows of the callers' state."""
         audio = torch.cat((slots["context"], audio), 1)
         slots["context"] = audio[:, -CONTEXT:]
         padded = functional.pad(audio, (0, CONTEXT), "reflect").unsqueeze(1)
@@ -62,7 +63,7 @@ class VoiceDetector(torch.nn.Module):
 
 
 def load_detector() -> tuple[VoiceDetector, str]:
-    """Return the model, and where its weights are from."""
+    """Return the model and the origin of its weights."""
     torch.manual_seed(0)
     model = VoiceDetector()
     found = importlib.util.find_spec("silero_vad")
@@ -87,7 +88,7 @@ def load_detector() -> tuple[VoiceDetector, str]:
 
 
 def sounds_of(num_callers: int, num_hops: int) -> torch.Tensor:
-    """Return the audio of callers (callers, hops, 512): tones that come and go, in noise."""
+    """Return audio of shape (callers, hops, 512): intermittent tones in noise."""
     generator = torch.Generator().manual_seed(0)
     time = torch.arange(num_hops * HOP) / 16_000
     pitch = 90 + 200 * torch.rand(num_callers, 1, generator=generator)
@@ -99,7 +100,7 @@ def sounds_of(num_callers: int, num_hops: int) -> torch.Tensor:
 
 
 def make_runner(model: VoiceDetector, slots: SlotState) -> GraphRunner:
-    """Return a runner for batches of as many callers as there are slots."""
+    """Return a runner for batches of up to as many callers as there are slots."""
     return GraphRunner(
         model,
         {"audio": StaticInput((None, HOP), "float32"), "slots": slots},
@@ -111,7 +112,7 @@ def make_runner(model: VoiceDetector, slots: SlotState) -> GraphRunner:
 
 
 def alone(model: VoiceDetector, audio: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities of one caller (hops,), with nobody else there."""
+    """Return the probabilities of one caller without others. Shape (hops,)."""
     slots = SlotState(BANKS, 1, device=DEVICE)
     slot = torch.tensor([slots.join("the only one")], device=DEVICE)
     with torch.no_grad():
@@ -119,13 +120,13 @@ def alone(model: VoiceDetector, audio: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Serve callers until each has been heard."""
+    """Serve callers until all have hung up."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--callers", type=int, default=300)
     parser.add_argument("--slots", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=1.0)
     args = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # which rounds otherwise in batches of another size
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently for other batch sizes
     num_hops = max(1, int(args.seconds * HOPS_PER_SECOND))
     model, weights = load_detector()
     audio = sounds_of(args.callers, num_hops)
@@ -133,8 +134,8 @@ def main() -> None:
     slots = SlotState(BANKS, args.slots, device=DEVICE)
     runner = make_runner(model, slots)
     chance = random.Random(0)
-    heard = torch.zeros(args.callers, num_hops, device=DEVICE)
-    at = dict.fromkeys(range(args.callers), 0)  # each caller's next hop
+    results = torch.zeros(args.callers, num_hops, device=DEVICE)
+    at = dict.fromkeys(range(args.callers), 0)  # next hop of each caller
     waiting, most = list(range(args.callers)), 0
     while waiting or len(slots):
         while waiting and len(slots) < args.slots:
@@ -145,7 +146,7 @@ def main() -> None:
             continue
         rows = torch.tensor(ready, device=DEVICE)
         hops = torch.tensor([at[caller] for caller in ready], device=DEVICE)
-        heard[rows, hops] = runner(audio=audio[rows, hops], slots=slots.slots_of(ready))
+        results[rows, hops] = runner(audio=audio[rows, hops], slots=slots.slots_of(ready))
         for caller in ready:
             at[caller] += 1
         slots.leave(*(caller for caller in ready if at[caller] == num_hops))
@@ -154,7 +155,7 @@ def main() -> None:
     stats = runner.stats()
     print(f"{args.callers} callers with {weights}, up to {most} at a time, {num_hops} hops each")
     print(f"{stats.steps} steps, {stats.steps_by_mode['NONE']} of them eager")
-    print(f"largest difference to each caller alone: {(heard - wanted).abs().max():.1e}")
+    print(f"largest difference from each caller alone: {(results - wanted).abs().max():.1e}")
 
 
 if __name__ == "__main__":

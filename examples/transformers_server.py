@@ -1,12 +1,12 @@
-"""A transformers model behind a server's loop, with the batch sizes of real traffic.
+"""A transformers model in a server's loop, with the batch sizes of real traffic.
 
     python examples/transformers_server.py [--steps N] [--trace FILE]
 
-Needs transformers: pip install 'dispatchkit[transformers]'. The model is small and has random
-weights. Each row of the trace is one step with so many requests: where there are more than live
-ones, prompts are admitted; where there are fewer, and where the cache ends, the oldest leave.
-Whoever leaves gives up a slot of the one static cache, the last rows move into the gaps, and every
-step replays a graph.
+Requires transformers: pip install 'dispatchkit[transformers]'. The model is small and has random
+weights. Each row of the trace is one step with a number of requests: if it is larger than the
+number of live requests, prompts are admitted; if it is smaller, or at the end of the cache, the
+oldest leave. A request that leaves frees a slot of the static cache, the last rows move to the
+gaps, and every step replays a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dispatchkit_transformers import GraphDecoder
 TRACE = (
     Path(__file__).resolve().parent.parent / "dispatchkit" / "demo" / "data" / "azure_conv_high.csv"
 )
-MOST, LENGTHS = 32, (24, 40)  # requests at a time; lengths of the cache
+MOST, LENGTHS = 32, (24, 40)  # maximum number of requests; lengths of the cache
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         tiny_model(), max_batch_size=MOST, max_length=LENGTHS[-1], lengths=LENGTHS
     )
     random = torch.Generator().manual_seed(0)
-    texts: list[list[int]] = []  # what each live row has said, in the decoder's order
+    texts: list[list[int]] = []  # tokens of each live row, in the decoder's order
     finished = 0
     for count in wanted:
         full = [row for row, length in enumerate(decoder.row_lengths) if length >= LENGTHS[-1]]
@@ -74,9 +74,9 @@ def main() -> None:
 
     stats = decoder.stats()
     print(f"{stats.steps} steps, {sum(wanted)} tokens, {finished} requests finished")
-    print(f"{stats.moved} rows moved, {stats.moved_bytes} bytes copied for it")
+    print(f"{stats.moved} rows moved, {stats.moved_bytes} bytes copied")
     graphs = stats.graphs["tokens"]
-    print(f"{graphs.captures} graphs captured, {graphs.steps_by_mode['NONE']} steps eager")
+    print(f"{graphs.captures} graphs captured, {graphs.steps_by_mode['NONE']} eager steps")
     for key, hits in graphs.hits.items():
         print(f"{hits:5} steps by {key}")
 

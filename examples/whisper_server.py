@@ -1,14 +1,14 @@
-"""A Whisper server: clips arrive, are encoded in batches, and their tokens decoded together.
+"""A Whisper server: clips arrive, are encoded in batches, and are decoded together.
 
     python examples/whisper_server.py [--steps N] [--slots N] [--check N] [--trace FILE]
 
-Needs transformers: pip install 'dispatchkit[transformers]'. The model has random weights, and the
-sizes of whisper-base on a GPU. A clip arrives at each step of the trace that begins a request.
+Requires transformers: pip install 'dispatchkit[transformers]'. The model has random weights and, on
+a GPU, the size of whisper-base. A clip arrives at each step of the trace that begins a request.
 
-Every clip is padded to the same length, as Whisper's are, so that batches of the encoder differ in
-nothing but their number of clips: ``graphed`` captures a graph for each size. Clips join a
-``GraphDecoder`` behind the forced tokens that name the language and the task, and leave it at the
-end of their text. At the end some are compared with the model's plain ``generate``.
+Every clip is padded to the same length, as usual with Whisper, so encoder batches differ only in
+their number of clips: ``graphed`` captures a graph for each size. Clips are admitted to a
+``GraphDecoder`` with the forced tokens for the language and the task, and leave it at the end of
+their text. At the end, some texts are compared with the model's plain ``generate``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TRACE = (
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 ENCODER_SIZES = (1, 2, 4, 8)
-# The start of a text, its language, the task, and that no times are wanted; its end.
+# The forced tokens: start, language, task, no timestamps. END ends a text.
 FORCED, END = ([50258, 50259, 50359, 50363], 50257) if IS_GPU else ([1, 5, 6, 7], 2)
-SHORTEST, LONGEST = (20, 120) if IS_GPU else (4, 16)  # tokens of a text
+SHORTEST, LONGEST = (20, 120) if IS_GPU else (4, 16)  # number of tokens of a text
 
 
 @attrs.define(eq=False)
 class Clip:
-    """A request: log-mel features (1, mels, frames), and what has become of it."""
+    """A request: log-mel features (1, mels, frames), its tokens and its times."""
 
     features: torch.Tensor
     limit: int
@@ -51,19 +51,19 @@ class Clip:
     last: float = 0.0
 
     def take(self, token: int) -> None:
-        """Take the next token of the text."""
+        """Append the next token of the text."""
         self.last = perf_counter()
         self.first = self.first or self.last
         self.tokens.append(token)
 
     @property
     def is_done(self) -> bool:
-        """Whether the text is at its end."""
+        """Whether the text is complete."""
         return self.tokens[-1] == END or len(self.tokens) == self.limit
 
 
 def make_model() -> Any:
-    """Return whisper-base without its training, or a tiny one on a CPU."""
+    """Return whisper-base without trained weights, or a tiny model on a CPU."""
     torch.manual_seed(0)
     base = {"vocab_size": 51865, "d_model": 512, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048}
     tiny = {
@@ -82,7 +82,7 @@ def make_model() -> Any:
 
 
 def clip_of(model: Any, generator: torch.Generator) -> Clip:
-    """Return a clip of noise that wants a text of random length."""
+    """Return a clip of noise with a random maximum text length."""
     config = model.config
     shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
     features = torch.randn(shape, generator=generator).to(DEVICE)
@@ -91,13 +91,13 @@ def clip_of(model: Any, generator: torch.Generator) -> Clip:
 
 
 def drop_finished(decoder: GraphDecoder, live: list[Clip]) -> list[Clip]:
-    """Give up the rows of clips whose text is at its end; return the others, in their new order."""
+    """Drop the rows of finished clips; return the other clips in their new order."""
     finished = [row for row, clip in enumerate(live) if clip.is_done]
     return [live[row] for row in decoder.drop(finished)]
 
 
 def plain_tokens(model: Any, clip: Clip) -> list[int]:
-    """Return the tokens that the library's own ``generate`` gives for a clip alone."""
+    """Return the tokens of the library's ``generate`` for a single clip."""
     ids = GenerationMixin.generate(
         model,
         input_features=clip.features,
@@ -110,19 +110,19 @@ def plain_tokens(model: Any, clip: Clip) -> list[int]:
 
 
 def milliseconds(seconds: list[float]) -> str:
-    """Return the median and the 95th percentile."""
+    """Return the median and the 95th percentile as text."""
     return f"{median(seconds) * 1e3:.1f} ms, 95% within {quantiles(seconds, n=20)[-1] * 1e3:.1f} ms"
 
 
 def main() -> None:
-    """Serve the clips of a trace, and say how it went."""
+    """Serve the clips of a trace, and print statistics."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60, help="of the trace")
-    parser.add_argument("--slots", type=int, default=8, help="texts at a time")
+    parser.add_argument("--steps", type=int, default=60, help="number of steps of the trace")
+    parser.add_argument("--slots", type=int, default=8, help="maximum number of concurrent texts")
     parser.add_argument("--check", type=int, default=4, help="clips to compare with generate")
     parser.add_argument("--trace", type=Path, default=TRACE)
     args = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # which rounds otherwise in batches of another size
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently for other batch sizes
     model = make_model()
     encoder = graphed(model.get_encoder(), sizes=ENCODER_SIZES)
     decoder = GraphDecoder(
@@ -167,9 +167,9 @@ def main() -> None:
     stats = decoder.stats()
     graphs = stats.graphs["tokens"]
     print(f"decoder: {graphs.steps} steps, {graphs.captures} graphs, {stats.moved} rows moved")
-    print(f"steps eager: {graphs.eager_by_reason or 'none'}; prompts: {stats.prompts}")
+    print(f"eager steps: {graphs.eager_by_reason or 'none'}; prompts: {stats.prompts}")
     same = [plain_tokens(model, clip) == clip.tokens for clip in clips[: args.check]]
-    print(f"tokens of plain generate: {sum(same)} of {len(same)} clips")
+    print(f"same tokens as plain generate: {sum(same)} of {len(same)} clips")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The small changes that mutation testing makes to a module; `mutate.py` tests them."""
+"""Small changes that mutation testing makes to a module; `mutate.py` tests them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @attrs.frozen
 class Mutant:
-    """One change to a module.
+    """A change to a module.
 
     Attributes:
-        line: Where.
-        what: The change, in words.
-        function: Qualified name and first line of the outermost function that it is in; None
-            where it takes effect when the module is loaded.
-        tree: The module as it was.
-        place: Which node, and which of its changes.
+        line: Line of the change.
+        what: Description of the change.
+        function: Qualified name and first line of the outermost function with the change; None if
+            the change takes effect when the module is loaded.
+        tree: Unchanged module.
+        place: Index of the node, and index of the change of this node.
     """
 
     line: int
@@ -62,7 +62,7 @@ class Mutant:
 
 
 def mutants(tree: ast.Module) -> Iterator[Mutant]:
-    """Yield every mutant of a module."""
+    """Yield all mutants of a module."""
     functions = dict(_functions(tree))
     for index, node in enumerate(_places(tree)):
         for number, (what, _) in enumerate(_changes(node)):
@@ -73,7 +73,7 @@ def mutants(tree: ast.Module) -> Iterator[Mutant]:
 def _functions(
     node: ast.AST, inside: tuple[str, ...] = ()
 ) -> Iterator[tuple[int, tuple[str, int]]]:
-    """Yield the id of every node in a function's body, with that function."""
+    """Yield the id of every node in a function's body, and the function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
@@ -88,7 +88,7 @@ def _functions(
 
 
 def _places(tree: ast.Module) -> list[ast.AST]:
-    """The nodes of a module in order, without annotations and texts: no test is about those."""
+    """Return the nodes of a module in order, without annotations and f-strings."""
     left_alone: set[int] = set()
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
@@ -109,7 +109,7 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> list[tuple[str, Any]]:
-    """The changes that can be made in place to a node: (words, function that makes it)."""
+    """Return the possible changes of a node: (description, function that makes it)."""
     found: list[tuple[str, Any]] = []
 
     def change(what: str, name: str, value: Any) -> None:

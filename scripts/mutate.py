@@ -1,19 +1,19 @@
-"""Mutation testing of what decides: change one thing, see whether a test notices.
+"""Mutation testing of the code that decides: change one thing, and see whether a test fails.
 
     python scripts/mutate.py --sample 300 --results mutants.jsonl
 
-Every mutant is one small change to one file of dispatch/, registry/ or keys/ (a comparison, a
-constant, a condition, an operator, a return, a statement left out). The tests run once unchanged,
-to learn which of them reach which function. Then each mutant gets a process of its own, forked
-from one that has collected the tests already; there the function's code is exchanged, and the
-tests that reach it run, the module's own first and the quick ones of those before the slow, until
-one fails. What takes effect while modules are loaded is imported changed instead, and all
-tests of the rooms run on it; so is what survived of functions that run while tests are collected.
-Nothing is written into the source. What survives is a missing test, or a change that no caller can
-see: docs/reference/mutation.md lists those, each with the reason.
+Every mutant is one small change to a file of dispatch/, registry/ or keys/ (a comparison, a
+constant, a condition, an operator, a return value, a removed statement). The tests first run
+unchanged, to record the functions that each test reaches. Then each mutant gets its own process,
+forked from one that has already collected the tests. In it, the code of the function is replaced,
+and the tests that reach it run until one fails: first those of the module, and fast ones before
+slow ones. Changes that take effect while modules are loaded are imported instead, and all tests of
+the folders run; the same applies to surviving changes of functions that run during collection. The
+source is never written. A survivor shows a missing test, or a change that no caller can observe:
+docs/reference/mutation.md lists the latter, each with its reason.
 
-An own mutator, since the published ones start pytest anew for each mutant or rewrite the
-checkout, and then want hours for what this does in minutes.
+Published mutation testing tools start pytest again for each mutant or rewrite the checkout, and
+need hours where this script needs minutes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from typing import Any
 
 import attrs
 import hypothesis
-import hypothesis.stateful  # loaded once, for every fork
+import hypothesis.stateful  # loaded once for all forks
 import pytest
 from mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = str(ROOT / "dispatchkit")
 ROOMS = ("keys", "registry", "dispatch")
-#: The tests of the file itself come first, since most mutants die there.
+#: The tests of a file run first, because they kill most mutants.
 OWN = {
     "keys/axes.py": "tests/keys/test_axes.py",
     "keys/batch.py": "tests/keys/test_batch.py",
@@ -75,25 +75,25 @@ ALL = (
     "tests/testing/test_policy_kit.py",
     "tests/testing/test_lane_policy_kit.py",
 )
-#: Slow here, and each with a quicker test of the same promise; or in a process of its own, which
-#: would import the module unchanged.
+#: Tests that are slow here and have a faster equivalent, or that import the module unchanged in
+#: another process.
 LEFT_OUT = (
     "test_hundred_thousand_keys",
     "another_process",
     "loads_no_torch",
     "without_hypothesis",
 )
-#: What the kit says of correct policies is asked. The tests that it finds faulty ones are about the
-#: kit, and take half of the time.
+#: Tests of the kit itself with faulty policies, which take half of the time. The kit's tests of
+#: correct policies run.
 LEFT_OUT_OF_KIT = "test_policy_kit.py::test_"
-ANEW = 77  # exit status: the code cannot be exchanged
+ANEW = 77  # exit status if the code cannot be replaced
 
 Function = tuple[str, str, int]  # file, qualified name, first line
 
 
 @attrs.frozen
 class Task:
-    """A mutant of a file, and the name that its result is kept under."""
+    """A mutant of a file, and the name of its result."""
 
     name: str
     path: Path
@@ -101,25 +101,25 @@ class Task:
 
     @property
     def function(self) -> Function | None:
-        """The function it is in."""
+        """The function that contains the change."""
         function = self.mutant.function
         return None if function is None else (str(self.path), *function)
 
 
 @attrs.frozen
 class Reached:
-    """What a test calls, and how long it takes."""
+    """The functions that a test calls, and its duration."""
 
     test: str
     seconds: float
     functions: frozenset[Function]
 
 
-# -- which tests reach what ------------------------------------------------------------------
+# -- functions that tests reach --------------------------------------------------------------
 
 
 class Recorder:
-    """Notes which functions of the rooms each test calls, and which are called outside tests."""
+    """Pytest plugin that records the functions called by each test, and outside tests."""
 
     def __init__(self) -> None:
         self.outside: set[Function] = set()
@@ -127,14 +127,14 @@ class Recorder:
         self._now = self.outside
 
     def note(self, frame: Any, event: str, argument: object) -> None:
-        """The profile function."""
+        """Record a call; this is the profile function."""
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE):
             self._now.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Note the calls of one test."""
+        """Record the calls and the duration of one test."""
         self._now = set()
         start = time.process_time()
         try:
@@ -145,19 +145,19 @@ class Recorder:
 
 
 def record(target: Path) -> None:
-    """Run all tests as they are, and write what they reach."""
+    """Run all tests unchanged, and write the functions that they reach."""
     recorder = Recorder()
     threading.setprofile(recorder.note)
     sys.setprofile(recorder.note)
     code = run_pytest(Selection(), recorder)
     sys.setprofile(None)
     if code != pytest.ExitCode.OK:
-        raise SystemExit("The tests fail without any mutant: nothing can be said.")
+        raise SystemExit("The tests fail without mutants; fix them first.")
     target.write_text(json.dumps({"tests": recorder.tests, "outside": [*recorder.outside]}))
 
 
 def order(tests: Iterable[Reached], path: Path) -> list[str]:
-    """Return tests of a file's mutant: its own first, and the quick before the slow."""
+    """Return the tests for a file's mutant: its own first, fast ones before slow ones."""
     own = OWN.get(f"{path.parent.name}/{path.name}", DISPATCHER)
     ranked = sorted(tests, key=lambda one: (not one.test.startswith(own), one.seconds))
     return [one.test for one in ranked]
@@ -167,13 +167,13 @@ def order(tests: Iterable[Reached], path: Path) -> list[str]:
 
 
 class Selection:
-    """Takes the tests asked for, in their order; all that are quick where none are named."""
+    """Pytest plugin that selects and orders the given tests, or all fast ones by default."""
 
     def __init__(self, chosen: list[str] | None = None) -> None:
         self.chosen = chosen
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Drop and sort."""
+        """Remove and sort tests."""
         left_out = (*LEFT_OUT, LEFT_OUT_OF_KIT)
         kept = [one for one in items if not any(word in one.nodeid for word in left_out)]
         if self.chosen is not None:
@@ -185,25 +185,25 @@ class Selection:
 
 
 class StopsAtOnce:
-    """Ends the process at the first failure."""
+    """Pytest plugin that ends the process at the first failure."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Leave no time for tracebacks and teardown."""
+        """Exit without tracebacks and teardown."""
         if report.failed:
             os._exit(pytest.ExitCode.TESTS_FAILED)
 
 
 class Exchanger:
-    """In place of the tests: each task's function is exchanged in a fork, and tests run there."""
+    """Pytest plugin that runs each mutant in a fork with the function's code replaced."""
 
     def __init__(
         self,
         tasks: list[Task],
         tests: list[Reached],
         outside: set[Function],
-        told: Callable[[Task, str, float], None],
+        on_result: Callable[[Task, str, float], None],
     ) -> None:
-        self.tasks, self.outside, self.told = tasks, outside, told
+        self.tasks, self.outside, self.on_result = tasks, outside, on_result
         self.tests: dict[Function, list[Reached]] = {}
         for one in tests:
             for function in one.functions:
@@ -231,7 +231,7 @@ class Exchanger:
                 try:
                     for function in live[task.function]:
                         function.__code__ = new
-                except (KeyError, ValueError):  # not alive by itself; other free variables
+                except (KeyError, ValueError):  # not referenced, or other free variables
                     return ANEW
                 session.config.pluginmanager.register(StopsAtOnce())
                 for item in chosen:
@@ -240,14 +240,14 @@ class Exchanger:
 
             start = time.monotonic()
             result = forked(run, sum(one.seconds for one in reached))
-            # A function that runs while tests are collected may have left a trace there.
+            # A function that runs during collection may have had an effect there.
             if result != "anew" and not (result == "survived" and task.function in self.outside):
-                self.told(task, result, time.monotonic() - start)
+                self.on_result(task, result, time.monotonic() - start)
         return True
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield all code objects in one."""
+    """Yield all code objects nested in a code object."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
@@ -255,12 +255,12 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def same(code: CodeType, function: Function | None) -> bool:
-    """Return whether a code object is that of a function."""
+    """Return whether a code object belongs to a function."""
     return (code.co_filename, code.co_qualname, code.co_firstlineno) == function
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from a changed tree, and everything else as always."""
+    """Importer of one module from a changed tree."""
 
     def __init__(self, path: Path, tree: ast.Module) -> None:
         module = path.relative_to(ROOT).with_suffix("")
@@ -268,7 +268,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.path, self.tree = path, tree
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Answer for the one module."""
+        """Return a spec for the changed module."""
         if name != self.module:
             return None
         packages = [str(self.path.parent)] if self.path.name == "__init__.py" else None
@@ -282,12 +282,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def imported(task: Task, tests: list[Reached]) -> str:
-    """Return what tests say about a mutant that is imported."""
+    """Return the result of a mutant that is imported."""
 
     def run() -> int:
         finder = Finder(task.path, task.mutant.make())
         sys.meta_path.insert(0, finder)
-        # Now: dispatchkit is a plugin of pytest's too, whose own importer would go first.
+        # Import it now, because pytest's importer would be used for dispatchkit, a pytest plugin.
         importlib.import_module(finder.module)
         selection = Selection(order(tests, task.path))
         return run_pytest(selection, StopsAtOnce())
@@ -296,23 +296,23 @@ def imported(task: Task, tests: list[Reached]) -> str:
 
 
 def run_pytest(*plugins: object) -> int:
-    """Run pytest on the rooms' tests, with plugins of ours."""
+    """Run pytest on the tests of the folders, with additional plugins."""
     arguments = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not slow and not gpu"]
     return int(pytest.main([*arguments, *ALL], plugins=[*plugins]))
 
 
 def forked(run: Callable[[], int], seconds: float) -> str:
-    """Run in a fork, in silence: "killed", "survived", "timeout" or "anew".
+    """Run in a fork without output; return "killed", "survived", "timeout" or "anew".
 
     Args:
-        run: Returns pytest's exit status.
-        seconds: What the tests take without a mutant.
+        run: Function that returns pytest's exit status.
+        seconds: Duration of the tests without a mutant.
     """
     child = os.fork()
     if child == 0:
         silence()
-        # Of the processor: a busy machine kills no mutant. The alarm is for locks never released.
+        # Limit CPU time, so that a busy machine kills no mutant. The alarm is for deadlocks.
         limit = int(20 + 4 * seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
@@ -334,14 +334,14 @@ def forked(run: Callable[[], int], seconds: float) -> str:
 
 
 def silence() -> None:
-    """Send what is printed from here on nowhere."""
-    with open(os.devnull, "w") as nothing:  # noqa: PTH123 - a descriptor is wanted
+    """Redirect all further output to the null device."""
+    with open(os.devnull, "w") as nothing:  # noqa: PTH123 - a file descriptor is needed
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
 
 
 def apart(run: Callable[[], object], *, quiet: bool) -> None:
-    """Run in a fork, so that this process stays as it is; end if it fails."""
+    """Run in a fork, to keep this process unchanged; exit if it fails."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -352,22 +352,22 @@ def apart(run: Callable[[], object], *, quiet: bool) -> None:
                 sys.stdout = os.fdopen(keep, "w", buffering=1)
             run()
             status = 0
-        except BaseException:  # noqa: BLE001 - told, and the fork ends
+        except BaseException:  # noqa: BLE001 - printed, and the fork exits
             traceback.print_exc(file=sys.stdout)
         finally:
             sys.stdout.flush()
             os._exit(status)
     if os.waitpid(child, 0)[1]:
-        raise SystemExit("Mutation testing stopped: see above.")
+        raise SystemExit("Mutation testing stopped; see the traceback above.")
 
 
-# -- all of them -----------------------------------------------------------------------------
+# -- all mutants -----------------------------------------------------------------------------
 
 
 def tasks() -> list[Task]:
-    """Return all mutants there are.
+    """Return all possible mutants.
 
-    Named by their words, not their lines: results outlive edits elsewhere in a file.
+    Their names do not contain line numbers, so results stay valid after edits elsewhere in a file.
     """
     found = []
     for room in ROOMS:
@@ -381,24 +381,24 @@ def tasks() -> list[Task]:
 
 
 def main() -> None:
-    """Make the mutants asked for, test each, write one line for each."""
+    """Create the selected mutants, test each, and write one line for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sample", type=int, help="take that many at random, of all files")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--only", default="", help="names (file and change) that hold this text")
-    parser.add_argument("--results", type=Path, help="file that gets a JSON line for each")
+    parser.add_argument("--sample", type=int, help="number of random mutants, from all files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--only", default="", help="text that names (file and change) must contain")
+    parser.add_argument("--results", type=Path, help="file to which a JSON line is added for each")
     parser.add_argument("--again", action="store_true", help="repeat the survivors in --results")
-    parser.add_argument("--count", action="store_true", help="say how many there are, and stop")
+    parser.add_argument("--count", action="store_true", help="print the number of mutants and exit")
     chosen = parser.parse_args()
     os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))  # this checkout, wherever an installed one lies
+    sys.path.insert(0, str(ROOT))  # use this checkout, not an installed package
     everything = tasks()
     if chosen.count:
         print(f"{len(everything)} mutants")
         return
-    # The first failure is enough: nothing is shrunk.
+    # The first failure is enough, so examples are not shrunk.
     hypothesis.settings.register_profile(
         "mutants",
         max_examples=20,
@@ -433,7 +433,7 @@ def read(results: Path) -> dict[str, str]:
 def test(wanted: list[Task], results: Path, reached: Path) -> None:
     """Test mutants, and add a line to the results for each."""
 
-    def told(task: Task, result: str, seconds: float) -> None:
+    def on_result(task: Task, result: str, seconds: float) -> None:
         entry = {"id": task.name, "line": task.mutant.line, "result": result}
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "seconds": round(seconds, 2)}) + "\n")
@@ -444,7 +444,7 @@ def test(wanted: list[Task], results: Path, reached: Path) -> None:
     found = json.loads(reached.read_text())
     outside = {tuple(each) for each in found["outside"]}
     tests = [Reached(*each[:2], frozenset(map(tuple, each[2]))) for each in found["tests"]]
-    exchanger = Exchanger(wanted, tests, outside, told)
+    exchanger = Exchanger(wanted, tests, outside, on_result)
     results.touch()
     start_at = results.stat().st_size
     apart(lambda: run_pytest(Selection(), exchanger), quiet=True)
@@ -454,11 +454,11 @@ def test(wanted: list[Task], results: Path, reached: Path) -> None:
     for task in wanted:
         if task.name not in done:
             start = time.monotonic()
-            told(task, imported(task, tests), time.monotonic() - start)
+            on_result(task, imported(task, tests), time.monotonic() - start)
 
 
 def report(wanted: list[Task], results: dict[str, str]) -> None:
-    """Print how many of each room were killed."""
+    """Print the number of mutants with each result, by folder."""
     for room in ROOMS:
         counts = Counter(
             results.get(task.name, "not run") for task in wanted if task.path.parent.name == room

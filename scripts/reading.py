@@ -1,7 +1,7 @@
-"""Bring docs/reading.md up to date: its counts, and what each file says of itself.
+"""Update docs/reading.md: line counts, and the summary of each file.
 
-Usage: scripts/reading.py. The order of the files is kept. A file that is not on the page yet comes
-behind the last one of its folder, to be moved to its place by hand; one that is gone is left out.
+Usage: scripts/reading.py. The order of files is kept. A new file is added after the last file of
+    its folder; move it to its place by hand. Deleted files are removed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PACKAGE = ROOT / "dispatchkit"
 ENTRY = re.compile(r"- `([\w/]+\.py)` \(([\d,]+)\): .*")
 HEADING = re.compile(r"(## .*) \(([\d,]+) lines\)")
 TOTAL = re.compile(r"([\d,]+) lines of Python")
-#: What comes with the core and is no part of it.
+#: Parts of the core distribution that are not counted as core.
 BESIDE = ("__main__", "cli/", "demo/", "testing/")
 
 
 @functools.cache
 def files() -> dict[str, tuple[int, str]]:
-    """Return the number of lines and the docstring's first paragraph of each file, by path."""
+    """Return the number of lines and the first docstring paragraph of each file, by path."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def files() -> dict[str, tuple[int, str]]:
 
 
 def rewritten(page: str) -> str:
-    """Return the page as it should be now."""
+    """Return the updated page."""
     there = files()
     lines = [line for line in page.splitlines() if _name(line) is None or _name(line) in there]
     for name in sorted(set(there) - {_name(line) for line in lines}):
@@ -68,9 +68,9 @@ def _name(line: str) -> str | None:
 
 
 def _count(pattern: re.Pattern[str], line: str, group: int, now: int) -> str:
-    """Return a count in tens; the one that is there if it is off by little.
+    """Return a count rounded to tens, or the existing count if it is nearly right.
 
-    It is there to plan an afternoon, and an edit of a few lines must not make the page wrong.
+    The counts are only for planning, and small edits should not make the page out of date.
     """
     found = pattern.search(line)
     written = found[group] if found else "0"

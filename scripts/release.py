@@ -1,8 +1,7 @@
-"""Build every distribution, install it where there is no checkout, and run its tests there.
+"""Build all distributions, install them without the checkout, and run their tests there.
 
-Usage: scripts/release.py [NAME ...]; all distributions by default. What is built stays in
-``dist/``.
-Needs no network: what the distributions depend on comes from the environment that runs this.
+Usage: scripts/release.py [NAME ...]; by default, all distributions are tested. The built files stay
+    in ``dist/``. Needs no network: dependencies come from the environment that runs this script.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ SOURCES = {
     path.parent.name if path.parent != ROOT else "dispatchkit": path.parent
     for path in [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 }
-NO_TESTS = 5  # pytest's exit code where it selected none
-# These look at the checkout itself: its set-up, its sources, its pages.
+NO_TESTS = 5  # exit code of pytest if no tests were selected
+# These test the checkout itself: its set-up, its sources, its pages.
 OF_THE_CHECKOUT = (
     "--ignore=tests/packaging",
     "--ignore=tests/cli/test_docs.py",
@@ -34,10 +33,10 @@ OF_THE_CHECKOUT = (
 
 
 def main(names: list[str]) -> int:
-    """Return 0 if every distribution built, installed and passed."""
+    """Return 0 if every distribution was built and installed and passes its tests."""
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:
-        say(f"No distribution {unknown[0]!r}; there are: {', '.join(SOURCES)}.")
+        say(f"Unknown distribution {unknown[0]!r}; choose from {', '.join(SOURCES)}.")
         return 2
     problem = versions_disagree()
     if problem:
@@ -50,7 +49,7 @@ def main(names: list[str]) -> int:
         if subprocess.run(build, cwd=folder, check=False).returncode:
             return 1
     with tempfile.TemporaryDirectory(prefix="release ") as place:
-        # Beside the build, so that what is tested is of the same moment as the tests.
+        # Copy the tests together with the build, so that both have the same state.
         tests = {name: copy_tests(name, Path(place)) for name in names or SOURCES}
         python = install(Path(place))
         failed = [name for name, folder in tests.items() if not passes(name, python, folder)]
@@ -59,7 +58,7 @@ def main(names: list[str]) -> int:
 
 
 def versions_disagree() -> str:
-    """Return what is wrong with the versions; empty if nothing is."""
+    """Return a description of inconsistent versions; empty if all are consistent."""
     found = {
         name: tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
         for name, folder in SOURCES.items()
@@ -76,21 +75,23 @@ def versions_disagree() -> str:
         text = file.read_text()
         said = re.search(r'__version__\s*(?::\s*\w+)?\s*=\s*"([^"]+)"', text)
         if said and said[1] != found[name]:
-            return f"{name} is {found[name]} in pyproject.toml and {said[1]} in {file.name}."
+            return (
+                f"{name} has version {found[name]} in pyproject.toml, but {said[1]} in {file.name}."
+            )
     if f"## {found['dispatchkit']}" not in (ROOT / "CHANGELOG.md").read_text():
         return f"CHANGELOG.md has no section {found['dispatchkit']}."
     return ""
 
 
 def install(place: Path) -> Path:
-    """Make an environment with the wheels and what they need; return its Python."""
+    """Create an environment with the wheels and their dependencies; return its Python."""
     environment = place / "env"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     python = environment / "bin" / "python"
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
     wheels = sorted(map(str, DIST.glob("*.whl")))
     subprocess.run([*pip, "--no-index", "--no-deps", *wheels], check=True)
-    # Dependencies by path: .pth files in there, those of editable installs, are not read.
+    # Add dependencies by path: the .pth files of editable installs in that folder are not read.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = subprocess.run(
@@ -100,15 +101,15 @@ def install(place: Path) -> Path:
         check=True,
     ).stdout.strip()
     if not Path(where).is_relative_to(site):
-        raise SystemExit(f"The wheel is not what is imported: {where}")
+        raise SystemExit(f"The imported package is not the wheel: {where}")
     return python
 
 
 def copy_tests(name: str, place: Path) -> Path:
-    """Copy the tests of a distribution into a folder without its sources; return the folder."""
+    """Copy the tests of a distribution to a folder without its sources; return the folder."""
     folder = place / name
     folder.mkdir()
-    # Tests read traces, pages and examples too; sources are what must not be there.
+    # Tests also read traces, pages and examples; only sources must be missing.
     left_out = shutil.ignore_patterns("__pycache__", ".*", "dist", "_build")
     for part in ("conftest.py", "pyproject.toml", "README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / part, folder)
@@ -122,7 +123,7 @@ def copy_tests(name: str, place: Path) -> Path:
 
 
 def passes(name: str, python: Path, folder: Path) -> bool:
-    """Run the tests of a distribution that were copied: the slow ones where all are slow."""
+    """Run copied tests, including slow ones if all are slow; return whether they pass."""
     say(f"== test {name}")
     code = run_tests(name, python, folder, "not slow and not gpu")
     if code == NO_TESTS:
@@ -131,7 +132,7 @@ def passes(name: str, python: Path, folder: Path) -> bool:
 
 
 def run_tests(name: str, python: Path, folder: Path, marks: str) -> int:
-    """Run copied tests with these marks; return pytest's exit code."""
+    """Run copied tests with the given marks; return pytest's exit code."""
     tests = "tests" if name == "dispatchkit" else f"plugins/{name}"
     how = ["-q", "-m", marks, "-n", "2", "--dist", "loadfile"]
     done = subprocess.run(
@@ -144,7 +145,7 @@ def run_tests(name: str, python: Path, folder: Path, marks: str) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line at once, between the lines of the programs that are run."""
+    """Print a line without buffering, because subprocesses also print."""
     print(text, flush=True)
 
 

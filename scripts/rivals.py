@@ -1,8 +1,8 @@
-"""Fetch the dispatchers of published vLLM releases, to compare ours with them.
+"""Fetch the dispatchers of published vLLM releases, for comparison.
 
-Downloads the wheels of two releases without their dependencies and keeps the few files that
-define the dispatcher, its descriptor, its modes and its caller. They lie in ``.rivals/``,
-which is ignored; nothing of them becomes part of this project.
+Downloads the wheels of some releases without their dependencies and keeps the files that define the
+dispatcher, its descriptor, its modes and its caller. The files are stored in ``.rivals/``, which
+git ignores, and are not part of this project.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ FOLDER = Path(__file__).resolve().parent.parent / ".rivals"
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line without buffering."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """Write the files that are compared with, and the licence they come under."""
+    """Write the compared files and their license."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         missing = sorted(set(FILES) - names)
         if missing:
-            sys.exit(f"{wheel.name} holds no {', '.join(missing)}; is it another release?")
+            sys.exit(f"{wheel.name} does not contain {', '.join(missing)}; check its release.")
         licences = [name for name in names if ".dist-info/" in name and "LICENSE" in name]
         for name in (*FILES, *licences):
             path = target / (name if name in FILES else "LICENSE")
@@ -45,11 +45,11 @@ def unpack(wheel: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the missing releases."""
     for release in RELEASES:
         target = FOLDER / f"vllm-{release}"
         if all((target / name).is_file() for name in FILES):
-            say(f"{target}: there already")
+            say(f"{target}: already fetched")
             continue
         say(f"vllm {release}: downloading the wheel (several hundred MB)")
         with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +59,8 @@ def main() -> None:
             wheels = list(Path(folder).glob("*.whl"))
             if fetched.returncode or len(wheels) != 1:
                 sys.exit(
-                    f"vllm {release} could not be downloaded. It needs a package index and "
-                    f"Linux on x86-64; try again there."
+                    f"vllm {release} could not be downloaded. It requires a package index and "
+                    "Linux on x86-64; try again there."
                 )
             unpack(wheels[0], target)
         say(f"{target}: {len(FILES)} files")

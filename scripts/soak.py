@@ -1,15 +1,15 @@
-"""A long run with everything at once, and faults at random; every result compared with eager.
+"""Run everything at once for a long time, with random faults, comparing all results with eager.
 
     python scripts/soak.py --steps 100000 --seed 0
     python scripts/soak.py --steps 100000 --seed 0 --device cuda --seconds 80
 
-A real trace is looped through a runner on the tape, or on a device: an adaptive policy in a
-composite, two lanes beside it, lazy capture under a budget that evicts. Meanwhile captures fail
-at any operation or run out of memory, launches are refused, observers and policies raise, policies
-and limits are swapped, modes and keys switched, weights changed in place and replaced, and threads
-submit at once. A few steps after each of these somebody mends what can be mended, so that most
-steps are replays. One JSON line says what happened; exit 1 and a message say what was wrong, with a
-line that tells the last events and what was held.
+A real trace is looped through a runner on the tape or on a device, with an adaptive policy in a
+composite, lazy capture under a budget that evicts, and a second runner with two lanes. Meanwhile,
+captures fail at any operation or run out of memory, launches fail, observers and policies raise,
+policies and limits are swapped, modes and keys are disabled, weights are changed in place or
+replaced, and threads submit concurrently. A few steps after each event, everything that can be
+repaired is repaired, so most steps are replays. One JSON line summarizes the run. If a check fails,
+the exit code is 1, and a message and a line with the latest events and the state are printed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ TRACE = ROOT / "tests" / "data" / "traces" / "step_azure_conv_peak.csv.gz"
 SIZES = (1, 2, 4, 8, 16, 24)
 LANE_SIZES = (1, 2, 4, 8)
 MAX_GRAPHS = 10
-#: Highest runtime mode of the steps, drawn at random: few may use no graph.
+#: Highest runtime modes of steps, drawn at random; few steps may use no graph.
 CEILINGS = (2,) * 16 + (1,) * 3 + (0,)
-# The first learns, and has hundreds of steps timed before it knows its graphs.
+# The first policy learns, and needs hundreds of measured steps to compare its graphs.
 POLICIES = (
     "moody:20, adaptive:10, vllm",
     "moody:20, vllm",
@@ -62,7 +62,7 @@ POLICIES = (
     "moody:5, vllm@0.11",
     "grumpy",
 )
-#: What can happen between two steps; the more often in the list, the more often it does.
+#: Events between two steps; the number of repetitions is the relative frequency.
 EVENTS = (
     "capture capture memory launch launch policy policy learning learning learning observer "
     "observer swap config mode key in_place replace evict limits idle drain stream storm"
@@ -70,7 +70,7 @@ EVENTS = (
 
 
 class Soak:
-    """One run; see the module."""
+    """One run, as described in the module docstring."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.rng = random.Random(seed)
@@ -99,7 +99,7 @@ class Soak:
         )
         self.lane_backend = faulty_device(device, self.faults)
         generator = torch.Generator().manual_seed(seed)
-        # Not through self: what else it holds changes in Python, and such steps run eager.
+        # Not through self: its other attributes change in Python, and such steps run eager.
         self.laned_weight = weight = torch.randn(4, 4, generator=generator).to(device)
         self.laned = GraphRunner(
             lambda x: torch.relu(x @ weight),
@@ -112,7 +112,8 @@ class Soak:
             options=RunnerOptions(config=DispatchConfig(max_num_seqs=LANE_SIZES[-1])),
         )
         self.laned.capture()
-        # One block of random rows, cut anew for each step: drawing some takes longer than a step.
+        # One block of random rows is sliced for each step, because drawing takes longer than a
+        # step.
         self.rows = torch.randn(4096, 2, generator=generator).to(device)
         self.places = torch.stack(
             [torch.randperm(SINK, generator=generator) for _ in range(256)]
@@ -121,7 +122,7 @@ class Soak:
         self.stream = self.streams[0]
         self.verdict, self.state_verdict = Verdict(device), Verdict(device)
         self.steps = self.storms = self.swaps = self.raised = 0
-        self.heal_after = -1
+        self.repair_after = -1
         self.recent: collections.deque[str] = collections.deque(maxlen=16)
 
     def _policy(self, members: str) -> Any:
@@ -129,10 +130,10 @@ class Soak:
             return self.plugins.create_policy("grumpy")
         return self.plugins.create_policy("composite", members=members, plugins=self.plugins)
 
-    # -- one step -------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------
 
     def step(self, num_tokens: int) -> None:
-        """Run one batch through both, and compare the results."""
+        """Run one batch with the runner and eager, and compare the results."""
         rng = self.rng
         at = rng.randrange(len(self.rows) - num_tokens)
         slots = self.places[rng.randrange(len(self.places))][:num_tokens]
@@ -146,8 +147,8 @@ class Soak:
                 ceiling=rng.choice(CEILINGS),
             )
         except ReplayError:
-            # Told that the step may have run in part, and was not run again: its state is put
-            # back, as the message says, and the step is not counted.
+            # The step may have run in part and was not repeated. Restore its state, as the message
+            # requires, and do not count the step.
             self.raised += 1
             for theirs, mine in zip(self.theirs.state(), self.mine.state(), strict=True):
                 theirs.copy_(mine)
@@ -156,19 +157,19 @@ class Soak:
         self.steps += 1
         self.verdict.compare(got, want, self.steps)
 
-    # -- what happens meanwhile -------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------
 
-    def happen(self) -> None:
-        """Let one thing happen, to be mended a few steps later."""
+    def trigger_event(self) -> None:
+        """Trigger a random event, which is repaired a few steps later."""
         what = self.rng.choice(EVENTS)
         self.faults.done[f"event: {what}"] += 1
         self.recent.append(f"{what} after {self.steps}")
         getattr(self, f"on_{what}")()
-        if self.heal_after < 0:
-            self.heal_after = self.rng.randrange(3, 9)
+        if self.repair_after < 0:
+            self.repair_after = self.rng.randrange(3, 9)
 
     def on_capture(self, *, out_of_memory: bool = False) -> None:
-        """The next capture fails; give it a cause to come."""
+        """Make the next capture fail, and perhaps cause a capture."""
         self.faults.arm_capture(self.rng.randrange(7), out_of_memory=out_of_memory)
         key = self.rng.choice(list(self.runner.registry))
         if self.rng.random() < 0.5:
@@ -177,35 +178,35 @@ class Soak:
             self.runner.evict(key)
 
     def on_memory(self) -> None:
-        """The same, by memory that runs out."""
+        """Make the next capture run out of memory."""
         self.on_capture(out_of_memory=True)
 
     def on_launch(self) -> None:
-        """A launch is refused."""
+        """Make a launch fail."""
         self.faults.arm("launch refused")
 
     def on_policy(self) -> None:
-        """A policy raises when it is asked; give it a cause to be."""
+        """Make a policy raise when it decides, and cause a decision."""
         self.faults.arm("policy raised")
         self.on_key(again=True)
 
     def on_learning(self) -> None:
-        """A policy raises when it is told what a step took."""
+        """Make a policy raise when it receives a measured time."""
         self.faults.arm("learning raised")
 
     def on_observer(self) -> None:
-        """An observer raises."""
+        """Make an observer raise."""
         self.faults.arm("observer raised")
-        # Not always at once: three faults of a hook in a row, and it is switched off for good.
+        # Not always immediately: three consecutive faults of a hook would disable it permanently.
         if self.rng.random() < 0.5:
             self.on_evict()
 
     def on_swap(self) -> None:
-        """Another policy."""
+        """Swap the policy."""
         self._swap(policy=self._policy(self.rng.choice(POLICIES)))
 
     def on_config(self) -> None:
-        """Other sizes, with a copy of the policy; those in both keep their graphs."""
+        """Swap the sizes with a copy of the policy; common sizes keep their graphs."""
         sizes = SIZES if self.runner.config.sizes != SIZES else (1, 3, 8, 20, 24)
         self._swap(sizes=sizes)
 
@@ -213,72 +214,72 @@ class Soak:
         try:
             self.runner.swap(**changes)
             self.swaps += 1
-        except PolicyError:  # it raised when it was tried: what was in force stays so
+        except PolicyError:  # the candidate raised, so the previous policy stays
             self.faults.done["swap refused"] += 1
 
     def on_mode(self) -> None:
-        """A mode is switched off."""
+        """Disable a mode."""
         self.runner.controls.set_enabled(False, mode=self.rng.choice(("FULL", "PIECEWISE")))
 
     def on_key(self, *, again: bool = False) -> None:
-        """A key is switched off, and perhaps on again."""
+        """Disable a key, and enable it again if ``again``."""
         key = self.rng.choice(list(self.runner.registry))
         self.runner.controls.set_enabled(False, key=key)
         if again:
             self.runner.controls.set_enabled(True, key=key)
 
     def on_in_place(self) -> None:
-        """Weights change in place: the next replay sees them."""
+        """Change weights in place; the next replay reads them."""
         factor = self.rng.choice((0.5, 2.0, -1.0))
         for model in (self.mine, self.theirs):
             model.weight.mul_(factor).clamp_(-2, 2)
 
     def on_replace(self) -> None:
-        """Weights are in other memory: all graphs go."""
+        """Replace weights by other tensors, which invalidates all graphs."""
         for model in (self.mine, self.theirs):
             model.weight = model.weight.flip(0).clone()
         self.runner.invalidate()
 
     def on_evict(self) -> None:
-        """A graph is given up."""
+        """Evict a graph."""
         live = list(self.runner.lanes[0].lifecycle.live())
         if live:
             self.runner.evict(self.rng.choice(live))
 
     def on_limits(self) -> None:
-        """Fewer graphs, or less memory, than there are now."""
+        """Reduce the limit on graphs or memory below its current use."""
         if self.rng.random() < 0.5:
             fewer = [*range(2, MAX_GRAPHS)]
             if (now := self.runner.lanes[0].lifecycle.budget.max_graphs) in fewer:
-                fewer.remove(now)  # what is so already is no swap
+                fewer.remove(now)  # the current limit would not be a swap
             self.runner.swap(max_graphs=self.rng.choice(fewer))
             self.swaps += 1
         elif self.runner.num_bytes:
             if self.rng.random() < 0.5:
-                self.runner.clear()  # what is left of them is to fit, too
+                self.runner.clear()  # the remaining memory must fit, too
             self.runner.swap(max_bytes=int(self.runner.num_bytes * 0.9))
             self.swaps += 1
         self.check()
 
     def on_idle(self) -> None:
-        """Idle moments are used."""
+        """Capture a graph in an idle moment."""
         self.runner.controls.capture_next()
 
     def on_drain(self) -> None:
-        """What was measured is waited for."""
+        """Wait for all measurements."""
         self.runner.drain(wait=True)
 
     def on_stream(self) -> None:
-        """The caller goes on on another stream."""
+        """Continue on another stream."""
         before, self.stream = self.stream, self.rng.choice(self.streams)
         self.stream.wait_stream(before)
 
     def on_storm(self) -> None:
-        """Several threads submit at once to two lanes; every result is compared."""
+        """Submit concurrently from several threads to two lanes, and compare all results."""
         self.storms += 1
         seed = self.rng.randrange(2**31)
         errors: list[BaseException] = []
-        self.backend.synchronize()  # what they read was written on the stream of this thread
+        self.backend.synchronize()  # threads read data written on this thread's stream
 
         def work(number: int) -> None:
             try:
@@ -289,7 +290,7 @@ class Soak:
                     got = self.laned.submit(x, num_reqs=rows, uniform=True).result()
                     verdict.compare(got, torch.relu(x @ self.laned_weight), turn)
                 verdict.ask(f"storm {self.storms}: submitted step")
-            except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            except BaseException as error:  # noqa: BLE001 - raised again by the main thread
                 errors.append(error)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
@@ -299,13 +300,13 @@ class Soak:
             thread.join()
         if errors:
             raise errors[0]
-        self.laned.capture(list(self.laned.registry))  # a refused launch cost a graph
+        self.laned.capture(list(self.laned.registry))  # a failed launch destroys its graph
 
-    # -- mending ----------------------------------------------------------------------------
+    # -- repairs ----------------------------------------------------------------------------
 
-    def heal(self) -> None:
-        """Mend what can be mended; what was armed and not used is kept for another time."""
-        self.recent.append(f"heal after {self.steps}")
+    def repair(self) -> None:
+        """Repair everything that can be repaired, but keep armed faults."""
+        self.recent.append(f"repair after {self.steps}")
         runner = self.runner
         for mode in ("FULL", "PIECEWISE"):
             runner.controls.set_enabled(True, mode=mode)
@@ -315,24 +316,24 @@ class Soak:
         if (budget.max_graphs, budget.max_bytes) != (MAX_GRAPHS, None):
             runner.swap(max_graphs=MAX_GRAPHS, max_bytes=None)
             self.swaps += 1
-        self.mend_captures()
+        self.recapture_failed()
 
-    def mend_captures(self) -> None:
-        """Capture what failed; all else is captured again when a step asks for it."""
+    def recapture_failed(self) -> None:
+        """Capture failed keys again; others are captured when a step needs them."""
         entries = list(self.runner.registry.entries.items())
         failed = [key for key, one in entries if one.state is KeyState.FAILED]
         if failed:
             self.runner.capture(failed, again=True)
 
-    def settle_faults(self) -> None:
-        """Disarm, mend, and see that steps run as if nothing had been."""
+    def end_faults(self) -> None:
+        """Disarm all faults and repair, so that steps run normally."""
         self.faults.disarm()
-        self.heal()
+        self.repair()
 
-    # -- what must hold -----------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------
 
-    def told(self) -> dict[str, Any]:
-        """Return where it stands, to understand a failure by."""
+    def state(self) -> dict[str, Any]:
+        """Return the state of the run, to analyze a failure."""
         runner = self.runner
         lane = runner.lanes[0].lane
         return {
@@ -357,28 +358,33 @@ class Soak:
         }
 
     def check(self) -> None:
-        """Raise SoakError unless results, counts, budget and reasons hold."""
+        """Raise ``SoakError`` unless results, counts, budget and reasons are correct."""
         runner, stats = self.runner, self.runner.stats()
         self.verdict.ask(f"seed {self.seed}: step")
         self.state_verdict.compare(self.theirs.state(), self.mine.state(), self.steps)
         self.state_verdict.ask("the state after step")
         eager = stats.eager_by_reason
         if stats.steps != self.steps:
-            raise SoakError(f"{self.steps} steps gave a result, {stats.steps} were counted.")
+            raise SoakError(
+                f"{self.steps} steps returned a result, but {stats.steps} were counted."
+            )
         if sum(stats.hits.values()) + sum(eager.values()) != self.steps or "" in eager:
-            raise SoakError(f"Not every step is a replay or eager with a reason: {stats}")
+            raise SoakError(f"Some steps are neither replays nor eager with a reason: {stats}")
         live, budget = runner.lanes[0].lifecycle.live(), runner.lanes[0].lifecycle.budget
         if budget.max_graphs is not None and len(live) > budget.max_graphs:
-            raise SoakError(f"{len(live)} graphs are alive; the budget is {budget.max_graphs}.")
+            raise SoakError(f"{len(live)} graphs are live, but the budget is {budget.max_graphs}.")
         if budget.max_bytes is not None and runner.num_bytes > budget.max_bytes:
-            raise SoakError(f"{runner.num_bytes} bytes are held of {budget.max_bytes}.")
+            raise SoakError(
+                f"{runner.num_bytes} bytes are used, but the budget is {budget.max_bytes}."
+            )
         graphs = sum(len(step.graphs) for step in live.values())
         if self.backend.num_live != graphs:
-            raise SoakError(f"The device holds {self.backend.num_live} graphs, the runner {graphs}")
+            problem = f"The device has {self.backend.num_live} graphs, the runner {graphs}."
+            raise SoakError(problem)
 
 
 def resources(device: str) -> dict[str, int]:
-    """Return what this process holds."""
+    """Return the resources of this process."""
     gc.collect()
     held = {
         "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
@@ -392,19 +398,19 @@ def resources(device: str) -> dict[str, int]:
     return held
 
 
-#: By how much each may grow in the last two thirds of a run.
+#: Allowed growth of each resource in the last two thirds of a run.
 MAY_GROW = {"bytes": 200e6, "files": 2, "threads": 0, "objects": 10_000, "device bytes": 16e6}
 
 
 @contextmanager
-def telling(soak: Soak) -> Iterator[None]:
-    """Print where a soak stands when it fails."""
+def state_on_failure(soak: Soak) -> Iterator[None]:
+    """Print the state of a soak if it fails."""
     try:
         yield
     except Exception:
         try:
-            print(json.dumps(soak.told(), default=str), file=sys.stderr)
-        except Exception as error:  # noqa: BLE001 - what failed first is what is to be seen
+            print(json.dumps(soak.state(), default=str), file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - report the first failure
             print(f"After {soak.steps} steps, {list(soak.recent)}: {error!r}", file=sys.stderr)
         raise
 
@@ -412,28 +418,28 @@ def telling(soak: Soak) -> Iterator[None]:
 def run(
     steps: int, seed: int, *, every: int = 20, device: str = "cpu", seconds: float = math.inf
 ) -> dict[str, Any]:
-    """Run that many steps, an event after about each ``every``; return what happened.
+    """Run ``steps`` steps with an event after about every ``every`` steps; return a summary.
 
-    After so many seconds it ends with the steps done by then.
+    The run stops after ``seconds`` seconds with the steps done so far.
 
     Raises:
-        SoakError: Something that must hold did not.
+        SoakError: A check failed.
     """
     soak = Soak(seed, device)
     sizes = [max(0, n) % (SIZES[-1] + 1) for n in read_trace(TRACE).column("num_tokens")]
-    logging.getLogger("dispatchkit").setLevel(logging.CRITICAL)  # faults are planted here
+    logging.getLogger("dispatchkit").setLevel(logging.CRITICAL)  # faults are intended
     start = time.perf_counter()
     begun: dict[str, int] = {}
-    with warnings.catch_warnings(), telling(soak):
+    with warnings.catch_warnings(), state_on_failure(soak):
         warnings.simplefilter("ignore")
         for number in range(steps):
             with soak.backend.use_stream(soak.stream):
                 soak.step(sizes[number % len(sizes)])
                 if soak.rng.random() < 1 / every:
-                    soak.happen()
-                elif soak.heal_after == 0:
-                    soak.heal()
-                soak.heal_after = max(-1, soak.heal_after - 1)
+                    soak.trigger_event()
+                elif soak.repair_after == 0:
+                    soak.repair()
+                soak.repair_after = max(-1, soak.repair_after - 1)
                 if number % 50 == 49:
                     soak.check()
             if time.perf_counter() - start > seconds:
@@ -443,7 +449,7 @@ def run(
             is_third = number >= steps // 3 or time.perf_counter() - start > seconds / 3
             if not begun and is_third:
                 begun = resources(device)
-        soak.settle_faults()
+        soak.end_faults()
         soak.check()
         ended = resources(device)
     grown = {name: ended[name] - begun[name] for name in begun}
@@ -478,26 +484,26 @@ def run(
 
 
 def main() -> None:
-    """Run as the command line says."""
+    """Run with the command-line arguments."""
     parser = argparse.ArgumentParser(description="Run everything at once, with faults at random.")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=int, default=20, help="steps between two events, about")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
-    parser.add_argument("--device", default="cpu", help="cpu: the tape; or cuda, cuda:1")
+    parser.add_argument("--every", type=int, default=20, help="average steps between two events")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit")
+    parser.add_argument("--device", default="cpu", help="cpu for the tape, or cuda, cuda:1, ...")
     chosen = parser.parse_args()
     try:
-        told = run(
+        summary = run(
             chosen.steps,
             chosen.seed,
             every=chosen.every,
             device=chosen.device,
             seconds=chosen.seconds,
         )
-        print(json.dumps(told))
-    except Exception:  # noqa: BLE001 - told with the seed, and the status says it
+        print(json.dumps(summary))
+    except Exception:  # noqa: BLE001 - reported with the seed and the exit status
         traceback.print_exc()
-        sys.exit(f"Soak of {chosen.steps} steps, seed {chosen.seed}: see above.")
+        sys.exit(f"Soak of {chosen.steps} steps with seed {chosen.seed} failed; see above.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the soak is made of: planted faults, devices that have them, a model, a comparison."""
+"""Parts of the soak: planned faults, faulty devices, a model and a comparison."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from dispatchkit.hookspecs import ObserverSpec, PolicySpec, hookimpl
 from dispatchkit.observe.events import EVENTS
 from dispatchkit.plugins import PluginSet, load_plugins
 
-#: Rows of the model's cache that steps use; one more is written by rows without a token.
+#: Number of cache rows that steps use; one more row is for rows without a token.
 SINK = 64
-# What the driver says of an error that it does not know.
+# Error code of the driver for unknown errors.
 _UNKNOWN_ERROR = 999
-# What steps on the tape are said to take: as on a device, and the same in every run.
+# Simulated times of steps on the tape: like those of a device, and the same in every run.
 _GRAPH_US, _EAGER_US = 30.0, 150.0
 
 
 class SoakError(AssertionError):
-    """Something that must hold did not."""
+    """A check of the soak failed."""
 
 
 class PlannedError(RuntimeError):
-    """A fault that was planted."""
+    """A planned fault."""
 
 
 class Faults:
-    """Which fault comes next: each is armed for one use, and counted when it has been used.
+    """Planned faults; each is armed for one use, and counted when used.
 
     Attributes:
-        at_operation: Operations of a capture that go well before the next one fails.
-        with_error: What that one raises.
-        done: How often each happened.
+        at_operation: Number of operations of a capture before one fails; -1 for none.
+        with_error: Exception raised by the failing operation.
+        done: Number of times that each fault was used.
     """
 
     def __init__(self) -> None:
@@ -51,23 +51,23 @@ class Faults:
         self._lock = threading.Lock()
 
     def arm(self, what: str) -> None:
-        """Let the next launch, policy or observer fail."""
+        """Make the next launch, policy or observer fail."""
         with self._lock:
             self._armed.add(what)
 
     def arm_capture(self, at_operation: int, *, out_of_memory: bool) -> None:
-        """Let the next capture fail after so many operations."""
+        """Make the next capture fail after ``at_operation`` operations."""
         error = torch.OutOfMemoryError if out_of_memory else PlannedError
         self.at_operation, self.with_error = at_operation, error("planted in a capture")
 
     def disarm(self) -> None:
-        """Let nothing fail any more."""
+        """Disarm all faults."""
         with self._lock:
             self._armed.clear()
         self.at_operation = -1
 
     def takes(self, what: str) -> bool:
-        """Return whether a fault is due now; counted if so."""
+        """Return whether a fault is armed; disarm and count it if so."""
         if what not in self._armed:
             return False
         with self._lock:
@@ -77,7 +77,7 @@ class Faults:
         return is_due
 
     def operation(self, backend: Any) -> None:
-        """Called by the step between operations; may fail in a capture."""
+        """Fail if this operation of a capture is due; steps call it between operations."""
         if self.at_operation < 0 or not backend.is_capturing():
             return
         self.at_operation -= 1
@@ -88,7 +88,7 @@ class Faults:
 
 
 class FaultyGraph:
-    """A graph whose launch may be refused."""
+    """A graph whose launch may fail."""
 
     def __init__(self, graph: Any, backend: Any) -> None:
         self.graph, self.backend, self.is_released = graph, backend, False
@@ -97,21 +97,21 @@ class FaultyGraph:
         return getattr(self.graph, name)
 
     def replay(self) -> None:
-        """Launch once, unless refused."""
+        """Launch the graph, unless the launch fails."""
         if self.backend.faults.takes("launch refused"):
             raise PlannedError("planted at a launch")
         self.backend.launches += 1
         self.graph.replay()
 
     def release(self) -> None:
-        """Let go of it, and count it no longer."""
+        """Release the graph and stop counting it."""
         self.backend.num_live -= not self.is_released
         self.is_released = True
         self.graph.release()
 
 
 class PacedEvent(TapeEvent):
-    """Tells times that a device might take; those of the tape favour eager, and vary."""
+    """Event that reports simulated device times; those of the tape favor eager and vary."""
 
     def __init__(self, backend: FaultyTape, *, timing: bool) -> None:
         super().__init__(backend.current_stream, timing=timing)
@@ -123,50 +123,50 @@ class PacedEvent(TapeEvent):
         self.launches = self.backend.launches
 
     def elapsed_us(self, end: Any) -> float:
-        """Return what the graphs launched in between are said to take, or eager."""
-        super().elapsed_us(end)  # refuses what may not be asked for
+        """Return the simulated time of the graphs launched in between, or of eager."""
+        super().elapsed_us(end)  # validates the events
         return (end.launches - self.launches) * _GRAPH_US or _EAGER_US
 
 
 class FaultyTape(TapeBackend):
-    """The tape; a launch may be refused. Counts the graphs that are alive."""
+    """Tape whose launches may fail, and which counts live graphs."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.faults, self.num_live, self.launches = faults, 0, 0
 
     def new_event(self, *, timing: bool = False) -> TapeEvent:
-        """Return an event whose times are planned."""
+        """Return an event with simulated times."""
         return PacedEvent(self, timing=timing)
 
     def capture(self, run: Any, **options: Any) -> Any:
-        """Capture a graph that is counted."""
+        """Capture a counted graph."""
         graph = super().capture(run, **options)
         self.num_live += 1
         return FaultyGraph(graph, self)
 
 
 def faulty_device(device: str, faults: Faults) -> Any:
-    """Return the backend of a device, ``cpu`` or a CUDA one, whose launches may be refused."""
+    """Return the backend of a device (``cpu`` or CUDA) whose launches may fail."""
     if device == "cpu":
         return FaultyTape(faults)
     from dispatchkit.backends.cuda import CudaBackend
 
     class FaultyCuda(CudaBackend):
-        """A CUDA device; also of launches past torch some are refused."""
+        """CUDA backend whose launches may fail, including direct launches."""
 
         def __init__(self) -> None:
             super().__init__(device)
             self.faults, self.num_live, self.launches = faults, 0, 0
 
         def capture(self, run: Any, **options: Any) -> Any:
-            """Capture a graph that is counted."""
+            """Capture a counted graph."""
             graph = super().capture(run, **options)
             self.num_live += 1
             return FaultyGraph(graph, self)
 
         def direct_launch(self, graph: Any) -> Any:
-            """Return a call that launches, or gives an error code."""
+            """Return a call that launches, or returns an error code."""
             found = super().direct_launch(graph)
             if found is None:
                 return None
@@ -184,10 +184,11 @@ def faulty_device(device: str, faults: Faults) -> Any:
 
 
 class Model:
-    """A step with a cache, a counter, a weight, a look across rows and several outputs."""
+    """A step with a cache, a counter, a weight, a sum across rows and several outputs."""
 
     def __init__(self, device: str, faults: Faults | None = None, backend: Any = None) -> None:
-        # Weakly: what a step reaches is put back after a capture, and used faults must stay used.
+        # Weak references: objects reachable from a step are restored after a capture, but used
+        # faults must stay used.
         self.faults = None if faults is None else weakref.ref(faults)
         self.backend = None if backend is None else weakref.ref(backend)
         self.cache = torch.zeros(SINK + 1, 2, device=device)
@@ -195,7 +196,7 @@ class Model:
         self.weight = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], device=device)
 
     def trip(self) -> None:
-        """Between two operations."""
+        """Let a planned fault occur between two operations."""
         if self.faults is not None and self.backend is not None:
             faults, backend = self.faults(), self.backend()
             if faults is not None:
@@ -213,7 +214,7 @@ class Model:
         return hidden, values.abs()
 
     def attend(self, pair: Any) -> Any:
-        """Look across rows."""
+        """Add rows up."""
         return pair[0].cumsum(0), pair[1]
 
     def finish(self, pair: Any, slots: torch.Tensor) -> Any:
@@ -224,39 +225,39 @@ class Model:
         return {"mixed": mixed, "more": [pair[1] * 2, self.counter + 0]}
 
     def __call__(self, slots: torch.Tensor, values: torch.Tensor) -> Any:
-        """Run it plainly."""
+        """Run the step without graphs."""
         return self.finish(self.attend(self.project(slots, values)), slots)
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a user sees of it."""
+        """Return the state that users can observe."""
         return self.cache[:SINK], self.counter
 
 
 class Verdict:
-    """Compares on the device, which is not waited for before somebody asks.
+    """Comparison on the device, which is synchronized only by ``ask``.
 
     Args:
-        device: Where the tensors are.
+        device: Device of the tensors.
     """
 
     def __init__(self, device: str) -> None:
         self._first = torch.full((), -1, dtype=torch.int64, device=device)
 
     def compare(self, got: Any, want: Any, number: int) -> None:
-        """Compare two results; the smallest number of one that differs is kept.
+        """Compare two results, and record the smallest number of a step that differs.
 
         Raises:
-            SoakError: They differ in shape or type.
+            SoakError: The results differ in shape or type.
         """
         ours, theirs = tree_leaves(got), tree_leaves(want)
         forms = [[(one.shape, one.dtype) for one in leaves] for leaves in (ours, theirs)]
         if forms[0] != forms[1]:
-            raise SoakError(f"step {number} gave {forms[0]}, eager {forms[1]}")
+            raise SoakError(f"step {number} returned {forms[0]}, eager {forms[1]}")
         first, second = (
             torch.cat([leaf.reshape(-1).to(torch.float64) for leaf in leaves])
             for leaves in (ours, theirs)
         )
-        # Sums of rows come in another order at another size; in this form a nan is a difference.
+        # Other sizes may sum rows in another order. In this form, nan counts as a difference.
         is_wrong = ~((first - second).abs() <= 1e-4 + 1e-5 * second.abs()).all()
         self._first = torch.where(is_wrong & (self._first < 0), number, self._first)
 
@@ -264,26 +265,26 @@ class Verdict:
         """Wait for the device.
 
         Raises:
-            SoakError: Something differed.
+            SoakError: A result differed.
         """
         first = int(self._first)
         if first >= 0:
-            raise SoakError(f"{what} {first} gave another result than eager.")
+            raise SoakError(f"{what} {first} returned another result than eager.")
 
 
 def plugins_with_faults(faults: Faults) -> PluginSet:
-    """The installed plugins, and one with a policy and observers that raise now and then."""
+    """Return the installed plugins and one whose policies and observers sometimes raise."""
 
     class Moody:
         name = "moody"
         traits = frozenset[str]()
 
         def declare(self, config: Any) -> list[Any]:
-            """It has no graphs of its own."""
+            """Return no keys."""
             return []
 
         def decide(self, batch: Any, graphs: Any) -> Decision | None:
-            """Leave every batch to others, or raise."""
+            """Leave every batch to other policies, or raise."""
             if faults.takes("policy raised"):
                 raise PlannedError("planted in a policy")
             return None
@@ -294,7 +295,7 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
                 raise PlannedError("planted in what a policy learns")
 
     class Grumpy(Moody):
-        """Decides by itself; when it raises, nobody stands behind it."""
+        """Policy that decides by itself, so no other policy decides if it raises."""
 
         name = "grumpy"
 
@@ -302,11 +303,11 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
             self.base = plugins.create_policy("vllm")
 
         def declare(self, config: Any) -> Any:
-            """The keys of the policy that it asks."""
+            """Return the keys of the base policy."""
             return self.base.declare(config)
 
         def decide(self, batch: Any, graphs: Any) -> Decision | None:
-            """Ask that policy, or raise."""
+            """Return the decision of the base policy, or raise."""
             super().decide(batch, graphs)
             return self.base.decide(batch, graphs)
 
@@ -323,7 +324,7 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
     module.dispatchkit_register_policies = dispatchkit_register_policies
 
     class Raising:
-        """An observer of every event that raises now and then."""
+        """Observer of every event that sometimes raises."""
 
         def __init__(self) -> None:
             for event in EVENTS:

@@ -1,13 +1,14 @@
-"""Data parallelism: every rank has its own batches, and all run graphs of one size.
+"""Data parallelism: every rank has its own batches, and all run graphs of the same size.
 
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/data_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/data_parallel.py
-(the same command on both). Without a GPU for each rank it runs on the CPU, with simulated graphs.
+(the same command on both). Without a GPU for each rank, it runs on the CPU with simulated graphs.
 
-The model adds up its hidden rows over all ranks, as an expert layer that all ranks share would: a
-collective that needs the same number of rows everywhere. Some ranks are idle in some steps; they
-join with rows of fill. With ``--learn`` rank 0 learns from measured times, and its table travels.
+The model adds its hidden rows over all ranks, like an expert layer shared by all ranks: a
+collective that needs the same number of rows everywhere. Some ranks are idle in some steps and
+participate with padding rows. With ``--learn``, rank 0 learns from measured times and distributes
+its table.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WIDTH, SIZES, STEPS = 64, (1, 2, 4, 8, 16), 50
 def main() -> None:
     """Serve some steps of random traffic."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--learn", action="store_true", help="let rank 0 learn for all")
+    parser.add_argument("--learn", action="store_true", help="let rank 0 learn for all ranks")
     learn = parser.parse_args().learn
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -44,10 +45,10 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    # Gloo carries the agreement on the CPU, NCCL the model's own collectives.
+    # Gloo is used for the agreement on the CPU, NCCL for the collectives of the model.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    torch.manual_seed(0)  # the same weights everywhere
+    torch.manual_seed(0)  # the same weights on all ranks
     first, second = (torch.randn(WIDTH, WIDTH, device=device) / 8 for _ in range(2))
 
     def up(x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ def main() -> None:
     policies = load_plugins()
     policy = policies.create_policy("vllm")
     if learn:
-        # Only the leader has a learner; all ranks fall back on the same policy.
+        # Only the leader has a learner; all ranks use the same fallback policy.
         learner = policies.create_policy("adaptive") if rank == 0 else None
         policy = LeaderPolicy(policy, learner)
 
@@ -72,18 +73,18 @@ def main() -> None:
         [graph_piece(up), eager_piece(over_ranks), graph_piece(down)],
         inputs,
         sizes=SIZES,
-        # NCCL's collectives can be captured, those of gloo cannot.
+        # Collectives of NCCL can be captured, those of gloo cannot.
         mode="FULL" if on_gpu else "PIECEWISE",
         policy=policy,
         options=RunnerOptions(device=device),
     )
     facts = {"model": "two layers", "weights": 0}
-    # An error on one rank leaves this block there, and stops the others with that rank's number.
+    # An error on one rank leaves this block there and stops the other ranks, naming that rank.
     with RankAgreement(timeout=30.0, facts=facts) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()
         if lost and rank == 0:
-            print(f"not used, since a rank could not capture them: {lost}")
+            print(f"not used, because a rank could not capture them: {lost}")
         traffic = random.Random(rank)
         for _ in range(STEPS):
             num_tokens = traffic.choice((0, 1, 3, 7, 12))
@@ -101,7 +102,7 @@ def main() -> None:
         f"rank {rank}: steps {modes}, tables from the leader {ranked.ranked.epoch}, "
         f"agreement {cost.total_us / max(1, cost.num_exchanges):.0f} us a step"
     )
-    runner.clear()  # graphs that use a communicator go before it does
+    runner.clear()  # graphs that use a communicator must be destroyed before it
     dist.destroy_process_group()
 
 

@@ -1,13 +1,13 @@
-"""Tensor parallelism: one batch, spread over the ranks; nothing to agree on in a step.
+"""Tensor parallelism: one batch is spread over the ranks, without an agreement per step.
 
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/tensor_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/tensor_parallel.py
-(the same command on both). Without a GPU for each rank it runs on the CPU, with simulated graphs.
+(the same command on both). Without a GPU for each rank, it runs on the CPU with simulated graphs.
 
-Every rank is given the same batches, as one scheduler hands them out, and the policy does not
-learn. What decides is compared once, at the start; in a step nothing is exchanged but every so
-often, to find a rank that has gone astray.
+Every rank gets the same batches, as from one scheduler, and the policy does not learn. The
+configuration is compared once, at the start. Steps exchange nothing, except for an occasional check
+that detects a rank that has diverged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH, HIDDEN, SIZES, STEPS = 64, 256, (1, 2, 4, 8, 16), 50
 
 
 def main() -> None:
-    """Compare the ranks' result with that of the whole layer."""
+    """Compare the result of the ranks with that of the complete layer."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -59,13 +59,13 @@ def main() -> None:
         [graph_piece(layer), eager_piece(over_ranks)],
         inputs,
         sizes=SIZES,
-        mode="FULL",  # the all-reduce is part of the graph
+        mode="FULL",  # includes the all-reduce
         options=RunnerOptions(device=device),
     )
     with RankAgreement(timeout=30.0) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, same_batches=True, check_every=16)
         ranked.capture()
-        traffic = random.Random(0)  # one scheduler: the same batches everywhere
+        traffic = random.Random(0)  # one scheduler, so all ranks get the same batches
         worst = 0.0
         for step in range(STEPS):
             torch.manual_seed(step)
@@ -78,7 +78,7 @@ def main() -> None:
         f"rank {rank}: steps {modes}, exchanges {exchanges}, largest difference from the "
         f"whole layer {worst:.1e}"
     )
-    runner.clear()  # graphs that use a communicator go before it does
+    runner.clear()  # graphs that use a communicator must be destroyed before it
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--only", "nothing"], "no group 'nothing' on this machine; those here are "),
+        (["--only", "nothing"], "unknown group 'nothing'; the groups on this machine are "),
         (["0"], "'0' is not a whole number of at least 1"),
         (["--trace", "nowhere.csv"], "nowhere.csv: no such file"),
     ],

@@ -1,4 +1,4 @@
-"""The backend ``launchlog``: another backend whose graph launches are logged and delayed."""
+"""The backend ``launchlog``, which logs and delays the launches of another backend."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Launch(NamedTuple):
     """One launch of a graph.
 
     Attributes:
-        stream: Raw handle of the stream it was launched on.
-        is_direct: It was launched by a direct call of the device's runtime, not by ``replay``.
+        stream: Raw handle of the stream.
+        is_direct: Whether the graph was launched by a direct call of the device's runtime instead
+            of ``replay``.
     """
 
     stream: int
@@ -32,19 +33,19 @@ class Launch(NamedTuple):
 
 
 class LaunchLogBackend:
-    """A backend that runs on another one, and logs and delays each launch of a graph.
+    """A backend that uses another one, and logs and delays each launch of a graph.
 
     Args:
-        backend: The other backend, or its name.
-        device: Its device, if the name does not specify it.
-        delay_us: Microseconds that the host waits before each launch.
-        capacity: Number of launches that the log keeps; older ones are dropped.
+        backend: Other backend, or its name.
+        device: Device of the other backend, if its name does not specify it.
+        delay_us: Delay of the host before each launch, in microseconds.
+        capacity: Maximum number of launches in the log; the oldest are dropped.
 
     Raises:
         ConfigError: The delay is negative.
 
     Attributes:
-        launches: The log, oldest first.
+        launches: The log, oldest launch first.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LaunchLogBackend:
         self._inner, self._delay = inner, delay_us / 1e6
         self.launches: deque[Launch] = deque(maxlen=capacity)
         # Streams, events and pools belong to the other backend and are only passed back to it. Its
-        # bound methods are used directly, since every step asks for the current stream.
+        # bound methods are used directly, because every step gets the current stream.
         self.current_stream = inner.current_stream
         self.current_stream_handle = inner.current_stream_handle
         self.new_stream = inner.new_stream
@@ -70,7 +71,7 @@ class LaunchLogBackend:
         self.synchronize = inner.synchronize
         self.new_pool, self.pool_bytes = inner.new_pool, inner.pool_bytes
         self.warmup, self.is_capturing = inner.warmup, inner.is_capturing
-        # A backend offers an optional part by having its method.
+        # A backend supports an optional part if it has the method.
         self._features = features = features_of(inner)
         if features.rehearsals is not None:
             self.rehearse = features.rehearsals.rehearse
@@ -80,28 +81,28 @@ class LaunchLogBackend:
             self.copy_node = features.copy_nodes.copy_node
 
     def log_launch(self, stream: int, *, is_direct: bool) -> None:
-        """Wait for the launch delay, then log a launch."""
+        """Wait for the delay, then log a launch."""
         if self._delay:
             time.sleep(self._delay)
         self.launches.append(Launch(stream, is_direct))
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """Name of the backend in reports."""
         return f"launchlog on {self._inner.name}"
 
     @property
     def torch_device(self) -> str:
-        """The device on which the runner creates tensors."""
+        """Device on which the runner creates tensors."""
         return self._inner.torch_device
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """The capabilities of the other backend; ``capture`` passes their arguments on."""
+        """Capabilities of the other backend; ``capture`` forwards all arguments."""
         return self._inner.capabilities
 
     def device_info(self) -> dict[str, str]:
-        """Return facts for reports."""
+        """Return information about the device for reports."""
         return {**self._inner.device_info(), "launch delay": f"{self._delay * 1e6:g} us"}
 
     def capture(
@@ -118,7 +119,7 @@ class LaunchLogBackend:
         return LoggedGraph(graph, self)
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the other backend's call, wrapped to log the launch; None if it has none."""
+        """Return the other backend's launch call with logging, or None if it has none."""
         launches = self._features.direct_launches
         found = None if launches is None else launches.direct_launch(_inner_graph(graph))
         if found is None:
@@ -132,13 +133,13 @@ class LaunchLogBackend:
         return logged_call, handle
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
-        """Prepare a graph for its first launch, if the other backend can."""
+        """Prepare a graph for its first launch, if the other backend supports it."""
         uploads = self._features.uploads
         return uploads is not None and uploads.upload(_inner_graph(graph), stream)
 
 
 class LoggedGraph:
-    """A graph of the other backend that logs its replays; other attributes are unchanged."""
+    """A graph of the other backend that logs its replays; other attributes are forwarded."""
 
     def __init__(self, inner: CapturedGraph, backend: LaunchLogBackend) -> None:
         self.inner, self._backend = inner, backend
@@ -148,7 +149,7 @@ class LoggedGraph:
 
     @property
     def outputs(self) -> Any:
-        """The outputs of the step at capture."""
+        """Outputs of the step at capture."""
         return self.inner.outputs
 
     @property

@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""Register the backend ``launchlog``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from dispatchkit_launchlog.backend import LaunchLogBackend
 
 @hookimpl
 def dispatchkit_register_backends() -> Sequence[BackendSpec]:
-    """Register the one backend."""
+    """Return the backend."""
     summary = "Logs and delays the launches of another backend"
     return [BackendSpec("launchlog", LaunchLogBackend, summary=summary)]
