@@ -155,7 +155,7 @@ def test_an_unknown_or_missing_field_is_an_error(change: Callable[[Any], Any], t
     record = records("vllm-newest", rich)[0]
     change(record)
     (failed,) = check_file(write(tmp_path / "copy.jsonl", record)).failed
-    assert failed.problems[0].startswith("not in the format")
+    assert failed.problems[0].startswith("invalid record")
 
 
 @pytest.mark.parametrize("name", ["capture-sizes", "mode-resolution", "mode-enum"])

@@ -20,7 +20,7 @@ from dispatchkit.keys import CUDAGraphMode
 from dispatchkit.observe import read_trace
 
 from dispatchkit_vllm import engine
-from dispatchkit_vllm.engine import core, first, second, station, timing
+from dispatchkit_vllm.engine import controller, core, first, second, timing
 from dispatchkit_vllm.engine.settings import EngineSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning")
@@ -35,14 +35,14 @@ def loaded():
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, loaded):
-    for module in (core, station):  # each runner loads the plugins, which takes its time
+    for module in (core, controller):  # each runner loads the plugins, which takes its time
         monkeypatch.setattr(module, "load_plugins", lambda: loaded)
     for name in ("POLICY", "POLICY_OPTIONS", "STRICT", "TRACE", "METRICS"):
         monkeypatch.delenv(f"DISPATCHKIT_{name}", raising=False)
     yield
-    for log in station._logs.values():
+    for log in controller._logs.values():
         log.close()
-    station._logs.clear()
+    controller._logs.clear()
     engine.uninstall()
 
 
@@ -93,7 +93,7 @@ def test_without_a_request_vllm_builds_its_own_classes(runner_module):
     engine.install()
     runner = first_of(runner_module)
     assert type(runner.cudagraph_dispatcher) is own
-    assert not hasattr(runner_module.GPUModelRunner, "dispatchkit_watches")
+    assert not hasattr(runner_module.GPUModelRunner, "dispatchkit_patched")
 
 
 def test_the_own_rule_answers_as_vllm_does(runner_module, monkeypatch):
@@ -102,7 +102,7 @@ def test_the_own_rule_answers_as_vllm_does(runner_module, monkeypatch):
     ask(monkeypatch, "vllm")
     runner = first_of(runner_module)
     assert [runner.execute_model(*batch) for batch in BATCHES] == expected
-    found = runner.cudagraph_dispatcher.station
+    found = runner.cudagraph_dispatcher.controller
     assert found.core.policy.name == "vllm"
     assert not found.core.fallbacks
 
@@ -130,7 +130,7 @@ def test_a_release_that_tells_uniform_batches_apart_in_any_mode_is_asked_so(monk
     ask(monkeypatch, "vllm")
     runner = first_of(module, "FULL")
     assert [runner.execute_model(*batch) for batch in BATCHES] == expected
-    assert not runner.cudagraph_dispatcher.station.core.fallbacks
+    assert not runner.cudagraph_dispatcher.controller.core.fallbacks
 
 
 def test_the_second_runner_s_own_rule_answers_as_vllm_does(manager_module, monkeypatch):
@@ -140,7 +140,7 @@ def test_the_second_runner_s_own_rule_answers_as_vllm_does(manager_module, monke
     ask(monkeypatch, "vllm")
     runner = second_of(manager_module)
     assert [runner.execute_model(*batch) for batch in batches] == expected
-    assert runner.cudagraph_manager.station.core is not None
+    assert runner.cudagraph_manager.controller.core is not None
 
 
 def test_options_of_the_policy_act_in_both_runners(monkeypatch):
@@ -211,7 +211,7 @@ def test_drafters_keep_vllm_s_dispatcher(runner_module, monkeypatch):
     ask(monkeypatch, "threshold", max_tokens=4)
     drafter = sys.modules["vllm.v1.spec_decode.eagle"].CudagraphDispatcher
     assert drafter is sys.modules["vllm.v1.cudagraph_dispatcher"].CudagraphDispatcher
-    assert not hasattr(drafter(config()), "station")
+    assert not hasattr(drafter(config()), "controller")
 
 
 def test_uninstalling_puts_the_own_classes_back(runner_module, monkeypatch):
@@ -262,13 +262,13 @@ def test_the_start_says_what_decides(runner_module, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "vllm"):
         started(runner_module.GPUModelRunner(config()))
     assert "Policy 'threshold' decides" in caplog.text
-    assert "8 graphs, 2 of them never replayed" in caplog.text
+    assert "8 graphs, 2 of them not chosen" in caplog.text
 
 
 def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog):
     ask(monkeypatch, "threshold")
     started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
-    assert "cannot act: vLLM captures no graphs here (cudagraph mode NONE)" in caplog.text
+    assert "cannot act: vLLM captures no graphs (cudagraph mode NONE)" in caplog.text
     monkeypatch.setenv("DISPATCHKIT_STRICT", "1")
     with pytest.raises(BackendUnavailableError, match="DISPATCHKIT_STRICT"):
         started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
@@ -311,7 +311,7 @@ def test_a_dispatcher_that_takes_ready_descriptors_is_named():
 
         def dispatch(self, batch_descriptor): ...
 
-    assert "before 0.12" in first.why_unknown(Old)
+    assert "before 0.12" in first.unsupported_reason(Old)
 
 
 def test_a_second_runner_of_another_form_is_said(manager_module, monkeypatch, caplog):
@@ -343,14 +343,14 @@ def test_a_runner_that_decides_in_its_own_way_is_said(runner_module, monkeypatch
         def _determine_batch_execution_and_padding(self): ...
 
     started(Own(config()))
-    assert "Own overrides how its steps are decided" in caplog.text
+    assert "Own overrides _determine_batch_execution_and_padding" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["vllm@0.13", "vllm-drafter", "vllm-lora-count"])
 def test_a_policy_whose_keys_do_not_fit_is_refused(policy, monkeypatch):
     installed(monkeypatch, modules := first_runner("0.33"))
     ask(monkeypatch, policy)
-    with pytest.raises(engine.UnfitPolicyError, match="which is not captured there"):
+    with pytest.raises(engine.UnfitPolicyError, match="which this runner does not capture"):
         first_of(modules[first.MODULE], mode="FULL")
 
 
@@ -363,7 +363,7 @@ def test_policies_that_build_on_the_release_s_rule_fit_everywhere(
     ask(monkeypatch, policy, **options)
     for mode in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "FULL_DECODE_ONLY"):
         runner = first_of(runner_module, mode)
-        assert runner.cudagraph_dispatcher.station.core is not None
+        assert runner.cudagraph_dispatcher.controller.core is not None
 
 
 # -- nothing that a policy answers stops the engine -------------------------------------
@@ -392,7 +392,7 @@ def stubborn(monkeypatch, choose) -> None:
         policy.base = rule
         return policy
 
-    monkeypatch.setattr(station, "make_policy", make)
+    monkeypatch.setattr(controller, "make_policy", make)
     ask(monkeypatch, "vllm")
 
 
@@ -401,10 +401,10 @@ def test_eager_where_it_is_not_allowed_takes_vllm_s_graph_and_is_counted(monkeyp
     stubborn(monkeypatch, lambda batch, graphs: Decision.eager("never"))
     runner = first_of(modules[first.MODULE])
     dispatcher = runner.cudagraph_dispatcher
-    dispatcher.station.open()
+    dispatcher.controller.open()
     mode, _ = dispatcher.dispatch(3, True, valid_modes={CUDAGraphMode.FULL})
     assert mode is CUDAGraphMode.FULL
-    assert dispatcher.station.core.fallbacks == {core.EAGER_REFUSED: 1}
+    assert dispatcher.controller.core.fallbacks == {core.EAGER_REFUSED: 1}
 
 
 def test_a_policy_that_raises_while_serving_costs_no_step(runner_module, monkeypatch, caplog):
@@ -424,8 +424,8 @@ def test_a_policy_that_raises_while_serving_costs_no_step(runner_module, monkeyp
     with pytest.warns(RuntimeWarning, match="no idea"):
         assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4)
     assert tried(runner.execute_model(2, 2, 1)) == ("NONE", 2)
-    assert runner.cudagraph_dispatcher.station.core.fallbacks == {"policy_error": 1}
-    assert "vLLM's own dispatcher answers instead" in caplog.text
+    assert runner.cudagraph_dispatcher.controller.core.fallbacks == {"policy_error": 1}
+    assert "vLLM's own dispatcher decides instead" in caplog.text
 
 
 def test_dummy_runs_and_captures_are_answered_by_vllm(runner_module, monkeypatch):
@@ -449,7 +449,7 @@ def test_steps_that_a_worker_warms_up_with_are_none(manager_module, monkeypatch,
     worker = started(manager_module.GPUModelRunner(config()))
     assert tried(worker.compile_or_warm_up_model()) == ("PIECEWISE", 8)
     assert tried(worker.model_runner.execute_model(8, 8, None)) == ("NONE", 8)
-    found = worker.model_runner.cudagraph_manager.station.log
+    found = worker.model_runner.cudagraph_manager.controller.log
     found.flush()
     assert len(read_trace(found.path)) == 1
 
@@ -473,9 +473,9 @@ def test_ranks_of_the_second_runner_pad_alike(manager_module, monkeypatch):
 def test_microbatches_stay_vllm_s(manager_module, monkeypatch):
     ask(monkeypatch, "threshold")
     manager = second_of(manager_module).cudagraph_manager
-    manager.station.open()
+    manager.controller.open()
     assert manager.dispatch(4, 4, 1, num_ubatches=2).cg_mode.name == "NONE"
-    assert manager.station.is_open
+    assert manager.controller.is_open
 
 
 def test_nothing_is_decided_before_the_second_runner_captured(manager_module, monkeypatch):
@@ -484,8 +484,8 @@ def test_nothing_is_decided_before_the_second_runner_captured(manager_module, mo
     manager = runner.cudagraph_manager = manager_module.ModelCudaGraphManager(
         runner.vllm_config, "cpu", CUDAGraphMode.FULL, 1
     )
-    assert manager.station.core is not None
-    manager.station.open()
+    assert manager.controller.core is not None
+    manager.controller.open()
     assert manager.dispatch(4, 4, 1).cg_mode.name == "NONE"
 
 
@@ -504,7 +504,7 @@ def test_released_graphs_of_the_second_runner_are_not_chosen(manager_module, mon
 def test_the_table_is_filled_ahead(runner_module, monkeypatch):
     ask(monkeypatch, "threshold")
     runner = first_of(runner_module)
-    dispatcher = runner.cudagraph_dispatcher.station.core.dispatcher
+    dispatcher = runner.cudagraph_dispatcher.controller.core.dispatcher
     before = dispatcher.num_filled_cells
     for batch in BATCHES:
         runner.execute_model(*batch)
@@ -525,8 +525,8 @@ def test_the_second_runner_calls_nothing_for_a_ready_answer(policy, manager_modu
     def asked(*facts):
         raise AssertionError(f"the policy was asked: {facts}")
 
-    monkeypatch.setattr(manager.station.core, "ask", asked)
-    monkeypatch.setattr(manager.station.core.dispatcher, "dispatch", asked)
+    monkeypatch.setattr(manager.controller.core, "ask", asked)
+    monkeypatch.setattr(manager.controller.core.dispatcher, "dispatch", asked)
     assert [runner.execute_model(*batch) for batch in batches] == expected
     assert expected[3].num_reqs == (2 if policy == "threshold" else None)
 
@@ -538,7 +538,7 @@ def test_a_batch_above_every_graph_is_answered_as_by_vllm(manager_module, monkey
     ask(monkeypatch, "vllm")
     runner = second_of(manager_module, max_loras=2)
     assert [runner.execute_model(*batch) for batch in batches] == expected
-    assert not runner.cudagraph_manager.station.core.fallbacks
+    assert not runner.cudagraph_manager.controller.core.fallbacks
 
 
 @pytest.mark.parametrize("form", [{}, {"slots": True}, {"factory": True}])
@@ -555,7 +555,7 @@ def test_an_eager_step_s_descriptor_is_what_its_class_makes(form):
             **({"default_factory": tuple} if form else {"default": ()})
         )
 
-    make = second._eager_maker(Descriptor, "NONE")
+    make = second._make_eager_factory(Descriptor, "NONE")
     for facts in ((3, 2, 0), (600, 5, 2)):
         made, expected = make(*facts), Descriptor("NONE", *facts)
         assert made == expected
@@ -634,15 +634,15 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(station.Station, "_clock", lambda self, policy: made)
-    monkeypatch.setattr(station, "make_policy", lambda settings, rule: Learner(rule))
+    monkeypatch.setattr(controller.StepController, "_clock", lambda self, policy: made)
+    monkeypatch.setattr(controller, "make_policy", lambda settings, rule: Learner(rule))
     return made
 
 
 def test_outcomes_reach_a_policy_that_learns(runner_module, clock, monkeypatch):
     ask(monkeypatch, "vllm")
     runner = first_of(runner_module)
-    policy = runner.cudagraph_dispatcher.station.core.policy
+    policy = runner.cudagraph_dispatcher.controller.core.policy
     runner._dummy_run(4, uniform_decode=True)
     assert not policy.told
     clock.done = False
@@ -667,7 +667,7 @@ def test_a_pass_that_raises_is_not_measured(runner_module, clock, monkeypatch):
     runner = first_of(runner_module)
     with pytest.raises(RuntimeError, match="out of memory"):
         runner.execute_model(3, 3, 1)
-    assert runner.cudagraph_dispatcher.station.timer._running is None
+    assert runner.cudagraph_dispatcher.controller.timer._running is None
 
 
 def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
@@ -680,7 +680,7 @@ def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
     ask(monkeypatch, "vllm")
     monkeypatch.setattr(timing, "SAMPLE_EVERY", 1)
     runner = second_of(manager_module, model=Model())
-    policy = runner.cudagraph_manager.station.core.policy
+    policy = runner.cudagraph_manager.controller.core.policy
     assert not policy.told  # silent while it captured
     runner._dummy_run(4)
     assert not policy.told
@@ -688,7 +688,7 @@ def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
         runner.execute_model(*batch)
     assert [str(outcome.decision.mode.name) for outcome in policy.told] == ["FULL", "PIECEWISE"]
     eager = second_of(manager_module, "FULL_DECODE_ONLY", model=Model())
-    told = eager.cudagraph_manager.station.core.policy.told
+    told = eager.cudagraph_manager.controller.core.policy.told
     eager.execute_model(3, 1, None)
     eager.execute_model(5, 5, 1)
     assert [outcome.decision.mode.name for outcome in told] == ["NONE", "FULL"]
@@ -704,17 +704,17 @@ def test_a_policy_that_learns_later_is_told_of_eager_steps_too(manager_module, c
     manager = runner.cudagraph_manager = manager_module.ModelCudaGraphManager(
         runner.vllm_config, "cpu", CUDAGraphMode.FULL_DECODE_ONLY, 1
     )
-    learner = manager.station.core
-    manager.station.put(None)
+    learner = manager.controller.core
+    manager.controller.activate(None)
     manager.capture(model)
     runner.execute_model(3, 1, None)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
-    manager.station.put(learner)
+    manager.controller.activate(learner)
     runner.execute_model(3, 1, None)
     runner._dummy_run(3)
     assert [outcome.batch.num_tokens for outcome in learner.policy.told] == [3]
-    manager.station.put(None)
+    manager.controller.activate(None)
     assert not model._forward_hooks
 
 
@@ -727,7 +727,7 @@ def test_a_policy_that_learns_is_refused_on_several_ranks(runner_module, monkeyp
     with pytest.raises(ConfigError, match="does not learn, with 4 ranks"):
         first_of(runner_module, world_size=2, replicas=2)
     ask(monkeypatch, "composite", members="vllm,threshold")
-    assert first_of(runner_module, world_size=2, replicas=2).cudagraph_dispatcher.station.core
+    assert first_of(runner_module, world_size=2, replicas=2).cudagraph_dispatcher.controller.core
 
 
 # -- traces and counts ------------------------------------------------------------------
@@ -741,7 +741,7 @@ def test_every_step_is_recorded_and_no_other(runner_module, monkeypatch, tmp_pat
     for batch in BATCHES:
         runner.execute_model(*batch)
         runner._dummy_run(4)
-    found = runner.cudagraph_dispatcher.station
+    found = runner.cudagraph_dispatcher.controller
     assert found.core is None
     found.log.flush()
     rows = read_trace(path)
@@ -758,7 +758,7 @@ def test_a_trace_of_the_second_runner(manager_module, monkeypatch, tmp_path):
     runner.execute_model(3, 3, 1)
     runner._dummy_run(4)
     runner.execute_model(9, 2, None)
-    runner.cudagraph_manager.station.log.flush()
+    runner.cudagraph_manager.controller.log.flush()
     assert [(row.num_tokens, row.uniform_decode) for row in read_trace(path)] == [
         (3, True),
         (9, False),
@@ -766,7 +766,7 @@ def test_a_trace_of_the_second_runner(manager_module, monkeypatch, tmp_path):
 
 
 def test_what_was_written_is_whole_rows_at_any_time(tmp_path):
-    log = station.StepLog(tmp_path / "steps.csv.gz")
+    log = controller.StepLog(tmp_path / "steps.csv.gz")
     for part in range(3):
         for step in range(100):
             log.add(1 + step, 1, False, 0)
@@ -783,7 +783,7 @@ def test_each_rank_has_a_file_and_an_older_one_is_kept(tmp_path, monkeypatch):
     (tmp_path / "steps-rank1.csv.gz").write_text("older")
     engine.install()
     runner = first_of(modules[first.MODULE], world_size=2, rank=1)
-    assert runner.cudagraph_dispatcher.station.log.path.name == "steps-rank1.csv.gz"
+    assert runner.cudagraph_dispatcher.controller.log.path.name == "steps-rank1.csv.gz"
     assert (tmp_path / "steps-rank1.csv.gz~").read_text() == "older"
 
 
@@ -795,7 +795,7 @@ def test_a_path_that_cannot_be_written_stops_the_start(runner_module, monkeypatc
 
 
 def test_recording_that_fails_later_stops_no_step(tmp_path, caplog):
-    log = station.StepLog(tmp_path / "steps.csv")
+    log = controller.StepLog(tmp_path / "steps.csv")
     log._file.close()
     for _ in range(2):
         log.add(1, 1, True, 0)
@@ -812,7 +812,7 @@ def test_steps_are_counted_by_mode_and_reason(runner_module, monkeypatch, tmp_pa
     for batch in BATCHES:
         runner.execute_model(*batch)
     runner._dummy_run(4)
-    counts = runner.cudagraph_dispatcher.station.counts
+    counts = runner.cudagraph_dispatcher.controller.counts
     rows = {
         (row.mode, row.reason): (row.steps, row.real_tokens, row.padded_tokens)
         for row in counts.read()
@@ -833,4 +833,4 @@ def test_counts_name_no_policy_that_does_not_act(runner_module, monkeypatch, tmp
     runner = runner_module.GPUModelRunner(config(mode="NONE"))
     runner.initialize("NONE")
     runner.execute_model(1, 1, 1)
-    assert runner.cudagraph_dispatcher.station.counts.policy == ""
+    assert runner.cudagraph_dispatcher.controller.counts.policy == ""

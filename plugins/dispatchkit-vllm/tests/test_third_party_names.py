@@ -198,7 +198,7 @@ def test_an_empty_composite_and_a_name_taken_are_refused():
     with pytest.raises(ConfigError, match="add_dispatcher"):
         both.dispatch(create_dispatch_key(2))
     both.add_dispatcher("one", with_graphs("one"))
-    with pytest.raises(RegistrationError, match="'one' is taken"):
+    with pytest.raises(RegistrationError, match="'one' is already used"):
         both.add_dispatcher("one", with_graphs("one"))
 
 
@@ -239,7 +239,7 @@ def test_a_dispatcher_runs_what_latencies_say():
 
 def test_names_of_what_is_not_installed_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "dispatchkit_adaptive", None)
-    with pytest.raises(NotBuiltError, match="Install dispatchkit-adaptive") as caught:
+    with pytest.raises(NotBuiltError, match="pip install dispatchkit-adaptive") as caught:
         AdaptiveDispatchPolicy()
     assert isinstance(caught.value, DispatchkitError)
     assert caught.value.policy == "adaptive"
@@ -247,7 +247,7 @@ def test_names_of_what_is_not_installed_say_so(monkeypatch):
 
 def test_streams_need_the_distribution_that_brings_lane_policies(monkeypatch):
     monkeypatch.setattr(policies, "load_plugins", lambda: SimpleNamespace(lane_policies={}))
-    with pytest.raises(NotBuiltError, match="Install dispatchkit-multistream"):
+    with pytest.raises(NotBuiltError, match="pip install dispatchkit-multistream"):
         StreamDispatcher(print, 2)
 
 

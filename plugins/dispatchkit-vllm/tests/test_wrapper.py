@@ -141,7 +141,7 @@ def test_entries_hold_graphs_that_replay_and_dicts_that_stay(device):
     wrapper.clear_graphs()
     assert held == {}
     assert wrapper.concrete_cudagraph_entries is held
-    with pytest.raises(ReplayError, match="has no capture"):
+    with pytest.raises(ReplayError, match="was not captured yet"):
         entry.cudagraph.replay()
     with set_forward_context("FULL", "key"):
         wrapper(x)
@@ -193,9 +193,9 @@ def test_under_vllm_s_own_context_a_wrapper_says_whose_it_reads(device, monkeypa
     context = ModuleType("vllm.forward_context")
     context.is_forward_context_available = lambda: True
     monkeypatch.setitem(sys.modules, "vllm.forward_context", context)
-    monkeypatch.setattr(_wrapper._told, "is_done", False)
+    monkeypatch.setattr(_wrapper._context_warning, "has_warned", False)
     wrapper = v0_33.CUDAGraphWrapper(lambda: 1, None, "FULL")
     assert wrapper() == wrapper() == 1
-    assert caplog.text.count("vLLM's own forward context is set") == 1
+    assert caplog.text.count("vLLM's forward context is set") == 1
     with pytest.raises(AssertionError, match=r"dispatchkit_vllm\.wrapper\.set_forward_context"):
         v0_13.CUDAGraphWrapper(lambda: 1, None, "FULL")()

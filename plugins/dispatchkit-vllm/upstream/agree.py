@@ -1,6 +1,6 @@
-"""Ask a published dispatcher, its facade and the policy ``vllm`` in front of it the same questions.
+"""Compare a published dispatcher with its facade and with the policy ``vllm``.
 
-For ``release.py``, with the sources of a release in front of the path.
+Used by ``release.py``, with the sources of a release first on the path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 def config(mode: str, query_len: int, max_loras: int) -> Any:
-    """Return a configuration with what the dispatchers read."""
+    """Return a configuration with the attributes that the dispatchers read."""
     sizes = [size * query_len for size in SIZES]
     table = [next(size for size in sizes if size >= count) for count in range(sizes[-1] + 1)]
     return SimpleNamespace(
@@ -54,9 +54,9 @@ def config(mode: str, query_len: int, max_loras: int) -> Any:
 
 
 def answer(dispatcher: Any, facts: dict[str, Any]) -> Any:
-    """Return what a dispatcher answers, each call being a step."""
-    if hasattr(dispatcher, "station"):
-        dispatcher.station.open()
+    """Return a dispatcher's answer in a step of its own."""
+    if hasattr(dispatcher, "controller"):
+        dispatcher.controller.open()
     try:
         return dispatcher.dispatch(**facts)
     except AssertionError:
@@ -64,7 +64,7 @@ def answer(dispatcher: Any, facts: dict[str, Any]) -> Any:
 
 
 def questions(max_loras: int) -> list[dict[str, Any]]:
-    """Return the arguments of every call, in the form of this release."""
+    """Return the arguments of all calls, as this release takes them."""
     takes = inspect.signature(CudagraphDispatcher.dispatch).parameters
     full = {CUDAGraphMode.FULL}
     found = []
@@ -86,18 +86,21 @@ def questions(max_loras: int) -> list[dict[str, Any]]:
     return found
 
 
-def is_mended(release: str, mode: str, query_len: int, facts: dict[str, Any]) -> bool:
-    """Return whether the facade answers as later releases, whose class takes the same arguments.
+def is_known_difference(release: str, mode: str, query_len: int, facts: dict[str, Any]) -> bool:
+    """Return whether a release differs from its facade, which follows later releases.
 
-    0.17 runs uniform decode of several tokens a request eager in mode FULL. From 0.18 on it
-    takes the graph for any batch, as before 0.17.
+    In mode FULL, 0.17 runs uniform decode with several tokens per request eager. Releases before
+    0.17 and from 0.18 on use the graph for any batch.
     """
-    is_meant = mode == "FULL" and query_len > 1 and facts["uniform_decode"]
-    return bool(release.startswith("0.17.") and is_meant)
+    is_affected = mode == "FULL" and query_len > 1 and facts["uniform_decode"]
+    return bool(release.startswith("0.17.") and is_affected)
 
 
 def ask_all(release: str) -> tuple[int, int]:
-    """Ask everything, print the first five differences; return numbers of questions and of them."""
+    """Compare all answers; return the number of calls and of differences.
+
+    Prints the first five differences.
+    """
     asked = differing = 0
     kinds = (
         CudagraphDispatcher,
@@ -112,7 +115,9 @@ def ask_all(release: str) -> tuple[int, int]:
             answers = [answer(one, facts) for one in made]
             own, facade, policy = answers
             asked += 1
-            if own != policy or (own != facade and not is_mended(release, mode, query_len, facts)):
+            if own != policy or (
+                own != facade and not is_known_difference(release, mode, query_len, facts)
+            ):
                 differing += 1
                 if differing <= 5:
                     sys.stdout.write(f"{mode} {query_len} {facts}: {answers}\n")

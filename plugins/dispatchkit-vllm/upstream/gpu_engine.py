@@ -1,26 +1,26 @@
-"""A whole vLLM engine on a GPU, with policies in front of either of its model runners.
+"""Measure a whole vLLM engine on a GPU, with policies in one of its model runners.
 
     python gpu_engine.py policies --runner 1 [--trace steps.csv.gz] [--rounds 20]
     python gpu_engine.py adaptive --runner 1 [--rounds 20]
     python gpu_engine.py sizes --runner 1 [--plan steps.csv.gz]
     python gpu_engine.py gap --runner 1
 
-One engine in one process, asynchronous scheduling on, a Llama of random weights. JSON lines, with
-the card, the driver and the versions.
+Runs one engine in one process, with asynchronous scheduling and a Llama with random weights. Prints
+JSON lines with the card, the driver and the versions.
 
-- ``policies``: policies take turns, a batch of requests each, every one with the same requests in
-  a round; ``plain`` is vLLM's own class, called as it is. For each: whether its tokens are
-  plain's, modes and padding, the time of a batch, the mean time of a decision over the first
-  1,000 steps beside plain's, and what recording adds to a step.
-- ``adaptive``: the policy that learns, in turns with ``plain`` alone.
-- ``sizes``: start-up, time and memory of the captures, and the time of a batch; with ``--plan``,
-  under the 24 sizes that pad a recorded trace least, and then in turns with engines of the
-  default sizes, of as many planned multiples of 8, and of the default sizes once more.
-- ``gap``: a large model whose capture sizes leave a wide gap, so that a graph computes many more
-  rows than the batch has: a traffic on which graphs lose.
+- ``policies``: policies take turns with one batch of requests each, the same batch in a round;
+  ``plain`` is vLLM's own class. For each policy, prints whether its tokens equal those of plain,
+  modes and padding, the time of a batch, the mean time of a decision over the first 1,000 steps,
+  its ratio to plain, and the overhead of recording per step.
+- ``adaptive``: the policy ``adaptive`` takes turns with ``plain`` only.
+- ``sizes``: start-up, time and memory of captures, and the time of a batch. With ``--plan``, uses
+  the 24 sizes with the least padding for a recorded trace, and then takes turns with engines with
+  the default sizes, with 24 planned multiples of 8, and with the default sizes again.
+- ``gap``: a large model whose capture sizes have a wide gap, so that graphs compute many more rows
+  than the batch has and are slower than eager.
 """
 
-# ruff: noqa: SLF001 - the engine's parts are measured one by one
+# ruff: noqa: SLF001 - measures private parts of the engine
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-#: Decisions that the mean time of one is taken over, from the first.
+#: Number of first decisions to average over.
 FIRST_STEPS = 1000
 #: Policies that take turns, with their options.
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,13 +64,13 @@ OWN_RULES = {1: "vllm@0.33", 2: "vllm@0.33-manager"}
 
 
 def emit(**facts: Any) -> None:
-    """Print one JSON line at once."""
+    """Print and flush one JSON line."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def model_folder(hidden: int, layers: int) -> str:
-    """Write the configuration of a Llama; its weights are random."""
+    """Write the configuration of a Llama, and return its folder."""
     folder = Path(tempfile.gettempdir()) / f"llama-{hidden}-{layers}"
     folder.mkdir(exist_ok=True)
     facts = {
@@ -97,7 +97,7 @@ def model_folder(hidden: int, layers: int) -> str:
 
 
 class Engine:
-    """An engine, the station of its runner, and what its captures took."""
+    """An engine with its controller, and the time and memory of its captures."""
 
     def __init__(self, runner: int, *, hidden: int = 1024, layers: int = 8, **options: Any) -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
@@ -130,8 +130,8 @@ class Engine:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         name = "cudagraph_dispatcher" if runner == 1 else "cudagraph_manager"
         self.decider = getattr(self.runner, name)
-        self.station = self.decider.station
-        #: Where the runner finds the function that decides a step.
+        self.controller = self.decider.controller
+        #: Owner and name of the runner's function that decides a step.
         self.step_function: tuple[Any, str] = (
             (type(self.runner), "_determine_batch_execution_and_padding")
             if runner == 1
@@ -157,7 +157,7 @@ class Engine:
         self._stop_watching: Callable[[], None] = lambda: setattr(owner, "capture_model", own)
 
     def generate(self, requests: list[tuple[list[int], int]]) -> tuple[float, str, int]:
-        """Run a batch of requests; return its seconds, a hash of its tokens, and their number."""
+        """Run a batch of requests; return seconds, a hash of the tokens, and their number."""
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
@@ -190,8 +190,8 @@ class Engine:
         }
 
 
-class Watch:
-    """Times the decisions of a runner, and counts what they are."""
+class DecisionTimer:
+    """Measures the decisions of a runner, and counts their modes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -199,17 +199,17 @@ class Watch:
         self.modes: dict[str, Counter[str]] = {}
         self.hashes: dict[str, list[str]] = {}
 
-    def put(self, name: str, core: Any) -> None:
-        """Let a policy decide, or with None vLLM's own class as it is."""
+    def activate(self, name: str, core: Any) -> None:
+        """Make a policy decide; None selects vLLM's own class."""
         decider = self._engine.decider
-        self._engine.station.put(core)
+        self._engine.controller.activate(core)
         if core is None:
             own: Callable[..., Any] = type(decider).__mro__[1].dispatch.__get__(decider)
         else:
             own = type(decider).dispatch.__get__(decider)
         times = self.times.setdefault(name, [])
         modes = self.modes.setdefault(name, Counter())
-        clock, first = time.perf_counter_ns, self._engine.station
+        clock, first = time.perf_counter_ns, self._engine.controller
 
         def note(took: int, mode: Any, padded: int) -> None:
             if not first.is_dummy:
@@ -217,7 +217,7 @@ class Watch:
                 modes[mode.name] += 1
                 modes[f"{mode.name} rows"] += padded
 
-        # The clock is called once before: its own first call after a step takes microseconds.
+        # Call the clock once in advance: its first call after a step takes microseconds.
         def dispatch(*args: Any, **options: Any) -> Any:
             clock()
             begun = clock()
@@ -242,8 +242,8 @@ class Watch:
         return statistics.fmean(self.times[name][:FIRST_STEPS]) / 1e3
 
 
-def chat(rng: random.Random, count: int) -> list[tuple[list[int], int]]:
-    """Return requests of many lengths."""
+def chat_requests(rng: random.Random, count: int) -> list[tuple[list[int], int]]:
+    """Return requests of various lengths."""
     return [
         (
             [rng.randrange(3, 32000) for _ in range(rng.choice((5, 17, 40, 130, 400, 900)))],
@@ -254,13 +254,13 @@ def chat(rng: random.Random, count: int) -> list[tuple[list[int], int]]:
 
 
 def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return what recording adds to a step: half of the steps, chosen at random, are recorded.
+    """Return the overhead of recording per step.
 
-    A step is what the runner calls to have it decided; vLLM's own class decides. The slowest
-    twentieth of either half is left out of the means.
+    Half of the steps, chosen at random, are recorded. Measures the runner's function that decides a
+    step, with vLLM's own class. The slowest 5% of each half are excluded from the means.
     """
-    station, rng = engine.station, random.Random(0)
-    kept, clock = station.log, time.perf_counter_ns
+    controller, rng = engine.controller, random.Random(0)
+    kept, clock = controller.log, time.perf_counter_ns
     log = StepLog(Path(tempfile.mkdtemp()) / "steps.csv.gz")
     times: dict[bool, list[int]] = {True: [], False: []}
     owner, name = engine.step_function
@@ -268,21 +268,21 @@ def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
 
     def step(*args: Any, **options: Any) -> Any:
         records = rng.random() < 0.5
-        station.log = log if records else None
+        controller.log = log if records else None
         clock()
         begun = clock()
         found = own(*args, **options)
         took = clock() - begun
-        if not station.is_dummy:
+        if not controller.is_dummy:
             times[records].append(took)
         return found
 
-    station.put(None)
+    controller.activate(None)
     setattr(owner, name, step)
     for index in range(rounds):
-        engine.generate(chat(random.Random(index), 100))
+        engine.generate(chat_requests(random.Random(index), 100))
     setattr(owner, name, own)
-    station.log = kept
+    controller.log = kept
     log.close()
     steps = len(times[True])
     kept_of = {records: sorted(found)[: len(found) * 19 // 20] for records, found in times.items()}
@@ -298,7 +298,7 @@ def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
 
 
 def time_learning(timer: Any) -> None:
-    """Have a timer of steps add up the host's time that it takes itself, in ``host_ns``."""
+    """Make a step timer add up its own host time in ``host_ns``."""
     timer.host_ns = 0
     begin, end, now = timer.begin, timer.end, time.perf_counter_ns
 
@@ -315,19 +315,19 @@ def time_learning(timer: Any) -> None:
     timer.begin, timer.end = timed_begin, timed_end
 
 
-def turns(
+def take_turns(
     engine: Engine, names: list[str], rounds: int, make: Callable[[random.Random], Any]
 ) -> Any:
-    """Let policies take turns; yield name, seconds, whether its tokens are plain's, and tokens."""
+    """Run policies in turns; return times, equality with plain, timer, tokens and policies."""
     cores: dict[str, Any] = {"plain": None, "plain again": None}
     for name in names:
         if name not in cores:
             policy, options = POLICIES[name]
-            cores[name] = engine.station.make(policy, **options)
-            engine.station.put(cores[name])
-            if engine.station.timer is not None:
-                time_learning(engine.station.timer)
-    watch = Watch(engine)
+            cores[name] = engine.controller.make(policy, **options)
+            engine.controller.activate(cores[name])
+            if engine.controller.timer is not None:
+                time_learning(engine.controller.timer)
+    timer = DecisionTimer(engine)
     results: dict[str, list[float]] = {name: [] for name in names}
     same: dict[str, bool] = dict.fromkeys(names, True)
     tokens = 0
@@ -335,31 +335,31 @@ def turns(
         order = names[index % len(names) :] + names[: index % len(names)]
         hashes = {}
         for name in order:
-            watch.put(name, cores[name])
+            timer.activate(name, cores[name])
             took, hashes[name], tokens = engine.generate(make(random.Random(index)))
             results[name].append(took)
-            watch.hashes.setdefault(name, []).append(hashes[name])
+            timer.hashes.setdefault(name, []).append(hashes[name])
         for name in names:
             same[name] &= hashes[name] == hashes["plain"]
-    engine.station.put(None)
-    return results, same, watch, tokens, cores
+    engine.controller.activate(None)
+    return results, same, timer, tokens, cores
 
 
 def measure_policies(given: argparse.Namespace) -> None:
-    """Policies in turns, then what recording costs."""
+    """Measure policies in turns, and then the overhead of recording."""
     if given.trace:
         os.environ["DISPATCHKIT_TRACE"] = given.trace
     POLICIES[OWN_RULES[given.runner]] = (OWN_RULES[given.runner], {})
     engine = Engine(given.runner)
     facts = engine.facts()
     emit(what="start", start_s=round(engine.start_s, 1), captures=engine.captures, **facts)
-    emit(what="summary", text=engine.station.summary or engine.station.why_not)
-    engine.generate(chat(random.Random(99), 40))
+    emit(what="summary", text=engine.controller.summary or engine.controller.inactive_reason)
+    engine.generate(chat_requests(random.Random(99), 40))
     names = ["plain", *POLICIES]
-    results, same, watch, tokens, cores = turns(
-        engine, names, given.few_rounds, lambda rng: chat(rng, 150)
+    results, same, timer, tokens, cores = take_turns(
+        engine, names, given.few_rounds, lambda rng: chat_requests(rng, 150)
     )
-    plain_us = watch.mean_us("plain")
+    plain_us = timer.mean_us("plain")
     for name in names:
         core = cores[name]
         emit(
@@ -368,10 +368,10 @@ def measure_policies(given: argparse.Namespace) -> None:
             policy=name,
             tokens_equal=same[name],
             batch_s=round(statistics.median(results[name]), 4),
-            decisions=len(watch.times[name]),
-            decision_us=round(watch.mean_us(name), 2),
-            of_plain=round(watch.mean_us(name) / plain_us, 3),
-            modes=dict(sorted(watch.modes[name].items())),
+            decisions=len(timer.times[name]),
+            decision_us=round(timer.mean_us(name), 2),
+            of_plain=round(timer.mean_us(name) / plain_us, 3),
+            modes=dict(sorted(timer.modes[name].items())),
             fallbacks=dict(core.fallbacks) if core else {},
             tokens=tokens,
         )
@@ -379,7 +379,7 @@ def measure_policies(given: argparse.Namespace) -> None:
 
 
 def measure_adaptive(given: argparse.Namespace) -> None:
-    """The policy that learns, in turns with vLLM's own class."""
+    """Measure the policy ``adaptive`` in turns with vLLM's own class."""
     engine = Engine(given.runner)
     emit(
         what="start",
@@ -387,9 +387,9 @@ def measure_adaptive(given: argparse.Namespace) -> None:
         captures=engine.captures,
         **engine.facts(),
     )
-    engine.generate(chat(random.Random(99), 40))
-    results, same, _, _, cores = turns(
-        engine, ["plain", "adaptive"], given.rounds, lambda rng: chat(rng, 150)
+    engine.generate(chat_requests(random.Random(99), 40))
+    results, same, _, _, cores = take_turns(
+        engine, ["plain", "adaptive"], given.rounds, lambda rng: chat_requests(rng, 150)
     )
     emit_adaptive("adaptive on chat", engine, results, same, cores, given.runner)
 
@@ -397,9 +397,9 @@ def measure_adaptive(given: argparse.Namespace) -> None:
 def emit_adaptive(
     what: str, engine: Engine, results: Any, same: Any, cores: Any, runner: int
 ) -> None:
-    """Report adaptive beside plain."""
+    """Print the results of adaptive compared to plain."""
     plain, adaptive = results["plain"], results["adaptive"]
-    timer, policy = engine.station._timers[cores["adaptive"]], cores["adaptive"].policy
+    timer, policy = engine.controller._timers[cores["adaptive"]], cores["adaptive"].policy
     steps = max(1, timer._step)
     emit(
         what=what,
@@ -424,18 +424,21 @@ def emit_adaptive(
 
 
 def planned_sizes(trace: str, align: int = 1) -> dict[str, Any]:
-    """Return an engine's options for the 24 sizes that pad a recorded trace least."""
+    """Return engine options with the 24 sizes with the least padding for a trace."""
     sizes = list(plan_sizes(read_trace(trace), graphs=24, max_size=512, align=align).sizes)
     return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
 def measure_sizes(given: argparse.Namespace) -> None:
-    """Start-up, captures and throughput under default or planned sizes."""
+    """Measure start-up, captures and throughput with default or planned sizes."""
     options = planned_sizes(given.plan) if given.plan else {}
     engine = Engine(given.runner, **options)
     used = engine.runner.compilation_config.cudagraph_capture_sizes
-    engine.generate(chat(random.Random(99), 40))
-    times = [engine.generate(chat(random.Random(index), 150)) for index in range(given.few_rounds)]
+    engine.generate(chat_requests(random.Random(99), 40))
+    times = [
+        engine.generate(chat_requests(random.Random(index), 150))
+        for index in range(given.few_rounds)
+    ]
     emit(
         what="sizes",
         runner=given.runner,
@@ -452,20 +455,23 @@ def measure_sizes(given: argparse.Namespace) -> None:
         others = {
             "default": Engine(given.runner),
             "aligned": Engine(given.runner, **planned_sizes(given.plan, align=8)),
-            # Differs from the other by its place in the process alone.
+            # A control: it differs from the first only by its creation order.
             "default again": Engine(given.runner),
         }
         compare_sizes({"planned": engine, **others}, given.rounds)
 
 
 def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
-    """Time batches of engines in one process, in turns: processes differ by more than sizes."""
+    """Measure batches of several engines in turns, in one process.
+
+    Separate processes differ in more than sizes.
+    """
     for engine in engines.values():
-        engine.generate(chat(random.Random(99), 40))
+        engine.generate(chat_requests(random.Random(99), 40))
     found: dict[str, list[tuple[float, str, int]]] = {name: [] for name in engines}
     for index in range(rounds):
         for name in sorted(engines, reverse=bool(index % 2)):
-            found[name].append(engines[name].generate(chat(random.Random(index), 150)))
+            found[name].append(engines[name].generate(chat_requests(random.Random(index), 150)))
     times = {name: [took for took, _, _ in batches] for name, batches in found.items()}
     tokens = {name: [each for _, each, _ in batches] for name, batches in found.items()}
     for name, engine in engines.items():
@@ -482,7 +488,7 @@ def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
 
 
 def measure_gap(given: argparse.Namespace) -> None:
-    """A traffic on which graphs lose: prompts far smaller than the next size."""
+    """Measure traffic for which graphs are slower: prompts far below the next size."""
     sizes = [1, 2, 4, 8, 16, 32, 2048]
     engine = Engine(
         given.runner,
@@ -501,12 +507,12 @@ def measure_gap(given: argparse.Namespace) -> None:
         ]
 
     engine.generate(prompts(random.Random(99)))
-    results, same, _, _, cores = turns(engine, ["plain", "adaptive"], given.rounds, prompts)
+    results, same, _, _, cores = take_turns(engine, ["plain", "adaptive"], given.rounds, prompts)
     emit_adaptive("adaptive on a gap", engine, results, same, cores, given.runner)
 
 
 def main() -> None:
-    """Measure."""
+    """Run the requested measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     measures = {
         "policies": measure_policies,
@@ -518,8 +524,8 @@ def main() -> None:
     parser.add_argument("--runner", type=int, choices=(1, 2), required=True)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--few-rounds", type=int, default=5)
-    parser.add_argument("--trace", help="record the steps to this file")
-    parser.add_argument("--plan", help="plan the sizes from this trace")
+    parser.add_argument("--trace", help="record steps to this file")
+    parser.add_argument("--plan", help="plan capture sizes from this trace")
     given = parser.parse_args()
     measures[given.what](given)
 

@@ -1,9 +1,9 @@
-"""Run the tests of one release of vLLM on dispatchkit's classes, in the release's own folder.
+"""Run the tests of one vLLM release with dispatchkit's classes, in the folder of the release.
 
-vLLM takes long to import, so it is imported once; each run is a fork, since each puts other
-classes where the tests import them from. One JSON line for each run; exit code 1 if one fails.
+vLLM is imported once, because the import is slow. Each run is a fork, because it replaces the
+classes that the tests import. Prints one JSON line per run; the exit code is 1 if a run fails.
 
-usage: release.py RELEASE       (by ``run.py``, with the release's sources in front of the path)
+usage: release.py RELEASE       (started by ``run.py``, with the sources of the release on the path)
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MANAGER = "tests/v1/cudagraph/test_cudagraph_manager.py"
 
 
 def as_cpu_build(release: str) -> Path:
-    """Return a folder that lets the sources pass for a CPU build.
+    """Return a folder with metadata that identifies the sources as a CPU build.
 
-    vLLM looks its platform up in the version of the distribution that it came in.
+    vLLM determines its platform from the version of its distribution.
     """
     folder = Path("cpu-version").resolve()
     info = folder / f"vllm-{release}+cpu.dist-info"
@@ -40,36 +40,36 @@ def as_cpu_build(release: str) -> Path:
 
 
 class Outcomes:
-    """A pytest plugin that counts what became of the tests."""
+    """A pytest plugin that counts test outcomes."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test once, and each error around one."""
+        """Count each test once, and each error in its setup or teardown."""
         if report.when == "call" or not report.passed:
             self.counts["error" if report.failed and report.when != "call" else report.outcome] += 1
 
 
 def run_tests(test: str, swap: str) -> tuple[bool, dict[str, int]]:
-    """Run one file of tests in one way; return whether all that ran passed, and counts."""
+    """Run a test file with replaced classes; return whether it passed, and the counts."""
     outcomes = Outcomes()
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "--rootdir", str(Path.cwd())]
-    # Not this repository's settings, which know none of vLLM's markers.
+    # Ignore this repository's settings, which do not define vLLM's markers.
     options += ["-c", os.devnull]
     code = pytest.main([*options, test], plugins=[Swap(swap), outcomes])
     return code == 0 and outcomes.counts["passed"] > 0, dict(outcomes.counts)
 
 
 def ask(release: str) -> tuple[bool, dict[str, int]]:
-    """Ask the class, its facade and the policy the same; return whether all agree, and counts."""
+    """Run ``agree.py``; return whether all answers agree, and the counts."""
     agree: Any = importlib.import_module("agree")
     asked, differing = agree.ask_all(release)
     return asked > 0 == differing, {"asked": asked, "differing": differing}
 
 
 def in_a_fork(work: Callable[..., tuple[bool, dict[str, int]]], *args: str) -> Any:
-    """Call ``work`` in a fork; return what it returns, or its exit code, and what it printed."""
+    """Call ``work`` in a fork; return its result, or the exit code, and its output."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryFile() as printed:
@@ -88,13 +88,13 @@ def in_a_fork(work: Callable[..., tuple[bool, dict[str, int]]], *args: str) -> A
 
 
 def main() -> int:
-    """Run everything that this release has."""
+    """Run all tests that the release has."""
     release = sys.argv[1]
-    if Path(MANAGER).is_file():  # its tests need a platform
+    if Path(MANAGER).is_file():  # these tests need a platform
         sys.path.append(str(as_cpu_build(release)))
-    with contextlib.redirect_stdout(sys.stderr):  # where vLLM's logger writes from then on
+    with contextlib.redirect_stdout(sys.stderr):  # makes vLLM's logger write to stderr
         importlib.import_module(DISPATCHER)
-    # Before 0.12 the interface is another one, which does not support policies.
+    # Before 0.12, vLLM has another interface, which does not support policies.
     is_served = not release.startswith("0.11.")
     runs: list[tuple[Any, ...]] = [(ask, release)] if is_served else []
     if Path(DISPATCH).is_file():

@@ -1,11 +1,10 @@
-"""Run vLLM's own tests of its dispatchers, unmodified, with dispatchkit's classes in place.
+"""Run vLLM's own tests of its dispatchers, unmodified, with dispatchkit's classes.
 
-Fetches published source distributions and one environment that can import them all, a CPU build
-of vLLM, into ``.vllm/``. Then it runs the dispatcher's tests of every release, once with the
-facade and once with the policy ``vllm`` in front of vLLM's class, and the graph manager's tests
-where there are some; and it asks the class, the facade and the policy the same questions
-(``agree.py``). Of 0.15 there are only wheels, without tests. One JSON line for each run; exit
-code 1 if one fails.
+Downloads source distributions into ``.vllm/``, and creates an environment with a CPU build of vLLM
+that can import all of them. Runs the dispatcher tests of every release, once with the facade and
+once with the policy ``vllm`` in vLLM's class, and the tests of the graph manager where they exist.
+Also compares the answers of the class, the facade and the policy (``agree.py``). Of 0.15, only
+wheels without tests are published. Prints one JSON line per run; the exit code is 1 if a run fails.
 
 usage: run.py [--python PYTHON] [--sources FOLDER] [RELEASE...]
 """
@@ -28,18 +27,18 @@ RELEASES = (
     *("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0"),
     *("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
-#: The build whose dependencies the tests are run with.
+#: The build whose environment runs the tests.
 BUILD = "0.32.0"
 
 
 def fetch(release: str, sources: Path) -> Path:
-    """Unpack a release's source distribution, if it is not there; return its folder."""
+    """Return the folder with a release's sources, which are downloaded if needed."""
     target = sources / release
     if (target / "vllm").is_dir():
         return target
     with tempfile.TemporaryDirectory() as scratch:
-        # pip unpacks before it asks the sources for their metadata, which needs a compiler
-        # or a GPU and fails here; what it unpacked stays.
+        # pip unpacks the sources and then fails to build their metadata, which needs a compiler or
+        # a GPU. --no-clean keeps the unpacked files.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-clean"]
         command += ["--no-binary", "vllm", "--no-build-isolation", "--dest", scratch]
         done = subprocess.run(
@@ -51,7 +50,7 @@ def fetch(release: str, sources: Path) -> Path:
         )
         found = next(Path(scratch).glob("pip-download-*/vllm_*/vllm"), None)
         if found is None:
-            sys.exit(f"The sources of vllm {release} could not be fetched:\n{done.stderr[-2000:]}")
+            sys.exit(f"Downloading the sources of vllm {release} failed:\n{done.stderr[-2000:]}")
         target.mkdir(parents=True, exist_ok=True)
         for name in ("vllm", "tests", "LICENSE"):
             shutil.move(str(found.parent / name), str(target / name))
@@ -59,7 +58,7 @@ def fetch(release: str, sources: Path) -> Path:
 
 
 def fetch_wheel(release: str, sources: Path) -> Path:
-    """Unpack the Python files of a release's CPU wheel, if they are not there."""
+    """Return the folder with the Python files of a release's CPU wheel."""
     target = sources / release
     if (target / "vllm").is_dir():
         return target
@@ -73,7 +72,7 @@ def fetch_wheel(release: str, sources: Path) -> Path:
 
 
 def run(python: str, release: str, source: Path) -> bool:
-    """Run all tests of a release; return whether all passed."""
+    """Run all tests of a release, and return whether they passed."""
     done = subprocess.run(
         [python, str(Path(__file__).with_name("release.py")), release],
         cwd=source,
@@ -84,10 +83,10 @@ def run(python: str, release: str, source: Path) -> bool:
 
 
 def main() -> int:
-    """Fetch and run."""
+    """Download the sources and run the tests of each release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("releases", nargs="*", default=RELEASES)
-    parser.add_argument("--python", help="an environment with a CPU build of vLLM")
+    parser.add_argument("--python", help="Python of an environment with a CPU build of vLLM")
     parser.add_argument("--sources", type=Path, default=FOLDER / "sources")
     given = parser.parse_args()
     python = given.python or environment(BUILD)

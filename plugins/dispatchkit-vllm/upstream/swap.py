@@ -1,4 +1,4 @@
-"""A pytest plugin: puts dispatchkit's classes where vLLM's own tests import them from."""
+"""A pytest plugin that replaces the classes that vLLM's tests import by dispatchkit's."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DISPATCHER, MANAGER = "vllm.v1.cudagraph_dispatcher", "vllm.v1.worker.gpu.cudagr
 
 
 def _as_steps(policy_class: type[Any]) -> type[Any]:
-    """Let each call of ``dispatch`` be a step, since the tests have no runner."""
+    """Make each call of ``dispatch`` a step, because the tests have no runner."""
 
     def dispatch(self: Any, *args: Any, **options: Any) -> Any:
-        self.station.open()
+        self.controller.open()
         return policy_class.dispatch(self, *args, **options)
 
     return type(policy_class.__name__, (policy_class,), {"dispatch": dispatch})
 
 
 def _helpers() -> None:
-    """Stand in for vLLM's test helpers, which import a whole server.
+    """Replace vLLM's test helpers, which import a whole server.
 
-    The one used here starts a process for tests that need a GPU.
+    The only helper that is used starts a process for tests that need a GPU.
     """
     helpers = ModuleType("tests.utils")
     helpers.create_new_process_for_each_test = lambda *_: lambda test: test  # type: ignore[attr-defined]
@@ -35,18 +35,18 @@ def _helpers() -> None:
 
 
 class Swap:
-    """Puts classes there before a test module is imported.
+    """Replace classes before a test module is imported.
 
     Args:
-        what: ``facade``, the facade of the release, which decides without vLLM's code; or
-            ``engine``, what ``DISPATCHKIT_POLICY=vllm`` builds, each call being a step.
+        what: ``facade`` for the facade of the release, which decides without vLLM's code, or
+            ``engine`` for the class that ``DISPATCHKIT_POLICY=vllm`` creates.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def pytest_configure(self, config: Any) -> None:
-        """Put them there."""
+        """Replace the classes."""
         _helpers()
         module = importlib.import_module(DISPATCHER)
         original = module.CudagraphDispatcher
@@ -54,7 +54,7 @@ class Swap:
             module.CudagraphDispatcher = dispatcher_for(original)
             return
         os.environ["DISPATCHKIT_POLICY"] = "vllm"
-        if not first.why_unknown(original):
+        if not first.unsupported_reason(original):
             module.CudagraphDispatcher = _as_steps(first.dispatcher_class(original))
         if any("test_cudagraph_manager" in str(arg) for arg in config.args):
             manager = importlib.import_module(MANAGER)

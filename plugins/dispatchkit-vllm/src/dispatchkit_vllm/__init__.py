@@ -1,4 +1,4 @@
-"""vLLM's rules for choosing a CUDA graph, as policies of dispatchkit."""
+"""vLLM's rules for choosing a CUDA graph, as dispatchkit policies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# These need torch, policies do not.
+# Imported on first use: these need torch, policies do not.
 __getattr__, __dir__ = lazy_names(
     __name__, {"GraphWrapper": "wrapper", "set_forward_context": "wrapper"}
 )

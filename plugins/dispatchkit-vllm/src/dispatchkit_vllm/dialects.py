@@ -1,7 +1,6 @@
-"""The differences between the generations of vLLM's dispatch rule, as data.
+"""The generations of vLLM's dispatch rule, as data.
 
-The rule itself is implemented once, in ``ladder`` and ``policy``. A dialect selects among its
-few variations.
+The rule is implemented once, in ``ladder`` and ``policy``. A dialect selects its variations.
 """
 
 from __future__ import annotations
@@ -16,45 +15,45 @@ __all__ = ["DIALECTS", "Dialect", "Loras", "Padding"]
 
 
 class Loras(enum.Enum):
-    """The counts of active adapters that have separate graphs."""
+    """Which numbers of active adapters have separate graphs."""
 
     NONE = "none"  # Adapters are not part of the key.
-    FLAG = "flag"  # With or without adapters; the captured graph serves every count.
-    EVERY_COUNT = "every count"  # One graph per count, or the largest when drafting.
-    CASES = "cases"  # The largest count, and powers of two below it if configured.
-    CASES_CLAMPED = "cases, clamped"  # As CASES; larger counts use the largest case.
+    FLAG = "flag"  # Keys have an adapter flag; one graph serves every number of adapters.
+    EVERY_COUNT = "every count"  # Each number has graphs; when drafting, only the largest.
+    CASES = "cases"  # The largest number, and powers of two below it if configured.
+    CASES_CLAMPED = "cases, clamped"  # Like CASES; larger numbers use the largest case.
 
 
 class Padding(enum.Enum):
-    """How the bucket of a batch is determined."""
+    """How the bucket of a batch is chosen."""
 
-    SHARED = "shared"  # One size list and one table for all modes.
-    PER_QUERY_LEN = "per query length"  # Uniform batches of several tokens have separate ones.
-    PER_MODE = "per mode"  # The smallest graph of each mode that is large enough.
+    SHARED = "shared"  # All modes share one list of sizes and one padding table.
+    PER_QUERY_LEN = "per query length"  # Uniform batches with longer queries have separate sizes.
+    PER_MODE = "per mode"  # Each mode uses its smallest graph that is large enough.
 
 
 @attrs.frozen(kw_only=True)
 class Dialect:
-    """One generation of the rule.
+    """One generation of vLLM's dispatch rule.
 
     Attributes:
         name: Name of the policy.
-        summary: One line for lists of policies.
-        padding: How the bucket of a batch is determined.
-        loras: The counts of adapters that have graphs.
-        sizes_descending: Keys are declared in descending order of size.
-        names_requests: Keys include their number of requests.
-        relaxes_mixed_full: FULL keys of mixed batches allow any number of requests, and a
-            batch looks for such a key after its exact one. Otherwise they allow as many as
-            fit, and a batch looks only for the exact key.
-        caps_uniform_reqs: A uniform key never has more requests than a batch may have.
-        uniform_needs_separate: Uniform batches are distinguished only if the mode has a
+        summary: One-line description for lists of policies.
+        padding: How the bucket of a batch is chosen.
+        loras: Which numbers of active adapters have graphs.
+        sizes_descending: Whether keys are declared in descending order of size.
+        names_requests: Whether keys include a number of requests.
+        relaxes_mixed_full: Whether FULL keys of mixed batches allow any number of requests. A
+            batch then looks for such a key after its exact key. Otherwise, these keys allow the
+            number of requests that fit, and a batch looks only for its exact key.
+        caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
+        uniform_needs_separate: Whether uniform batches are distinguished only if the mode has a
             separate routine for them.
-        rounding: Generation whose rule rounds sizes up to multiples of the query length;
-            empty: sizes are not changed.
-        traits: Permanent properties that the policy claims, checked by the test kit.
-        varies_query_len: Decode graphs for requests of varying length are captured if the
-            configuration asks for them.
+        rounding: Generation of the rule that rounds sizes up to multiples of the query length;
+            empty for no rounding.
+        traits: Properties that the policy claims and the test kit checks.
+        varies_query_len: Whether the configuration can request decode graphs for requests of
+            varying length.
     """
 
     name: str
@@ -83,7 +82,7 @@ V0_11 = Dialect(
 )
 V0_11_1 = Dialect(
     name="vllm@0.11.1",
-    summary="vLLM 0.11.1: as 0.11 with cascade attention and an adapter flag",
+    summary="vLLM 0.11.1: like 0.11, with cascade attention and an adapter flag",
     loras=Loras.FLAG,
     names_requests=False,
     rounding="0.11.1",
@@ -91,14 +90,14 @@ V0_11_1 = Dialect(
 )
 V0_13 = Dialect(
     name="vllm@0.13",
-    summary="vLLM 0.13: keys name their requests, the dispatcher pads",
+    summary="vLLM 0.13: keys include requests, the dispatcher pads",
     loras=Loras.FLAG,
     rounding="0.13",
     traits=_TRAITS,
 )
 V0_33 = Dialect(
     name="vllm@0.33",
-    summary="vLLM 0.33, first model runner: counts of adapters, sets of allowed modes",
+    summary="vLLM 0.33, first model runner: adapter counts, sets of allowed modes",
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
@@ -106,24 +105,23 @@ V0_33 = Dialect(
     traits=_TRAITS,
 )
 NEWEST = attrs.evolve(
-    V0_33, name="vllm", summary="vLLM's rule, newest release known (0.33); the default"
+    V0_33, name="vllm", summary="vLLM's rule in the newest known release (0.33); the default"
 )
 MANAGER = Dialect(
     name="vllm@0.33-manager",
-    summary="vLLM 0.33, second model runner: searches the smallest graph of each mode",
+    summary="vLLM 0.33, second model runner: the smallest graph of each mode",
     padding=Padding.PER_MODE,
     loras=Loras.CASES_CLAMPED,
     relaxes_mixed_full=False,
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
     varies_query_len=True,
-    # Graphs of a query length have other sizes than graphs of mixed batches, so a batch with one
-    # more token may find a smaller graph.
+    # Sizes of uniform and mixed graphs differ, so one more token may select a smaller graph.
     traits=_TRAITS - {"monotone"},
 )
 DRAFTER = Dialect(
     name="vllm-drafter",
-    summary="several uniform query lengths, with sizes aligned to them",
+    summary="several uniform query lengths with aligned sizes",
     padding=Padding.PER_QUERY_LEN,
     loras=Loras.NONE,
     names_requests=False,
@@ -131,13 +129,13 @@ DRAFTER = Dialect(
 )
 LORA_COUNT = Dialect(
     name="vllm-lora-count",
-    summary="one graph for each count of active adapters",
+    summary="one graph for each number of active adapters",
     loras=Loras.EVERY_COUNT,
     rounding="0.13",
     traits=_TRAITS,
 )
 
-#: Every dialect by the name of its policy.
+#: All dialects, by the name of their policy.
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
         each.name: each

@@ -1,7 +1,7 @@
-"""The rule itself: the keys of a configuration, and the keys that a batch looks for.
+"""vLLM's rule: the keys of a configuration, and the keys to try for a batch.
 
-A ``Ladder`` is one dialect applied to one configuration. It has no state and uses no registry:
-the caller checks which keys exist and can run. Policies and facades share it.
+A ``Ladder`` is a dialect applied to a configuration. It is stateless and uses no registry: the
+caller checks which keys exist and can run. Policies and facades share it.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _FULL, _PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
 
 class PartialRequestError(AssertionError):
-    """A uniform graph would contain a part of a request.
+    """The size of a uniform graph is not a multiple of the query length.
 
-    An AssertionError, as in vLLM; only the facades let it propagate.
+    An AssertionError, as in vLLM. Only the facades raise it to callers.
     """
 
     def __init__(self, num_tokens: int, query_len: int) -> None:
         self.num_tokens, self.query_len = num_tokens, query_len
         super().__init__(
-            f"A uniform batch padded to {num_tokens} tokens is not made of whole requests of "
-            f"{query_len} tokens. Use capture sizes that are multiples of {query_len}."
+            f"A uniform batch with {query_len} tokens per request cannot be padded to {num_tokens} "
+            f"tokens. Use capture sizes that are multiples of {query_len}."
         )
 
 
 @attrs.frozen(kw_only=True)
 class Ladder:
-    """One dialect applied to one configuration.
+    """A dialect applied to a configuration.
 
     Attributes:
         dialect: The variation of the rule.
-        mode: Configured mode.
+        mode: The configured mode.
         sizes: Capture sizes, in the order in which keys are declared.
         uniform_sizes: Sizes of uniform batches with several tokens per request, if the
             dialect has separate sizes for them.
-        max_num_seqs: The most requests of a batch.
-        query_lens: Tokens per request of uniform batches; several only for drafters.
-        max_loras: Largest count of active adapters, 0 without adapters.
+        max_num_seqs: Maximum number of requests of a batch.
+        query_lens: Query lengths of uniform batches; several only for drafters.
+        max_loras: Maximum number of active adapters; 0 without adapters.
         specialize_lora: Whether graphs without adapters are captured as well.
-        specialize_active_loras: Whether several counts of adapters have graphs.
-        varlen: Whether decode graphs take requests of varying length.
-        cases: Counts of adapters that have graphs, if the caller chose them.
-        table: Bucket of every number of tokens up to the largest size.
-        lora_cases: Counts of adapters that have graphs, in the order of declaration.
+        specialize_active_loras: Whether several numbers of adapters have graphs.
+        varlen: Whether decode graphs accept requests of varying length.
+        cases: Numbers of adapters with graphs; None to derive them.
+        table: The bucket of each number of tokens up to the largest size.
+        lora_cases: Numbers of adapters with graphs, in the order of declaration.
     """
 
     dialect: Dialect
@@ -83,7 +83,7 @@ class Ladder:
     )
 
     def __attrs_post_init__(self) -> None:
-        fill = object.__setattr__  # the class is frozen; these are derived once
+        fill = object.__setattr__  # the class is frozen
         fill(self, "table", padding_table(self.sizes))
         fill(self, "lora_cases", self._lora_cases())
         if self.dialect.padding is Padding.PER_MODE:
@@ -95,12 +95,12 @@ class Ladder:
 
     @classmethod
     def of(cls, dialect: Dialect, config: DispatchConfig) -> Ladder:
-        """Apply a dialect to a configuration, rounding its sizes if the dialect does."""
+        """Apply a dialect, including its rounding of sizes, to a configuration."""
         sizes, query_len = config.sizes, config.query_len
         if (
             dialect.rounding
             and rounds_for_query_len(config.mode, query_len, dialect.rounding)
-            # A request larger than every size has no graph; the other sizes remain usable.
+            # A query length above all sizes has no graphs, but the sizes serve other batches.
             and query_len <= config.max_capture_size
         ):
             rounded = round_sizes_for_query_len(sizes, query_len, generation=dialect.rounding)
@@ -121,12 +121,12 @@ class Ladder:
 
     @property
     def query_len(self) -> int:
-        """Tokens per request of a uniform batch; the first if there are several."""
+        """The first query length of uniform batches."""
         return self.query_lens[0]
 
     @property
     def max_size(self) -> int:
-        """Largest capture size; 0 if there is none."""
+        """The largest capture size; 0 without sizes."""
         return len(self.table) - 1
 
     @property
@@ -137,7 +137,7 @@ class Ladder:
     # -- adapters -----------------------------------------------------------------------
 
     def _captured_counts(self) -> tuple[int, ...]:
-        """Return the counts above zero that have graphs, if cases are captured."""
+        """Return the positive numbers of adapters with graphs, for dialects with cases."""
         top = self.max_loras
         if self.cases is not None:
             return tuple(sorted(count for count in self.cases if count > 0))
@@ -163,9 +163,9 @@ class Ladder:
         return (*without, *self._captured_counts())
 
     def lora_case(self, count: int) -> int:
-        """Return the count of adapters in the key that a batch looks for.
+        """Return the number of adapters in the keys to try for a batch.
 
-        A count without a case is returned unchanged, and matches no graph.
+        A number without a case is returned unchanged, and matches no graph.
         """
         kind = self.dialect.loras
         without = self.max_loras == 0 and self.cases is None
@@ -190,12 +190,12 @@ class Ladder:
         window_query_len: int | None = None,
         partial: Literal["skip", "keep", "raise"] = "skip",
     ) -> Iterator[GraphKey]:
-        """Yield the keys of the configuration, in the order in which they are declared.
+        """Yield the keys of the configuration, in the order of declaration.
 
         Args:
-            window_query_len: Query length that bounds the sizes of uniform keys from below
-                and above, if it is not the configured one.
-            partial: How to treat uniform keys that would contain a part of a request.
+            window_query_len: Query length that bounds the sizes of uniform keys; by default the
+                configured one.
+            partial: Handling of uniform sizes that are not multiples of the query length.
 
         Raises:
             PartialRequestError: There is such a size, and ``partial`` is ``"raise"``.
@@ -256,7 +256,7 @@ class Ladder:
         return self.query_lens if several else self.query_lens[:1]
 
     def decode_sizes(self, query_len: int) -> tuple[int, ...]:
-        """Return the capture sizes of uniform batches with a query length."""
+        """Return the capture sizes of uniform batches with this query length."""
         apart = self.dialect.padding is Padding.PER_QUERY_LEN and query_len > 1
         return self.uniform_sizes if apart else self.sizes
 
@@ -276,21 +276,21 @@ class Ladder:
         )
 
     def _mixed(self, num_tokens: int, case: int, mode: RuntimeMode) -> BatchDescriptor:
-        """Return the descriptor of a mixed graph; piecewise ones never depend on requests."""
+        """Return the descriptor of a mixed graph; PIECEWISE graphs allow any number of requests."""
         relaxed = BatchDescriptor(num_tokens, num_active_loras=case)
         if mode is _PIECEWISE or self.dialect.relaxes_mixed_full:
             return relaxed
         return attrs.evolve(relaxed, num_reqs=min(num_tokens, self.max_num_seqs))
 
-    # -- what a batch looks for ---------------------------------------------------------
+    # -- keys to try for a batch --------------------------------------------------------
 
     def chain(self, num_tokens: int, query_len: int, case: int) -> Iterator[GraphKey]:
-        """Yield the keys that a batch looks for, in order; they need not exist.
+        """Yield the keys to try for a batch, in order; some may not exist.
 
         Args:
-            num_tokens: Unpadded tokens, 1 or more.
-            query_len: Tokens per request of a uniform batch, 0 for any other.
-            case: Count of adapters in the key, from ``lora_case``.
+            num_tokens: Number of unpadded tokens, at least 1.
+            query_len: Query length of a uniform batch; 0 for other batches.
+            case: Number of adapters in the key, from ``lora_case``.
         """
         padding = self.dialect.padding
         if padding is Padding.PER_MODE:
@@ -315,7 +315,7 @@ class Ladder:
     def exact(self, bucket: int, query_len: int, case: int) -> BatchDescriptor | None:
         """Return the most specific descriptor of a padded batch.
 
-        None for a uniform batch whose bucket does not consist of whole requests.
+        None for a uniform batch whose bucket is not a multiple of the query length.
         """
         if self.dialect.uniform_needs_separate and not self.mode.separate_routine():
             query_len = 0
@@ -327,7 +327,7 @@ class Ladder:
         return attrs.evolve(relaxed, num_reqs=min(bucket, self.max_num_seqs))
 
     def _aligned_bucket(self, num_tokens: int, query_len: int) -> int:
-        """Return the smallest sufficient size of whole requests; 0 if there is none."""
+        """Return the smallest sufficient size that is a multiple of the query length, or 0."""
         fitting = (
             size for size in self.uniform_sizes if size >= num_tokens and size % query_len == 0
         )
@@ -338,7 +338,7 @@ class Ladder:
             keys = self._by_case.get((mode, case), ())
             first = bisect_left(keys, num_tokens, key=lambda key: key.num_tokens)
             for key in keys[first:]:
-                # Graphs of several query lengths may have the same size.
+                # Several graphs may have the same size, but different query lengths.
                 if key.num_tokens != keys[first].num_tokens:
                     break
                 yield key

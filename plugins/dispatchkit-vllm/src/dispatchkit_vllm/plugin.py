@@ -1,4 +1,4 @@
-"""The policies that this distribution registers with dispatchkit."""
+"""Register this distribution's policies with dispatchkit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dispatchkit.hookspecs import PolicySpec, hookimpl
 
 from dispatchkit_vllm.dialects import DIALECTS, NEWEST
 from dispatchkit_vllm.policy import VllmPolicy
-from dispatchkit_vllm.runner_rule import rule_in_force
+from dispatchkit_vllm.runner_rule import current_rule
 
 
 def _vllm() -> Policy:
-    """Return the newest rule, or inside vLLM the rule of the installed release."""
-    return rule_in_force() or VllmPolicy(NEWEST)
+    """Return the newest rule; inside vLLM, that of the installed release."""
+    return current_rule() or VllmPolicy(NEWEST)
 
 
 @hookimpl

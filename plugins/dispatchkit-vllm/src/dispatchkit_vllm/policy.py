@@ -1,4 +1,4 @@
-"""The policies: one class, with a dialect as its data."""
+"""The policy class, parameterized by a dialect."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["VllmPolicy"]
 
 
 class VllmPolicy:
-    """vLLM's rule: pad to the smallest size, then FULL if a graph fits, PIECEWISE, eager.
+    """vLLM's rule: pad to the smallest size, then try FULL, PIECEWISE and eager.
 
-    A key that cannot run now (failed, evicted, disabled, not allowed for this batch) sends
-    the batch to the next mode at the same size, never to a larger bucket.
+    If a key cannot run (failed, evicted, disabled or not allowed for the batch), the batch uses the
+    next mode at the same size, never a larger bucket.
 
     Args:
-        dialect: Name of a generation, or its ``Dialect``.
-        ladder: A ladder to use instead of applying the dialect to the dispatcher's
+        dialect: A ``Dialect`` or its name.
+        ladder: The ladder to use. By default, the dialect is applied to the dispatcher's
             configuration.
 
     Raises:
-        UnknownNameError: No dialect has that name.
+        UnknownNameError: No dialect has the given name.
     """
 
     def __init__(self, dialect: Dialect | str = "vllm", *, ladder: Ladder | None = None) -> None:
@@ -45,7 +45,7 @@ class VllmPolicy:
         return self._applied(config)[0]
 
     def _applied(self, config: DispatchConfig) -> tuple[Ladder, Container[GraphKey] | None]:
-        """Return the ladder and its keys; None for the keys if the caller passed the ladder."""
+        """Return the ladder and its keys; the keys are None for a ladder passed by the caller."""
         if self._fixed is not None:
             return self._fixed, None
         last = self._last
@@ -55,18 +55,18 @@ class VllmPolicy:
         return last[1], last[2]
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys of the configuration; none if the caller passed the ladder."""
+        """Return the keys of the configuration; empty for a ladder passed by the caller."""
         return () if self._fixed is not None else tuple(self.ladder(config).keys())
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the first key of the batch's chain that can run, or eager and why."""
+        """Return a replay of the first key that can run, or eager with the reason."""
         ladder, own = self._applied(graphs.config)
         if ladder.mode is CUDAGraphMode.NONE:
             return Decision.eager(Reason.MODE_NONE)
         query_len = batch.query_len if batch.uniform else 0
         if query_len not in ladder.query_lens:
             query_len = 0
-        # A mixed batch when only decode batches have graphs: configured to run eager.
+        # If only decode batches have graphs, mixed batches run eager by configuration.
         mixed = not query_len and batch.max_query_len is None
         is_eager = mixed and ladder.mode.mixed_mode() is CUDAGraphMode.NONE
         obstacle: str = Reason.MODE_NONE if is_eager else Reason.NO_KEY
@@ -76,7 +76,7 @@ class VllmPolicy:
         if not chain and batch.num_tokens > ladder.max_size:
             return Decision.eager(obstacle if is_eager else Reason.ABOVE_LARGEST)
         for key in chain:
-            # A graph of an earlier configuration may still exist; do not look for it.
+            # Skip graphs of an earlier configuration, which may still exist.
             if key not in graphs or (own is not None and key not in own):
                 continue
             if not key.covers(batch):

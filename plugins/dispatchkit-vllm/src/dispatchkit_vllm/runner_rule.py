@@ -1,4 +1,4 @@
-"""The installed vLLM's own rule as a policy, so that others can build on it by name."""
+"""The installed vLLM's own rule, as a policy that other policies can refer to."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextvars import ContextVar
 from dispatchkit import Batch, Decision, DispatchConfig, GraphKey, GraphView, Policy, Reason
 from dispatchkit.keys import CUDAGraphMode
 
-__all__ = ["RunnerRule", "rule_in_force", "use_rule"]
+__all__ = ["RunnerRule", "current_rule", "use_rule"]
 
 _rule: ContextVar[Policy | None] = ContextVar("dispatchkit_vllm_rule", default=None)
 
 
 class RunnerRule:
-    """Answer as the runner's own dispatcher does, whatever its release.
+    """A policy that returns the decisions of the runner's own dispatcher.
 
     Args:
-        keys: The graphs that the runner captures.
+        keys: Keys of the graphs that the runner captures.
         ask: Returns the key that the runner's own code chooses for a batch; None for eager.
     """
 
@@ -34,7 +34,7 @@ class RunnerRule:
         return self._keys
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the answer of the runner's own code."""
+        """Return the decision of the runner's own code."""
         key = self._ask(batch)
         if key is None:
             return Decision.eager(self._why_eager(batch, graphs))
@@ -53,14 +53,14 @@ class RunnerRule:
         return Reason.NO_KEY
 
 
-def rule_in_force() -> Policy | None:
-    """Return the rule of the runner whose policy is being created; None elsewhere."""
+def current_rule() -> Policy | None:
+    """Return the runner's rule inside ``use_rule``, or None."""
     return _rule.get()
 
 
 @contextmanager
 def use_rule(rule: Policy) -> Iterator[None]:
-    """Let the name ``vllm`` mean a runner's own rule while a policy is created."""
+    """Make the policy name ``vllm`` stand for a runner's own rule inside the context."""
     token = _rule.set(rule)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Compare the facades with golden vectors: facts recorded from published dispatchers.
+"""Compare the facades with golden vectors: results recorded from published dispatchers.
 
-``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped, with
-one configuration and its results per line, and prints how many records of each file agree. The
-kind of a record follows from its id, not from the name of the file.
+``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped. Each line
+has one configuration and its results. The command prints how many records of each file agree. The
+id of a record determines its kind; file names do not matter.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class RecordReport:
     """The result of comparing one record.
 
     Attributes:
-        line: Its line in the file, from 1.
-        name: Its id, or a placeholder if it has none.
+        line: 1-based line number of the record.
+        name: Id of the record, or its line number if it has no id.
         num_compared: Number of comparisons.
-        problems: Descriptions of what failed; empty if the record agrees.
+        problems: Descriptions of failed comparisons; empty if the record agrees.
     """
 
     line: int
@@ -72,8 +72,8 @@ class FileReport:
     """The result of comparing one file.
 
     Attributes:
-        path: The file.
-        records: One report for each record.
+        path: Path of the file.
+        records: The report of each record.
     """
 
     path: str
@@ -86,12 +86,12 @@ class FileReport:
 
     @property
     def num_passed(self) -> int:
-        """How many records agree."""
+        """Number of records that agree."""
         return len(self.records) - len(self.failed)
 
     @property
     def num_compared(self) -> int:
-        """How many individual comparisons were made."""
+        """Number of individual comparisons."""
         return sum(record.num_compared for record in self.records)
 
 
@@ -99,8 +99,8 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
     """Compare the records of a file with the facades.
 
     Args:
-        path: JSON Lines, gzipped if the name ends in ``.gz``.
-        every: Compare only every ``every``-th record, as a sample.
+        path: A JSON Lines file, gzipped if the name ends in ``.gz``.
+        every: Compare every ``every``-th record only, as a sample.
 
     Raises:
         OSError: The file cannot be read.
@@ -111,7 +111,7 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
         if index % every == 0
     )
     if not reports:
-        reports = (RecordReport(1, "the file", 0, ("it holds no record",)),)
+        reports = (RecordReport(1, "the file", 0, ("it contains no records",)),)
     return FileReport(str(path), reports)
 
 
@@ -130,12 +130,12 @@ def _check_line(number: int, line: str) -> RecordReport:
         kind = kind_of(record)
         name = str(record.get("id", f"{kind}/{record.get('mode')}"))
         if kind not in CHECKS:
-            raise FormatError(f"unknown kind {kind!r}; known: {', '.join(sorted(CHECKS))}.")
+            raise FormatError(f"kind must be one of {', '.join(sorted(CHECKS))}, got {kind!r}.")
         CHECKS[kind](record, found)
     except FormatError as error:
-        return RecordReport(number, name, found.num_compared, (f"not in the format: {error}",))
-    except Exception as error:  # noqa: BLE001 - errors that no record expects are findings
-        problem = f"raised where no error was recorded: {describe(error)}"
+        return RecordReport(number, name, found.num_compared, (f"invalid record: {error}",))
+    except Exception as error:  # noqa: BLE001 - any unexpected error is a result to report
+        problem = f"unexpected error: {describe(error)}"
         return RecordReport(number, name, found.num_compared, (problem,))
     problems = tuple(
         f"{each.where}: expected {each.expected!r}, got {each.got!r}" for each in found.mismatches

@@ -1,4 +1,4 @@
-"""Command line of the comparison with golden vectors."""
+"""Command-line interface of the comparison with golden vectors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ _MAX_TEXT = 400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare files and print what agrees.
+    """Compare files and print the results.
 
     Returns:
-        0 if every record of every file agrees, 1 if any does not, 2 if a file cannot be
-        read.
+        0 if all records of all files agree, 1 if a record differs, 2 if a file cannot be read.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dispatchkit_vllm.conformance",
         description="Compare dispatchkit-vllm with golden vectors of published dispatchers.",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="JSON Lines, or .jsonl.gz")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="a .jsonl or .jsonl.gz file")
     options = parser.parse_args(arguments)
     num_passed = num_failed = num_compared = 0
     unreadable = False
     for path in options.files:
         try:
-            # Vectors deliberately include sizes that cover only a part of the batches.
+            # Some vectors intentionally have sizes that cover only part of the batches.
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
@@ -41,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{path}: cannot be read: {error}\n")
             unreadable = True
             continue
-        _say_report(report)
+        _write_report(report)
         num_passed += report.num_passed
         num_failed += len(report.failed)
         num_compared += report.num_compared
-    _say(f"all: {num_passed} passed, {num_failed} failed ({num_compared} comparisons)")
+    _write_line(f"all: {num_passed} passed, {num_failed} failed ({num_compared} comparisons)")
     if unreadable:
         return 2
     return 1 if num_failed else 0
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Silence the log: vectors contain dispatchers that were never initialised."""
+    """Silence warnings: some vectors use dispatchers without initialized keys."""
     logger = logging.getLogger("dispatchkit_vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -63,25 +62,25 @@ def _quiet_log() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _say(text: str) -> None:
+def _write_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def _say_report(report: FileReport) -> None:
+def _write_report(report: FileReport) -> None:
     failed = report.failed
-    _say(
+    _write_line(
         f"{report.path}: {report.num_passed} passed, {len(failed)} failed "
         f"({report.num_compared} comparisons)"
     )
     for record in failed[:_MAX_RECORDS]:
-        _say(f"  {record.name} (line {record.line}):")
+        _write_line(f"  {record.name} (line {record.line}):")
         for problem in record.problems[:_MAX_PROBLEMS]:
             text = problem if len(problem) <= _MAX_TEXT else f"{problem[:_MAX_TEXT]}..."
-            _say(f"    {text}")
+            _write_line(f"    {text}")
         if len(record.problems) > _MAX_PROBLEMS:
-            _say(f"    and {len(record.problems) - _MAX_PROBLEMS} more")
+            _write_line(f"    and {len(record.problems) - _MAX_PROBLEMS} more")
     if len(failed) > _MAX_RECORDS:
-        _say(f"  and {len(failed) - _MAX_RECORDS} more records")
+        _write_line(f"  and {len(failed) - _MAX_RECORDS} more records")
 
 
 if __name__ == "__main__":

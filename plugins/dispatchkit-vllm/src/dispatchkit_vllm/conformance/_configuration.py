@@ -1,4 +1,4 @@
-"""Comparing the mode table, mode resolution and capture sizes with recorded results."""
+"""Compare the mode table, mode resolution and capture sizes with recorded results."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _ENUM = Fields.of(
 
 
 def check_sizes(record: Record, found: Findings) -> None:
-    """Compare the capture sizes that are derived, and how they are rounded."""
+    """Compare derived and rounded capture sizes."""
     _SIZES.check(record["id"], record)
     if ("error" in record) == ("sizes" in record) or ("sizes" in record) != ("max" in record):
-        raise FormatError("a record has either an error, or sizes and max.")
+        raise FormatError("a record must have either error, or both sizes and max.")
     version = record["cfg"].get("version")
     if version not in _SIZES_CFG:
         raise FormatError(f"version must be one of {sorted(_SIZES_CFG)}, got {version!r}.")
@@ -88,7 +88,7 @@ def check_sizes(record: Record, found: Findings) -> None:
 
 
 def check_resolution(record: Record, found: Findings) -> None:
-    """Compare how a mode is lowered to what attention supports."""
+    """Compare how a mode is resolved for the support of the attention backend."""
     _RESOLVE.check(record["id"], record)
 
     def resolved() -> list[Any]:

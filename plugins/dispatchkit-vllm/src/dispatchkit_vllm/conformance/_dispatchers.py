@@ -1,4 +1,4 @@
-"""Comparing the dispatchers of all generations with recorded results."""
+"""Compare the dispatchers of all generations with recorded results."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ENDINGS = "construct_error adjust_error init_error keys_before_error"
 
 @attrs.frozen
 class Kind:
-    """How to read the records of one generation.
+    """The record format of one generation.
 
     Attributes:
         module: The facade.
         cfg: Fields of the configuration.
         group: Arguments shared by the rows of a group.
-        parts: Fields of a record that ran to completion.
-        optional: Fields that such a record may lack.
-        descending: Sizes are stored in descending order.
-        pads: The dispatcher pads; otherwise it receives a padded descriptor.
+        parts: Fields of a record without errors, besides id and configuration.
+        optional: Further fields that such a record may have.
+        descending: Whether sizes are stored in descending order.
+        pads: Whether the dispatcher pads; otherwise it takes a padded descriptor.
     """
 
     module: Any
@@ -85,7 +85,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def config_for(cfg: Record, sizes: list[int], largest: int) -> Any:
-    """Return a configuration with the attributes that the facades read."""
+    """Return a configuration object with the attributes that facades read."""
     query_len = cfg.get("query_len", 1)
     lora = SimpleNamespace(
         max_loras=cfg.get("max_loras"),
@@ -118,7 +118,7 @@ def config_for(cfg: Record, sizes: list[int], largest: int) -> Any:
 
 
 def check_dispatcher(record: Record, found: Findings) -> None:
-    """Compare a record of one of the dispatchers."""
+    """Compare a dispatcher's record."""
     kind = KINDS[record["id"].split("/")[0]]
     ends = [name for name in _ENDINGS.split() if name in record]
     has_sizes = "adjust_error" not in record
@@ -134,7 +134,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
         and not ends
         and ("pad" in record) != bool(record["capture_order"] or _on(cfg))
     ):
-        raise FormatError("pad must be present exactly if a table is built.")
+        raise FormatError("a record must have pad if and only if a padding table is built.")
 
     sizes = sorted(set(cfg["sizes"]), reverse=kind.descending)
     if cfg.get("adjusted_for_query_len"):
@@ -164,7 +164,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
             found.compare("keys_before_error", before, keys_of(dispatcher))
             return
     found.compare("keys", record["keys"], keys_of(dispatcher))
-    # The newest release has a separate table, the others read the configuration's.
+    # The newest release has its own table, the others read that of the configuration.
     table = config.compilation_config.bs_to_padded_graph_size
     table = getattr(dispatcher, "padding_table", None) or table
     for num_tokens, padded in record.get("pad", ()):
@@ -186,12 +186,12 @@ def _on(cfg: Record) -> bool:
 
 
 def mode_of(cfg: Record) -> CUDAGraphMode:
-    """Return the mode that keys are initialised with."""
+    """Return the mode for initializing keys."""
     return CUDAGraphMode.parse(cfg["mode"])
 
 
 def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
-    """Return a dispatcher, or None if its construction ends the record."""
+    """Return a dispatcher, or None if its construction fails or should have failed."""
     dispatcher: list[Any] = []
     error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
@@ -199,7 +199,7 @@ def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
 
 
 def error_of(call: Callable[[], Any]) -> Exception | None:
-    """Return the exception that a call raises, or None."""
+    """Return the exception raised by a call, or None."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -208,7 +208,7 @@ def error_of(call: Callable[[], Any]) -> Exception | None:
 
 
 def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
-    """Return the registered keys by mode, without empty modes."""
+    """Return the registered keys by mode, omitting empty modes."""
     keys = {
         str(mode): [plain(each) for each in descriptors]
         for mode, descriptors in dispatcher.cudagraph_keys.items()
@@ -217,7 +217,7 @@ def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
 
 
 def plain(descriptor: Any) -> list[Any] | None:
-    """Return a descriptor as recorded: a list with booleans as numbers."""
+    """Return a descriptor as a list with booleans as integers, like in records."""
     if descriptor is None:
         return None
     fields = getattr(descriptor, "_fields", None) or descriptor.__dataclass_fields__
@@ -232,7 +232,7 @@ def _as_pairs(order: Any) -> Any:
 
 
 def result_of(answer: Any) -> list[Any]:
-    """Return a dispatch result as the records write it."""
+    """Return a dispatch result in the format of records."""
     mode, descriptor = answer
     return [str(mode), plain(descriptor)]
 
@@ -269,7 +269,7 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
 def _compare_flow(
     row: Any, kind: Kind, dispatcher: Any, cfg: Record, table: Any, found: Findings
 ) -> None:
-    """Compare what a runner of the 0.11 line does: pad if there may be a graph, then dispatch."""
+    """Compare the steps of a 0.11 runner: pad if a graph may exist, then dispatch."""
     num_tokens, *expected = row
     got: list[Any] = []
     for uniform in (False, True):

@@ -1,4 +1,4 @@
-"""Records of golden vectors: the fields of each kind, and the findings of a comparison."""
+"""Parse records of golden vectors, and collect the results of comparisons."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _MODE_ENUM = "mode-enum"
 
 
 class FormatError(ValueError):
-    """A record is not in the format: a field is unknown, missing or of the wrong form."""
+    """A record is malformed: a field is unknown, missing or invalid."""
 
 
 @attrs.frozen
 class Mismatch:
-    """One comparison that failed.
+    """A failed comparison.
 
     Attributes:
-        where: What was compared, as a path within the record.
+        where: Path of the compared value in the record.
         expected: The recorded value.
-        got: The facade's value.
+        got: The value of the facade.
     """
 
     where: str
@@ -36,20 +36,20 @@ class Findings:
 
     Attributes:
         num_compared: Number of comparisons.
-        mismatches: The comparisons that failed.
+        mismatches: The failed comparisons.
     """
 
     num_compared: int = 0
     mismatches: list[Mismatch] = attrs.Factory(list)
 
     def compare(self, where: str, expected: Any, got: Any) -> None:
-        """Compare one value; truth values equal the numbers 0 and 1, as in records."""
+        """Compare one value; booleans equal 0 and 1."""
         self.num_compared += 1
         if expected != got:
             self.mismatches.append(Mismatch(where, expected, got))
 
     def compare_error(self, where: str, expected: str | None, error: Exception | None) -> None:
-        """Compare an exception with the recorded class name; None stands for no exception."""
+        """Compare an exception with the recorded class name; None means no exception."""
         self.num_compared += 1
         if expected is None and error is None:
             return
@@ -63,12 +63,12 @@ def error_names(error: BaseException) -> set[str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's class and message."""
+    """Return the class name and message of an exception."""
     return f"{type(error).__name__}: {error}"
 
 
 def attempt(expected: Any, call: Callable[[], Any]) -> Any:
-    """Return a call's result, or the recorded ``"!Name"`` if it raises that exception."""
+    """Return the result of a call, or ``"!Name"`` if it raises the recorded exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -79,7 +79,7 @@ def attempt(expected: Any, call: Callable[[], Any]) -> Any:
 
 @attrs.frozen
 class Fields:
-    """The fields of one kind of object.
+    """The names of an object's fields.
 
     Attributes:
         required: Fields that must be present.
@@ -95,7 +95,7 @@ class Fields:
         return cls(frozenset(required.split()), frozenset(optional.split()))
 
     def check(self, where: str, given: Any) -> Mapping[str, Any]:
-        """Return the object if it has exactly these fields.
+        """Return ``given`` if its fields are valid.
 
         Raises:
             FormatError: It is not an object, or a field is unknown or missing.
@@ -106,9 +106,9 @@ class Fields:
         missing = sorted(self.required - given.keys())
         if unknown:
             known = ", ".join(sorted(self.required | self.optional))
-            raise FormatError(f"{where} has unknown fields {unknown}; known: {known}.")
+            raise FormatError(f"{where} has unknown fields {unknown}; allowed: {known}.")
         if missing:
-            raise FormatError(f"{where} lacks the fields {missing}.")
+            raise FormatError(f"{where} must have the fields {missing}.")
         return given
 
 
@@ -116,28 +116,28 @@ def kind_of(record: Mapping[str, Any]) -> str:
     """Return the kind of a record: its id up to the first slash.
 
     Raises:
-        FormatError: It has no id and is not a row of the mode table.
+        FormatError: It has no valid id and is not a row of the mode table.
     """
     identity = record.get("id")
     if identity is None and "decode_mode" in record:
         return _MODE_ENUM
     if not isinstance(identity, str) or "/" not in identity:
-        raise FormatError(f"A record's id must be text like 'kind/000', got {identity!r}.")
+        raise FormatError(f"id must be a string like 'kind/000', got {identity!r}.")
     return identity.split("/")[0]
 
 
 def parse(line: str) -> Mapping[str, Any]:
-    """Return the record of one line.
+    """Parse one line into a record.
 
     Raises:
-        FormatError: It is not a JSON object, or a field appears twice.
+        FormatError: The line is not a JSON object, or a field appears twice.
     """
     try:
         record = json.loads(line, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise FormatError(f"not JSON: {error}") from error
+        raise FormatError(f"the line is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise FormatError(f"a line must hold one JSON object, got {record!r}.")
+        raise FormatError(f"the line must be a JSON object, got {record!r}.")
     return record
 
 

@@ -1,4 +1,4 @@
-"""Comparing the manager of the second model runner, and the drafter's dispatcher."""
+"""Compare the graph manager of the second model runner, and the drafter's dispatcher."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ _DRAFTER_PADDED = Fields.of("uniform uniform_query_len r")
 
 
 def check_drafter(record: Record, found: Findings) -> None:
-    """Compare a record of the dispatcher with several uniform query lengths."""
+    """Compare a record of the drafter's dispatcher, which has several uniform query lengths."""
     cfg = _DRAFTER_CFG.check("cfg", record["cfg"])
     ends = [name for name in ("construct_error", "init_error") if name in record]
     begins = "id cfg final_sizes final_uniform_sizes"
     if ends:
         Fields.of(f"{begins} {' '.join(ends)}").check(record["id"], record)
     else:
-        # Cases are listed only if keys were initialised.
+        # A record has capture_cases only if keys were initialized.
         parts = _DRAFTER_PARTS if cfg["initialize"] else _DRAFTER_PARTS.replace("capture_cases", "")
         Fields.of(f"{begins} {parts}", "capture_cases").check(record["id"], record)
     sizes = sorted(set(cfg["sizes"]))

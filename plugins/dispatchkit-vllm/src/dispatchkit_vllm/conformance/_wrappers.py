@@ -1,4 +1,4 @@
-"""Comparing the wrappers with traces recorded against a fake device."""
+"""Compare the wrappers with traces recorded on a fake device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Tensor:
 
 
 class _FakeDevice:
-    """Record the calls to a device, under the names that traces use."""
+    """Record device calls as trace events."""
 
     def __init__(self, events: list[list[Any]], pool: Any) -> None:
         self.events, self.pool = events, pool
@@ -71,7 +71,7 @@ class _FakeDevice:
         self.events.append(["replay", graph])
 
     def release(self, graph: int) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing: traces do not record releases."""
 
     def weak_ref(self, output: Any) -> str:
         self.events.append(["weak_ref"])
@@ -105,7 +105,7 @@ class _Runnable:
         self.num_calls += 1
         self.events.append(["runnable", self.num_calls])
         if self.fails:
-            raise ValueError("asked to fail")
+            raise ValueError("the trace requests this error")
         return "output"
 
 
@@ -147,7 +147,7 @@ def _debugging(on: bool) -> Iterator[None]:
 
 
 class _Traced(_wrapper.CUDAGraphWrapper):
-    """Record the permission check, and optionally hide that there is a context."""
+    """Record permission checks, and optionally hide the forward context."""
 
     events: list[list[Any]]
     hides_context = False
@@ -162,7 +162,7 @@ class _Traced(_wrapper.CUDAGraphWrapper):
 
 
 def check_wrapper(record: Record, found: Findings) -> None:
-    """Compare a trace of the capture and replay wrapper."""
+    """Compare a trace of a wrapper's captures and replays."""
     refused = "construct_error" in record
     (_REFUSED if refused else _RUN).check(record["id"], record)
     if record["version"] not in _RULES:
@@ -173,7 +173,7 @@ def check_wrapper(record: Record, found: Findings) -> None:
     if options is not None:
         options = WrapperOptions(**_OPTIONS.check("options", options))
     traced = type("_Traced", (_Traced,), {"release_rules": _RULES[record["version"]]})
-    before = list(_wrapper._device)  # noqa: SLF001 - put back below
+    before = list(_wrapper._device)  # noqa: SLF001 - restored below
     _wrapper.use_device(device)
     captured = capture_counter.num_captured
     try:

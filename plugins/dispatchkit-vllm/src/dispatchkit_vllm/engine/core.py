@@ -1,8 +1,8 @@
-"""A policy in front of one of vLLM's dispatchers.
+"""A policy that decides before one of vLLM's dispatchers.
 
-vLLM's own class manages its keys, captures and replays. A policy only chooses among the graphs
-of that class. If the policy may not decide, raises, or chooses what cannot run, the class itself
-answers: no failure of a policy stops the engine.
+vLLM's own class manages keys, captures and replays. A policy only chooses among its graphs. If
+the policy may not decide, raises an error or chooses a graph that cannot run, vLLM's class decides:
+a failing policy never stops the engine.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ __all__ = [
     "refuse_learning",
 ]
 
-#: Reasons of steps for which vLLM's own dispatcher answered instead of the policy.
+#: Reasons why vLLM's own dispatcher decided a step instead of the policy.
 EAGER_REFUSED, UNFIT_CHOICE = "eager_not_allowed", "unfit_choice"
 
 
 class UnfitPolicyError(ConfigError):
-    """A policy declares graphs that this runner does not capture."""
+    """A policy declares graphs that the model runner does not capture."""
 
 
 @attrs.frozen(eq=False)
 class Answer:
-    """A cell's decision in the form that the runner uses.
+    """A decision prepared for the model runner.
 
     Attributes:
         result: The return value of the runner's ``dispatch``.
-        decision: The bound decision.
+        decision: The decision.
         batch: The batch that the policy decided for.
-        num_reqs: Number of requests that ``result`` is for; None: any number.
+        num_reqs: Number of requests that ``result`` is valid for; None for any number.
     """
 
     result: Any
@@ -67,16 +67,16 @@ class Answer:
 
 
 def make_policy(settings: EngineSettings, rule: RunnerRule) -> Policy:
-    """Return the configured policy; the name ``vllm`` in it means the runner's own rule."""
+    """Create the configured policy; the name ``vllm`` stands for the runner's own rule."""
     with use_rule(rule):
         return load_plugins().create_policy(settings.policy, **settings.policy_options)
 
 
 def check_policy(settings: EngineSettings) -> None:
-    """Validate the configured policy's name and options by creating it once.
+    """Validate the configured policy's name and options by creating the policy once.
 
     Raises:
-        UnknownNameError: No policy has the name; the message suggests similar ones.
+        UnknownNameError: No policy has the given name; the error suggests similar names.
         ConfigError: An option of the policy is invalid.
     """
     if settings.policy:
@@ -84,23 +84,23 @@ def check_policy(settings: EngineSettings) -> None:
 
 
 class PolicyCore:
-    """Prepared answers of a policy for one runner.
+    """A policy with its decisions prepared for one model runner.
 
     Args:
         policy: The policy.
         config: Sizes, limits and modes of the runner.
-        graphs: Every graph that the runner captures, with what its ``dispatch`` returns for it.
-        eager: Takes a number of requests, and returns what the runner's ``dispatch`` returns
-            for an eager batch of them.
+        graphs: For each graph that the runner captures, the return value of its ``dispatch``.
+        eager: Returns the return value of the runner's ``dispatch`` for an eager batch, given
+            the batch and its number of requests.
         runner: Name of the runner in messages.
 
     Attributes:
-        fallbacks: How often the runner's own dispatcher answered instead, by reason.
+        fallbacks: Number of steps that the runner's own dispatcher decided, by reason.
         learns: Whether the policy has ``observe``.
 
     Raises:
         UnfitPolicyError: The policy declares a graph that the runner does not capture.
-        PolicyError: The policy is rejected.
+        PolicyError: The policy is invalid.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PolicyCore:
         self.fallbacks: Counter[str] = Counter()
         self._graphs = graphs
         self._eager = eager
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.dispatcher = Dispatcher(policy, config, lazy=True, bind=self._bind)
         self._check_fit(self.dispatcher.registry)
         self._dispatch = self.dispatcher.dispatch
@@ -127,7 +127,7 @@ class PolicyCore:
     # -- set-up -------------------------------------------------------------------------
 
     def _check_fit(self, keys: Iterable[GraphKey]) -> None:
-        """Reject a policy that declares graphs the runner does not capture."""
+        """Reject a policy that declares graphs that the runner does not capture."""
         for key in keys:
             if self._result_of(key) is not None:
                 continue
@@ -136,40 +136,43 @@ class PolicyCore:
                 "policy",
                 policy_name(self.policy),
                 f"a policy for the graphs of {self.runner}",
-                f"It declares {key}, which is not captured there. Graphs of that size: "
-                f"{'; '.join(like) or 'none'}.",
+                f"It declares {key}, which this runner does not capture. Captured graphs of that "
+                f"size: {'; '.join(like) or 'none'}.",
             )
 
     def _result_of(self, key: GraphKey) -> Any:
-        """Return the runner's descriptor of a graph, or None if it has no such graph."""
+        """Return the runner's result for a graph, or None if the runner lacks the graph."""
         found = self._graphs.get(key)
         if found is None and key.descriptor.num_reqs is not None:
-            # A graph for any number of requests also serves a limited number.
+            # A graph for any number of requests also serves a limited one.
             general = attrs.evolve(key.descriptor, num_reqs=None)
             found = self._graphs.get(GraphKey(key.mode, general))
         return found
 
     def _bind(self, decision: Decision, batch: Batch) -> Answer | None:
-        """Prepare the answer of a cell; None if the runner's own dispatcher must answer."""
+        """Prepare the answer for a cell; None if the runner's own dispatcher must decide."""
         if decision.reason == Reason.POLICY_ERROR:
             return None
         if decision.key is None:
-            # A cell covers any number of requests; a uniform batch can have only one number.
+            # A cell covers all numbers of requests, but a uniform batch has exactly one.
             per_req = batch.query_len if batch.uniform else 1
             num_reqs = batch.num_reqs or batch.num_tokens // per_req
             return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
         result = self._result_of(decision.key)
-        # A graph captured with adapters does not serve a batch without any, nor the reverse.
+        # Graphs with and without adapters do not serve each other's batches.
         if result is None or decision.key.descriptor.num_active_loras != batch.num_active_loras:
             return None
         return Answer(result, decision, batch)
 
     def fill(self) -> int:
-        """Decide every cell that a step can ask for, so that no step waits; return their number."""
+        """Fill every cell that a step can use, and return their number.
+
+        Steps then never wait for the policy.
+        """
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # faults are logged, and occur again in a step
+            warnings.simplefilter("ignore")  # steps report the same faults in the log
             for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
                 for kind in range(config.num_query_classes):
                     for case in cases:
@@ -179,7 +182,7 @@ class PolicyCore:
         return self.dispatcher.num_filled_cells
 
     def never_replayed(self) -> list[GraphKey]:
-        """Return the graphs that the policy does not choose for batches of exactly their size."""
+        """Return the graphs that the policy does not choose even for batches of their size."""
         found = []
         for key in self._graphs:
             own = key.descriptor
@@ -205,15 +208,15 @@ class PolicyCore:
     def ask(
         self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int
     ) -> Answer | None:
-        """Return the policy's answer; None if the runner's own dispatcher must answer."""
+        """Return the policy's answer; None if the runner's own dispatcher must decide."""
         try:
             decision = self._dispatch(num_tokens, num_reqs, kind, loras, ceiling)
         except NoGraphError:
             self._fall_back(
-                EAGER_REFUSED, f"chose eager for {num_tokens} tokens where vLLM may not"
+                EAGER_REFUSED, f"chose eager for {num_tokens} tokens, which vLLM does not allow"
             )
             return None
-        except Exception as error:  # noqa: BLE001 - whatever a policy raises, the step goes on
+        except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
             self._fall_back(Reason.POLICY_ERROR, f"raised {type(error).__name__}: {error}")
             return None
         answer: Answer | None = decision.plan
@@ -225,11 +228,11 @@ class PolicyCore:
 
     def _fall_back(self, reason: str, what: str) -> None:
         self.fallbacks[reason] += 1
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
             log.warning(
-                "Policy %r %s. vLLM's own dispatcher answers instead; later cases are only "
-                "counted, as %r.",
+                "Policy %r %s. vLLM's own dispatcher decides instead. Further cases are counted "
+                "as %r and not logged.",
                 policy_name(self.policy),
                 what,
                 reason,
@@ -247,15 +250,15 @@ def _is_kind(query_class: tuple[bool, int, int | None], key: GraphKey) -> bool:
 
 
 def refuse_learning(policy: Policy, world_size: int) -> None:
-    """Reject a policy that learns if several ranks must decide alike.
+    """Reject a policy that learns if several ranks must make the same decisions.
 
     Raises:
-        ConfigError: Ranks would measure different times and decide differently.
+        ConfigError: The policy learns, and there are several ranks.
     """
     if callable(getattr(policy, "observe", None)) and world_size > 1:
         raise ConfigError(
             "policy",
             policy_name(policy),
             f"a policy that does not learn, with {world_size} ranks",
-            "Each rank would measure its own times, and ranks that decide differently hang.",
+            "Each rank would measure different times, and ranks with different decisions hang.",
         )

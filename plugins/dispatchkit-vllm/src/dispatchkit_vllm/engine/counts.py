@@ -1,4 +1,4 @@
-"""Counters of an engine's steps: runtime mode, reason, tokens and padding."""
+"""Count an engine's steps and their tokens, by runtime mode and reason."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class StepCount:
 
 
 class StepCounts:
-    """Count steps as they are decided; another thread may read the counts.
+    """Counters of steps.
 
     Args:
-        policy: Name of the active policy; empty: vLLM's own dispatcher.
+        policy: Name of the active policy; empty for vLLM's own dispatcher.
         runner: Name of the model runner.
 
-    Thread safety: one thread adds, any reads.
+    Thread safety: one thread may add, any thread may read.
     """
 
     def __init__(self, policy: str = "", runner: str = "") -> None:
@@ -54,7 +54,7 @@ class StepCounts:
         cell[2] += padded
 
     def read(self) -> list[StepCount]:
-        """Return the counts by mode and reason."""
+        """Return the counts, sorted by mode and reason."""
         with self._lock:
             cells = sorted((key, tuple(cell)) for key, cell in self._cells.items())
         return [StepCount(*key, *cell) for key, cell in cells]

@@ -1,7 +1,7 @@
-"""vLLM's first model runner: a policy in front of its ``CudagraphDispatcher``.
+"""Policies for vLLM's first model runner and its ``CudagraphDispatcher``.
 
-A subclass of vLLM's class asks the policy first, and falls back to the class itself if the
-policy may not decide. Only the runner's dispatcher is replaced; drafters keep vLLM's.
+A subclass of vLLM's class asks the policy first, and falls back to vLLM's class if the policy may
+not decide. Only the runner's dispatcher is replaced; drafters keep vLLM's class.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import Any
 from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.keys import CUDAGraphMode, allowed_modes_code
 
-from dispatchkit_vllm.engine.station import Station, as_dummy, settings_of
+from dispatchkit_vllm.engine.controller import StepController, as_dummy_run, settings_of
 from dispatchkit_vllm.facade import _config
 
-__all__ = ["DISPATCHER", "MODULE", "attach", "detach", "dispatcher_class", "why_unknown"]
+__all__ = ["DISPATCHER", "MODULE", "attach", "detach", "dispatcher_class", "unsupported_reason"]
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 DISPATCHER = "CudagraphDispatcher"
 RUNNER = "vLLM's first model runner"
 
-_PLAIN = {"self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras"}
-#: Arguments that disable FULL graphs: in 0.12, then in 0.13 to 0.16.
+_COMMON_ARGUMENTS = {"self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras"}
+#: Arguments that disable FULL graphs: in 0.12, and in 0.13 to 0.16.
 _FLAGS = ("use_cascade_attn", "disable_full")
-#: Arguments from 0.17 on.
+#: Arguments for sets of modes, from 0.17 on.
 _SETS = {"valid_modes", "invalid_modes"}
 _STEP = "_determine_batch_execution_and_padding"
 
 
-def why_unknown(original: Any) -> str:
-    """Return why a dispatcher class is not supported, in words; empty if it is."""
+def unsupported_reason(original: Any) -> str:
+    """Return why a dispatcher class is not supported, or ""."""
     names = ("dispatch", "initialize_cudagraph_keys")
     missing = [name for name in names if not callable(getattr(original, name, None))]
     if missing:
         return f"its {DISPATCHER} has no {' and no '.join(missing)}"
     takes = set(inspect.signature(original.dispatch).parameters)
     if "num_tokens" not in takes:
-        return f"its {DISPATCHER}.dispatch takes a ready descriptor, as before 0.12"
+        return f"its {DISPATCHER}.dispatch takes a padded descriptor, like releases before 0.12"
     ways = [flag for flag in _FLAGS if flag in takes] + [*(["sets"] if takes >= _SETS else [])]
-    unknown = takes - _PLAIN - _SETS - set(_FLAGS)
+    unknown = takes - _COMMON_ARGUMENTS - _SETS - set(_FLAGS)
     if unknown or len(ways) != 1:
         shown = ", ".join(sorted(takes - {"self"}))
-        return f"its {DISPATCHER}.dispatch takes arguments that are not known here ({shown})"
+        return f"its {DISPATCHER}.dispatch has unsupported arguments ({shown})"
     return ""
 
 
 def attach(module: ModuleType) -> None:
-    """Let the runner of a module create dispatchkit's dispatcher if the settings ask for it."""
+    """Make a module's runner create dispatchkit's dispatcher if the settings request it."""
     current = getattr(module, DISPATCHER)
     original = getattr(current, "replaces", current)
 
     @functools.wraps(original, updated=())
     def build(vllm_config: Any, *args: Any, **options: Any) -> Any:
         settings = settings_of(vllm_config)
-        if settings.is_empty or why_unknown(original):
+        if settings.is_empty or unsupported_reason(original):
             return original(vllm_config, *args, **options)
-        _watch_runner(module)
+        _patch_runner(module)
         return dispatcher_class(original)(vllm_config, *args, **options)
 
     build.replaces = original  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def attach(module: ModuleType) -> None:
 
 
 def detach(module: ModuleType) -> None:
-    """Restore vLLM's own dispatcher. Runners that exist already keep theirs."""
+    """Restore vLLM's own dispatcher for new runners."""
     current = getattr(module, DISPATCHER)
     setattr(module, DISPATCHER, getattr(current, "replaces", current))
 
@@ -82,14 +82,14 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
     counts = "num_active_loras" in takes
 
     class PolicyDispatcher(original):  # type: ignore[misc]
-        """vLLM's dispatcher with a dispatchkit policy in front of it."""
+        """vLLM's dispatcher, which asks a dispatchkit policy first."""
 
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
-            self.station = Station(settings_of(vllm_config), vllm_config, RUNNER)
+            self.controller = StepController(settings_of(vllm_config), vllm_config, RUNNER)
 
         def initialize_cudagraph_keys(self, cudagraph_mode: Any, *args: Any, **options: Any) -> Any:
-            """Register vLLM's keys, then put the policy in front of them."""
+            """Register vLLM's keys, then install the policy for them."""
             super().initialize_cudagraph_keys(cudagraph_mode, *args, **options)
             _install(self, original, CUDAGraphMode.parse(cudagraph_mode), flag, counts)
 
@@ -103,7 +103,7 @@ def dispatcher_class(original: type[Any]) -> type[Any]:
 
 
 def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
-    """Return ``dispatch`` for 0.17 and later, which take sets of modes."""
+    """Return ``dispatch`` for releases from 0.17 on, which take sets of modes."""
 
     def dispatch(
         self: Any,
@@ -114,13 +114,15 @@ def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
         valid_modes: Any = None,
         invalid_modes: Any = None,
     ) -> Any:
-        if self.station.is_open and num_tokens <= self._largest:
+        if self.controller.is_open and num_tokens <= self._largest:
             ceiling = 2
             if valid_modes or invalid_modes:
                 ceiling = _ceiling(valid_modes, invalid_modes)
             kind = 1 if uniform_decode and self._separates else 0
             case = self._case(has_lora, num_active_loras) if has_lora else 0
-            found = None if case is None else self.station.ask(num_tokens, 0, kind, case, ceiling)
+            found = (
+                None if case is None else self.controller.ask(num_tokens, 0, kind, case, ceiling)
+            )
             if found is not None:
                 return found.result
         return original.dispatch(
@@ -142,12 +144,14 @@ def _flag_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]
         **options: Any,
     ) -> Any:
         loras = options.get("num_active_loras", int(has_lora))
-        if self.station.is_open and num_tokens <= self._largest:
+        if self.controller.is_open and num_tokens <= self._largest:
             is_off = switch[0] if switch else options.get(flag, False)
             kind = 1 if uniform_decode and self._separates else 0
             case = self._case(has_lora, loras) if has_lora else 0
             ceiling = 1 if is_off else 2
-            found = None if case is None else self.station.ask(num_tokens, 0, kind, case, ceiling)
+            found = (
+                None if case is None else self.controller.ask(num_tokens, 0, kind, case, ceiling)
+            )
             if found is not None:
                 return found.result
         return original.dispatch(self, num_tokens, uniform_decode, has_lora, *switch, **options)
@@ -182,7 +186,7 @@ def _install(
     )
     own = original.dispatch
     dispatcher._separates = any(  # noqa: SLF001
-        _tells_apart(dispatcher, own, count)
+        _distinguishes_uniform(dispatcher, own, count)
         for count in range(1, dispatcher._largest + 1)  # noqa: SLF001
     )
 
@@ -198,7 +202,7 @@ def _install(
             return None
         return _key(RuntimeMode[found.name], descriptor, query_len, counts)
 
-    dispatcher.station.install(
+    dispatcher.controller.install(
         mode,
         graphs,
         facts=lambda: {
@@ -218,15 +222,15 @@ def _install(
     )
 
 
-def _tells_apart(dispatcher: Any, own: Callable[..., Any], num_tokens: int) -> bool:
-    """Return whether vLLM's own class answers uniform and mixed batches differently.
+def _distinguishes_uniform(dispatcher: Any, own: Callable[..., Any], num_tokens: int) -> bool:
+    """Return whether vLLM's own class distinguishes uniform and mixed batches of a size.
 
-    In some modes this changes from one release to the next.
+    For some modes, this differs between releases.
     """
     mixed = own(dispatcher, num_tokens, False, False)
     try:
         return bool(own(dispatcher, num_tokens, True, False) != mixed)
-    except AssertionError:  # its bucket does not consist of whole requests
+    except AssertionError:  # the bucket is not a multiple of the query length
         return True
 
 
@@ -248,19 +252,19 @@ def _key(mode: RuntimeMode, descriptor: Any, query_len: int, counts: bool) -> Gr
 # -- the runner's steps -----------------------------------------------------------------
 
 
-def _watch_runner(module: ModuleType) -> None:
-    """Patch the runner class to open and close steps and to mark its forward passes."""
+def _patch_runner(module: ModuleType) -> None:
+    """Patch the runner class to open and close steps, and to measure forward passes."""
     runner = module.GPUModelRunner
-    if hasattr(runner, "dispatchkit_watches"):
+    if hasattr(runner, "dispatchkit_patched"):
         return
-    runner.dispatchkit_watches = True
+    runner.dispatchkit_patched = True
     setattr(runner, _STEP, _in_step(getattr(runner, _STEP)))
-    runner._dummy_run = as_dummy(runner._dummy_run, _station)  # noqa: SLF001 - vLLM's name
+    runner._dummy_run = as_dummy_run(runner._dummy_run, _controller_of)  # noqa: SLF001 - vLLM's name
     runner._model_forward = _timed(runner._model_forward)  # noqa: SLF001
 
 
-def _station(runner: Any) -> Station | None:
-    return getattr(getattr(runner, "cudagraph_dispatcher", None), "station", None)
+def _controller_of(runner: Any) -> StepController | None:
+    return getattr(getattr(runner, "cudagraph_dispatcher", None), "controller", None)
 
 
 def _in_step(own: Any) -> Any:
@@ -268,27 +272,27 @@ def _in_step(own: Any) -> Any:
 
     @functools.wraps(own)
     def determine(self: Any, *args: Any, **options: Any) -> Any:
-        station = _station(self)
-        if station is None or station.is_dummy:
+        controller = _controller_of(self)
+        if controller is None or controller.is_dummy:
             return own(self, *args, **options)
-        station.open()
+        controller.open()
         try:
             found = own(self, *args, **options)
         finally:
-            station.is_open = False
-        if station.log is not None or station.counts is not None:
+            controller.is_open = False
+        if controller.log is not None or controller.counts is not None:
             facts = options if not args else signature.bind(self, *args, **options).arguments
             tokens, reqs = facts["num_tokens"], int(facts["num_reqs"])
             longest = int(facts["max_num_scheduled_tokens"])
             uniform = longest == self.uniform_decode_query_len and tokens == reqs * longest
             active = getattr(self, "input_batch", None)
             loras = len(getattr(active, "lora_id_to_lora_request", ()))
-            if station.log is not None:
-                station.log.add(tokens, reqs, uniform, loras)
-            if station.counts is not None:
+            if controller.log is not None:
+                controller.log.add(tokens, reqs, uniform, loras)
+            if controller.counts is not None:
                 mode, descriptor = found[:2]
-                reason = station.reason_of((mode, descriptor))
-                station.counts.add(mode.name, reason, tokens, descriptor.num_tokens)
+                reason = controller.reason_of((mode, descriptor))
+                controller.counts.add(mode.name, reason, tokens, descriptor.num_tokens)
         return found
 
     return determine
@@ -297,11 +301,11 @@ def _in_step(own: Any) -> Any:
 def _timed(own: Any) -> Any:
     @functools.wraps(own)
     def model_forward(self: Any, *args: Any, **options: Any) -> Any:
-        station = _station(self)
-        timer = None if station is None else station.timer
-        if timer is None or station is None or station.is_dummy:
+        controller = _controller_of(self)
+        timer = None if controller is None else controller.timer
+        if timer is None or controller is None or controller.is_dummy:
             return own(self, *args, **options)
-        timer.begin(station.take_answer())
+        timer.begin(controller.take_answer())
         try:
             found = own(self, *args, **options)
         except BaseException:

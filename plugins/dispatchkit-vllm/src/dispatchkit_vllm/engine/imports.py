@@ -1,4 +1,4 @@
-"""Run functions when a module is imported, without importing it."""
+"""Run functions after the import of a module, without importing it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["forget_imports", "when_imported"]
+__all__ = ["clear_import_hooks", "when_imported"]
 
 _waiting: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module: now if it is loaded, otherwise right after its import.
+    """Call ``act`` with a module, now or right after its import.
 
-    A later call for the same module replaces a pending one. Exceptions of the function
-    propagate from the import.
+    A later call for the same module replaces a pending one. Exceptions of ``act`` propagate from
+    the import.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -30,7 +30,7 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def forget_imports() -> None:
+def clear_import_hooks() -> None:
     """Drop all pending functions."""
     _waiting.clear()
     if _FINDER in sys.meta_path:
@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _waiting or fullname in self._searching:
             return None
-        self._searching.add(fullname)  # asks the other finders, so this one must not answer
+        self._searching.add(fullname)  # skips this finder in the nested search
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -65,7 +65,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:  # code that reads sources finds the real loader
+        if module.__spec__ is not None:  # code that reads sources needs the original loader
             module.__spec__.loader = module.__loader__ = self._inner
         self._inner.exec_module(module)
         act = _waiting.pop(module.__name__, None)

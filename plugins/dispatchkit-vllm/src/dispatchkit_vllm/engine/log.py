@@ -1,4 +1,4 @@
-"""The logger for messages inside vLLM: below vLLM's own logger, so that its settings apply."""
+"""The logger for messages inside vLLM, a child of vLLM's logger and thus of its settings."""
 
 from __future__ import annotations
 

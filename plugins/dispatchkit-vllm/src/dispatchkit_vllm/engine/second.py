@@ -1,6 +1,6 @@
-"""vLLM's second model runner: a policy in front of its ``ModelCudaGraphManager``.
+"""Policies for vLLM's second model runner and its ``ModelCudaGraphManager``.
 
-vLLM still captures and replays, and still owns microbatches and the graphs of speculators.
+vLLM still captures and replays, and handles microbatches and the graphs of speculators itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.keys import CUDAGraphMode
 
+from dispatchkit_vllm.engine.controller import StepController, as_dummy_run, settings_of
 from dispatchkit_vllm.engine.core import Answer
-from dispatchkit_vllm.engine.station import Station, as_dummy, settings_of
 from dispatchkit_vllm.facade import _config
 
-__all__ = ["MANAGER", "MODULE", "attach", "detach", "manager_class", "why_unknown"]
+__all__ = ["MANAGER", "MODULE", "attach", "detach", "manager_class", "unsupported_reason"]
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 MANAGER = "ModelCudaGraphManager"
@@ -27,28 +27,28 @@ RUNNER = "vLLM's second model runner"
 
 _STEP = "dispatch_cg_and_sync_dp"
 _NEEDED = {"num_reqs", "num_tokens", "uniform_token_count"}
-#: Arguments that distinguish the three forms: 0.20, 0.24, 0.27 and later.
+#: Arguments that only some releases have: the sets differ in 0.20, 0.24, and from 0.27 on.
 _LATER = {"num_active_loras", "max_query_len", "num_ubatches"}
 
 
-def why_unknown(module: ModuleType) -> str:
-    """Return why a module's manager is not supported, in words; empty if it is."""
+def unsupported_reason(module: ModuleType) -> str:
+    """Return why a module's manager is not supported, or ""."""
     original = getattr(module, MANAGER, None)
     original = getattr(original, "replaces", original)
     if original is None or not callable(getattr(original, "dispatch", None)):
-        return "its graph manager does not decide, as before 0.20"
+        return "its graph manager has no dispatch, like releases before 0.20"
     takes = set(inspect.signature(original.dispatch).parameters) - {"self"}
     if not _NEEDED <= takes or takes - _NEEDED - _LATER:
         shown = ", ".join(sorted(takes))
-        return f"its {MANAGER}.dispatch takes arguments that are not known here ({shown})"
+        return f"its {MANAGER}.dispatch has unsupported arguments ({shown})"
     if not hasattr(module, _STEP):
         return f"its runner does not call {_STEP}"
     return ""
 
 
 def attach(module: ModuleType) -> None:
-    """Let the runner of a module create dispatchkit's manager if the settings ask for it."""
-    if why_unknown(module):
+    """Make a module's runner create dispatchkit's manager if the settings request it."""
+    if unsupported_reason(module):
         return
     current = getattr(module, MANAGER)
     original = getattr(current, "replaces", current)
@@ -57,7 +57,7 @@ def attach(module: ModuleType) -> None:
     def build(vllm_config: Any, *args: Any, **options: Any) -> Any:
         if settings_of(vllm_config).is_empty:
             return original(vllm_config, *args, **options)
-        _watch_runner(module)
+        _patch_runner(module)
         return manager_class(original)(vllm_config, *args, **options)
 
     build.replaces = original  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def attach(module: ModuleType) -> None:
 
 
 def detach(module: ModuleType) -> None:
-    """Restore vLLM's own manager. Runners that exist already keep theirs."""
+    """Restore vLLM's own manager for new runners."""
     current = getattr(module, MANAGER, None)
     if current is not None:
         setattr(module, MANAGER, getattr(current, "replaces", current))
@@ -80,30 +80,30 @@ def manager_class(original: type[Any]) -> type[Any]:
     ]
 
     class PolicyManager(original):  # type: ignore[misc]
-        """vLLM's graph manager with a dispatchkit policy in front of it."""
+        """vLLM's graph manager, which asks a dispatchkit policy first."""
 
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
-            self.station = Station(settings_of(vllm_config), vllm_config, RUNNER)
-            self.station.on_put = self._serve
+            self.controller = StepController(settings_of(vllm_config), vllm_config, RUNNER)
+            self.controller.on_activate = self._apply_policy
             self._model: Any = None
             self._hooks: list[Any] = []
             _install(self, original, later)
 
         def capture(self, model: Any, *args: Any, **options: Any) -> Any:
-            """Capture as vLLM does; the policy decides and steps are measured only afterwards."""
+            """Capture as vLLM does; afterwards, the policy decides and steps are measured."""
             found = super().capture(model, *args, **options)
             self._model = model
-            self._serve()
+            self._apply_policy()
             return found
 
-        def _serve(self) -> None:
-            """Look up the active policy's answers; measure eager steps while it learns."""
-            station, timer = self.station, self.station.timer
-            # If requests vary in length, the arguments of `dispatch` do not identify a row.
-            if station.core is not None and not self._varies:
-                row = station.core.dispatcher.row
-                station.rows = {
+        def _apply_policy(self) -> None:
+            """Cache the active policy's answers; measure eager steps if it learns."""
+            controller, timer = self.controller, self.controller.timer
+            # With varying query lengths, the arguments of `dispatch` do not identify a row.
+            if controller.core is not None and not self._varies:
+                row = controller.core.dispatcher.row
+                controller.rows = {
                     count: {uniform: row(kind, case) for uniform, kind in self._kinds.items()}
                     for count, case in self._cases.items()
                 }
@@ -113,7 +113,9 @@ def manager_class(original: type[Any]) -> type[Any]:
             if timer is not None and hasattr(self._model, "register_forward_hook"):
                 self._hooks = [
                     self._model.register_forward_pre_hook(
-                        lambda *_: None if station.is_dummy else timer.begin(station.take_answer())
+                        lambda *_: (
+                            None if controller.is_dummy else timer.begin(controller.take_answer())
+                        )
                     ),
                     self._model.register_forward_hook(lambda *_: timer.end()),
                 ]
@@ -127,32 +129,31 @@ def manager_class(original: type[Any]) -> type[Any]:
             max_query_len: int | None = None,
             num_ubatches: int = 1,
         ) -> Any:
-            """Return the descriptor of the policy's graph, or the answer of vLLM's own code."""
-            station = self.station
-            # Written for few memory reads: between two steps the model ran, so the processor's
-            # caches hold nothing of this.
-            if station.is_open and num_ubatches == 1 and self._graphs_captured:
+            """Return the policy's descriptor, or that of vLLM's own code."""
+            controller = self.controller
+            # Minimize memory reads: the model ran since the last call, so the CPU caches are cold.
+            if controller.is_open and num_ubatches == 1 and self._graphs_captured:
                 answer: Answer | None = None
-                if num_tokens <= station.largest:
-                    kinds = station.rows.get(num_active_loras)
+                if num_tokens <= controller.largest:
+                    kinds = controller.rows.get(num_active_loras)
                     if kinds is not None:
                         decision = kinds.get(uniform_token_count, kinds[None])[num_tokens]
                         if num_reqs <= decision.max_num_reqs:
                             answer = decision.plan
                     if answer is not None:
-                        station.is_open = False
-                        station.answer = answer
+                        controller.is_open = False
+                        controller.answer = answer
                     elif num_tokens > 0:
                         kind = self._kind(uniform_token_count, max_query_len)
                         case = self._case(num_active_loras)
-                        answer = station.ask(num_tokens, num_reqs, kind, case, 2)
+                        answer = controller.ask(num_tokens, num_reqs, kind, case, 2)
                     if answer is not None:
                         meant = answer.num_reqs
                         if meant is None or meant == num_reqs:
                             return answer.result
                         return self._eager(num_tokens, num_reqs, answer.batch.num_active_loras)
                 elif not num_active_loras:
-                    return self._eager(num_tokens, num_reqs, 0)  # as vLLM, without its search
+                    return self._eager(num_tokens, num_reqs, 0)  # vLLM's result without a search
             facts = (num_active_loras, max_query_len, num_ubatches)
             return self._dispatch_own(num_reqs, num_tokens, uniform_token_count, *facts)
 
@@ -171,11 +172,11 @@ def manager_class(original: type[Any]) -> type[Any]:
             return kinds[None] if fits else 0
 
         def run_fullgraph(self, desc: Any) -> Any:
-            """Replay as vLLM does, measured if the policy learns."""
-            timer = self.station.timer
-            if timer is None or self.station.is_dummy:
+            """Replay as vLLM does, and measure the step if the policy learns."""
+            timer = self.controller.timer
+            if timer is None or self.controller.is_dummy:
                 return super().run_fullgraph(desc)
-            timer.begin(self.station.take_answer())
+            timer.begin(self.controller.take_answer())
             found = super().run_fullgraph(desc)
             timer.end()
             return found
@@ -183,13 +184,13 @@ def manager_class(original: type[Any]) -> type[Any]:
         if hasattr(original, "run_pw_graph"):
 
             def run_pw_graph(self, *args: Any, **options: Any) -> Any:
-                """Run as vLLM does, measured if the policy learns."""
-                timer = self.station.timer
-                if timer is None or self.station.is_dummy:
+                """Run as vLLM does, and measure the step if the policy learns."""
+                timer = self.controller.timer
+                if timer is None or self.controller.is_dummy:
                     return super().run_pw_graph(*args, **options)
-                timer.begin(self.station.take_answer())
+                timer.begin(self.controller.take_answer())
                 found = super().run_pw_graph(*args, **options)
-                timer.end()  # no effect if the model's own hook ended it already
+                timer.end()  # no effect if the hook on the model has ended it
                 return found
 
     PolicyManager.__name__ = PolicyManager.__qualname__ = "PolicyManager"
@@ -206,7 +207,7 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
     modes = sys.modules[original.__module__].CUDAGraphMode
     graphs = {
         _key(descriptor): descriptor
-        for descriptors in manager._capture_descs.values()  # noqa: SLF001 - what vLLM calls it
+        for descriptors in manager._capture_descs.values()  # noqa: SLF001 - vLLM's name
         for descriptor in descriptors
         if getattr(descriptor, "num_ubatches", 1) == 1
     }
@@ -217,7 +218,7 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
     largest = max(sizes, default=0)
     none, resolve = modes.NONE, getattr(manager, "_resolve_effective_loras", None)
 
-    eager = manager._eager = _eager_maker(make, none)  # noqa: SLF001
+    eager = manager._eager = _make_eager_factory(make, none)  # noqa: SLF001
     manager._varies = varies  # noqa: SLF001
     manager._kinds = {count: 1 + at for at, count in enumerate(lens)}  # noqa: SLF001
     manager._kinds[None] = 1 + len(lens) if varies else 0  # noqa: SLF001
@@ -228,7 +229,7 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
         for count in range(max(cases, default=0) + 1)
         if case_of(count) in cases
     }
-    manager.station.largest = largest
+    manager.controller.largest = largest
 
     def ask(batch: Batch) -> GraphKey | None:
         uniform = batch.query_len if batch.uniform else None
@@ -243,7 +244,7 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
         key = None if found.cg_mode == none else _key(found)
         return key if key is None or batch.allows(key.mode) else None
 
-    manager.station.install(
+    manager.controller.install(
         mode,
         graphs,
         facts=lambda: {
@@ -260,15 +261,16 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
     )
 
 
-def _eager_maker(make: Any, none: Any) -> Callable[[int, int, int], Any]:
-    """Return a function that makes an eager step's descriptor from tokens, requests, adapters."""
+def _make_eager_factory(make: Any, none: Any) -> Callable[[int, int, int], Any]:
+    """Return a function (tokens, requests, adapters) that makes eager descriptors."""
 
     def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
         if not case:
             return make(none, num_tokens, num_reqs)
         return make(none, num_tokens, num_reqs, num_active_loras=case)
 
-    # A frozen dataclass's __init__ takes four times as long as setting only what has no default.
+    # Writing only the fields without defaults takes a quarter of the time of __init__ of a frozen
+    # dataclass.
     written, facts = {"cg_mode", "num_tokens", "num_reqs"}, getattr(eager(0, 0, 0), "__dict__", {})
     if not written <= facts.keys() or not all(hasattr(make, one) for one in facts.keys() - written):
         return eager
@@ -303,18 +305,18 @@ def _key(descriptor: Any) -> GraphKey:
 # -- the runner's steps -----------------------------------------------------------------
 
 
-def _watch_runner(module: ModuleType) -> None:
-    """Patch the runner's module to open and close steps and to mark dummy runs."""
+def _patch_runner(module: ModuleType) -> None:
+    """Patch the runner's module to open and close steps, and to mark dummy runs."""
     runner = module.GPUModelRunner
-    if hasattr(runner, "dispatchkit_watches"):
+    if hasattr(runner, "dispatchkit_patched"):
         return
-    runner.dispatchkit_watches = True
+    runner.dispatchkit_patched = True
     setattr(module, _STEP, _in_step(getattr(module, _STEP)))
-    runner._dummy_run = as_dummy(runner._dummy_run, _station)  # noqa: SLF001 - vLLM's name
+    runner._dummy_run = as_dummy_run(runner._dummy_run, _controller_of)  # noqa: SLF001 - vLLM's name
 
 
-def _station(runner: Any) -> Station | None:
-    return getattr(runner.cudagraph_manager, "station", None)
+def _controller_of(runner: Any) -> StepController | None:
+    return getattr(runner.cudagraph_manager, "controller", None)
 
 
 def _in_step(own: Any) -> Any:
@@ -327,29 +329,29 @@ def _in_step(own: Any) -> Any:
         *args: Any,
         **options: Any,
     ) -> Any:
-        station = getattr(cudagraph_manager, "station", None)
-        if station is None or station.is_dummy:
+        controller = getattr(cudagraph_manager, "controller", None)
+        if controller is None or controller.is_dummy:
             return own(
                 cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **options
             )
-        station.open()
+        controller.open()
         try:
             found = own(
                 cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **options
             )
         finally:
-            station.is_open = False
-        if station.log is not None:
-            station.log.add(
+            controller.is_open = False
+        if controller.log is not None:
+            controller.log.add(
                 num_tokens,
                 num_reqs,
                 uniform_token_count == cudagraph_manager.decode_query_len,
                 options.get("num_active_loras", 0),
             )
-        if station.counts is not None:
+        if controller.counts is not None:
             chosen = found[0]
-            reason = station.reason_of(chosen)
-            station.counts.add(chosen.cg_mode.name, reason, num_tokens, chosen.num_tokens)
+            reason = controller.reason_of(chosen)
+            controller.counts.add(chosen.cg_mode.name, reason, num_tokens, chosen.num_tokens)
         return found
 
     return dispatch_step

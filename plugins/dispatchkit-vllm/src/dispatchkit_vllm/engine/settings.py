@@ -1,4 +1,4 @@
-"""The settings of dispatchkit inside vLLM: environment and ``additional_config``."""
+"""Settings of dispatchkit inside vLLM, from the environment and ``additional_config``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.settings import VARIABLES
 __all__ = ["OPTIONS", "EngineSettings"]
 
 _PREFIX = "DISPATCHKIT_"
-#: The key of ``additional_config`` that holds these settings.
+#: Key of these settings in ``additional_config``.
 OPTIONS = "dispatchkit"
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
@@ -26,7 +26,7 @@ def _options(value: Any) -> dict[str, Any]:
             value = json.loads(value) if value.strip() else {}
         except ValueError as error:
             raise ConfigError(
-                "policy_options", value, "a JSON object", f"It is not JSON: {error}."
+                "policy_options", value, "a JSON object", f"The JSON error is: {error}."
             ) from error
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigError("policy_options", value, 'a JSON object, such as {"max_tokens": 64}')
@@ -46,20 +46,22 @@ def _text(value: Any) -> str:
 
 @attrs.frozen(kw_only=True)
 class EngineSettings:
-    """Settings of dispatchkit inside vLLM. Each one is ``DISPATCHKIT_NAME`` in the
-    environment, or ``NAME`` under ``dispatchkit`` in vLLM's ``additional_config``, which wins.
+    """Settings of dispatchkit inside vLLM.
+
+    A setting ``name`` is read from ``DISPATCHKIT_NAME`` in the environment, or from ``name`` under
+    ``dispatchkit`` in vLLM's ``additional_config``, which takes precedence.
 
     Attributes:
-        policy: Name of the policy that decides; empty: vLLM's own dispatcher decides.
-        policy_options: Options for the policy.
-        strict: Stop at start-up if a configured policy cannot act; otherwise warn.
-        trace: File to record every step to; empty: do not record.
-        metrics: Port or text file for Prometheus; empty: neither.
+        policy: Name of the policy that decides; empty for vLLM's own dispatcher.
+        policy_options: Options of the policy.
+        strict: Whether to fail at start-up if the configured policy cannot act. Otherwise, a
+            warning is logged.
+        trace: File to record steps to; empty to disable recording.
+        metrics: Port or text file for Prometheus metrics; empty to disable them.
 
     Raises:
         ConfigError: A setting has an invalid value.
-        UnknownNameError: ``additional_config`` or an environment variable names a setting
-            that does not exist.
+        UnknownNameError: ``additional_config`` or the environment has an unknown setting.
     """
 
     policy: str = attrs.field(default="", converter=_text)
@@ -74,7 +76,7 @@ class EngineSettings:
                 "policy_options",
                 self.policy_options,
                 "omitted without a policy",
-                "Name the policy with DISPATCHKIT_POLICY.",
+                "Set the policy with DISPATCHKIT_POLICY.",
             )
 
     @classmethod
@@ -83,7 +85,7 @@ class EngineSettings:
 
         Args:
             environ: Environment variables.
-            additional_config: vLLM's setting of that name; ignored unless it is a mapping.
+            additional_config: vLLM's ``additional_config``; ignored unless it is a mapping.
         """
         names = [field.name for field in attrs.fields(cls)]
         for variable in environ:
@@ -92,7 +94,7 @@ class EngineSettings:
                     "environment variable",
                     variable,
                     VARIABLES,
-                    "Unset it if it is not meant for dispatchkit.",
+                    "Unset it, or correct its name.",
                 )
         given: dict[str, Any] = {
             name: environ[_PREFIX + name.upper()]
@@ -109,5 +111,5 @@ class EngineSettings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no setting is set, so that vLLM stays unchanged."""
+        """Whether no setting is active and vLLM stays unchanged."""
         return not (self.policy or self.trace or self.metrics)

@@ -1,7 +1,7 @@
-"""A file with every step that a rank ran, written by a background thread.
+"""Record the steps of a rank to a file, with a background thread.
 
-Once a second the thread appends the new rows as one gzip member in one write. If the process is
-killed, the file still ends with whole rows.
+Once a second, the thread appends the new rows in one write, as one gzip member. If the process is
+killed, the file still ends with a complete row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = tuple[int, int, int, bool, int]
 
 
 def path_of_rank(path: str, rank: int, world_size: int) -> Path:
-    """Return the file of a rank: the path itself, or with several ranks one path per rank."""
+    """Return the path of a rank's file; with several ranks, it includes the rank."""
     whole = Path(path)
     if world_size == 1:
         return whole
@@ -36,17 +36,17 @@ def path_of_rank(path: str, rank: int, world_size: int) -> Path:
 
 
 class StepLog:
-    """Record steps to a step trace.
+    """A recorder of steps to a trace file.
 
     Args:
-        path: The file, compressed if it ends in ``.gz``. An existing file is kept under its
-            name with ``~`` appended.
+        path: Path of the file, which is compressed if the name ends in ``.gz``. An existing file
+            is renamed, with ``~`` appended to its name.
         period_s: Seconds between writes.
 
     Raises:
         TraceError: The file cannot be written.
 
-    Thread safety: one thread adds.
+    Thread safety: one thread may add steps.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, period_s: float = _PERIOD_S) -> None:
@@ -76,12 +76,19 @@ class StepLog:
         atexit.register(self.close)
 
     def add(self, num_tokens: int, num_reqs: int, uniform: bool, loras: int) -> None:
-        """Record a step: tokens before padding, requests, uniform decode, active adapters."""
+        """Record a step.
+
+        Args:
+            num_tokens: Number of tokens before padding.
+            num_reqs: Number of requests.
+            uniform: Whether the batch is a uniform decode batch.
+            loras: Number of active adapters.
+        """
         self._rows.append((perf_counter_ns(), num_tokens, num_reqs, uniform, loras))
 
     @property
     def is_open(self) -> bool:
-        """Whether rows are still written."""
+        """Whether the log accepts rows."""
         return not self._ended.is_set()
 
     def flush(self) -> None:
@@ -97,7 +104,7 @@ class StepLog:
             except (OSError, ValueError) as error:
                 self._fault = str(error)
                 log.warning(
-                    "Recording to %s has ended after %d steps: %s. Serving continues.",
+                    "Recording to %s stopped after %d steps: %s. Serving continues.",
                     self.path,
                     self._num_steps,
                     error,

@@ -1,4 +1,4 @@
-"""Device times of steps, sampled and read later without waiting."""
+"""Measure the times of some steps, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from dispatchkit_vllm.engine.log import log
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
 
-#: One in this many steps is measured, besides those that the policy asks for.
+#: One in this many steps is measured, in addition to one-shot decisions of the policy.
 SAMPLE_EVERY = 16
-# Pending measurements; with more, the oldest is dropped.
+# Maximum number of pending measurements; the oldest is dropped to make room.
 _MAX_PENDING = 64
 
 
 class Clock(Protocol):
-    """Set marks on the current stream, and measure the time between two of them."""
+    """Sets marks on the current stream, and measures the time between two marks."""
 
     name: str
 
     def is_busy(self) -> bool:
-        """Return whether earlier work has not finished yet."""
+        """Return whether earlier work is unfinished."""
         ...
 
     def new_mark(self) -> Any:
-        """Return a mark that can be set repeatedly."""
+        """Return a reusable mark."""
         ...
 
     def set_mark(self, mark: Any) -> None:
-        """Set a mark after the work submitted so far."""
+        """Set a mark behind the work submitted so far."""
         ...
 
     def is_reached(self, mark: Any) -> bool:
-        """Return whether the device has reached a mark; never waits."""
+        """Return whether the device has reached a mark, without waiting."""
         ...
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """Return the microseconds between two marks that were reached."""
+        """Return the microseconds between two reached marks."""
         ...
 
 
 class DeviceClock:
-    """CUDA events on the current stream."""
+    """A clock that uses CUDA events on the current stream."""
 
     name = "device"
 
@@ -80,16 +80,16 @@ class DeviceClock:
 
 
 class HostClock:
-    """The host's clock, for steps that run on the CPU itself."""
+    """A host clock, for steps that run on the CPU."""
 
     name = "host"
 
     def is_busy(self) -> bool:
-        """Return False: a CPU step has finished when it returns."""
+        """Return False: a CPU step is finished when it returns."""
         return False
 
     def new_mark(self) -> list[int]:
-        """Return a container for a time."""
+        """Return a list that stores one time."""
         return [0]
 
     def set_mark(self, mark: list[int]) -> None:
@@ -116,15 +116,18 @@ class _Measurement:
 
 
 class StepTimer:
-    """Measure some of the steps that a policy decided, and report the outcomes to it.
+    """Measure some of the steps decided by a policy, and report the outcomes to it.
 
     A runner calls ``begin`` with the policy's answer before the model's forward pass, and
     ``end`` after it.
 
     Args:
-        dispatcher: Receives each outcome. If its policy has a ``pace``, steps are measured
-            less often by that factor.
-        clock: Measures the times.
+        dispatcher: The dispatcher that receives the outcomes. If its policy has a ``pace``, the
+            interval between measurements is multiplied by it.
+        clock: The clock.
+
+    Attributes:
+        num_outcomes: Number of reported outcomes.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
@@ -138,10 +141,11 @@ class StepTimer:
         self.num_outcomes: int = 0
 
     def begin(self, answer: Answer | None) -> None:
-        """Mark the start of a forward pass if it is to be measured.
+        """Mark the start of a forward pass if it is due for measurement.
 
         Args:
-            answer: The answer that decided it; None if no policy did, so it is not measured.
+            answer: The policy's answer for this step. None if vLLM decided it, which is not
+                measured.
         """
         if answer is None:
             return
@@ -159,7 +163,7 @@ class StepTimer:
         self._running = _Measurement(answer.batch, decision, self._step, queued, start, end)
 
     def end(self) -> None:
-        """Mark the end of a measured forward pass; report those that the device has finished."""
+        """Mark the end of a measured forward pass, and report finished measurements."""
         measured, self._running = self._running, None
         if measured is None:
             return
@@ -170,7 +174,7 @@ class StepTimer:
         self.report()
 
     def drop(self) -> None:
-        """Discard a forward pass that raised; its time is meaningless."""
+        """Discard the measurement of a forward pass that raised an error."""
         self._running = None
 
     def report(self) -> None:
@@ -191,8 +195,8 @@ class StepTimer:
             try:
                 with warnings.catch_warnings(record=True) as caught:
                     self._dispatcher.observe(outcome)
-            except Exception as error:  # noqa: BLE001 - what a policy raises stops no step
-                log.warning("An outcome could not be reported: %s: %s", type(error).__name__, error)
+            except Exception as error:  # noqa: BLE001 - no error of a policy may stop a step
+                log.warning("Reporting an outcome failed: %s: %s", type(error).__name__, error)
                 continue
             for warning in caught:
                 log.warning("%s", warning.message)

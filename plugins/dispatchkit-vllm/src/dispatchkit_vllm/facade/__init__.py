@@ -1,15 +1,16 @@
-"""Classes with vLLM's own names and results, built on dispatchkit.
+"""Classes with vLLM's names and results, built on dispatchkit.
 
-One module per release and variant:
+There is one module per release and variant:
 
 - ``v0_11``, ``v0_11_1``, ``v0_13``, ``v0_33``: ``CudagraphDispatcher``, ``BatchDescriptor``,
   ``CUDAGraphWrapper``, ``CUDAGraphOptions``, ``CUDAGraphEntry``, ``CUDAGraphMode``;
-- ``v0_12``, ``v0_15``, ``v0_16``: the dispatchers of the releases between them;
+- ``v0_12``, ``v0_15``, ``v0_16``: the dispatchers of the other releases;
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
-- ``drafter``: several uniform query lengths; ``lora_count``: a graph for each adapter count;
-- ``policies``: the names of a third party's dispatcher, built on dispatchkit's policies.
+- ``drafter``: several uniform query lengths;
+- ``lora_count``: one graph for each number of active adapters;
+- ``policies``: the names of a third-party dispatcher.
 
-``dispatcher_for`` returns the facade of a published class. The names imported here are those of
+``dispatcher_for`` returns the facade of a published class. This package exports the names of
 0.11.1, whose dispatcher takes a padded descriptor and supports cascade attention.
 """
 

@@ -1,4 +1,4 @@
-"""Live sets of vLLM's descriptors backed by the keys of a registry."""
+"""Live sets of vLLM descriptors, backed by a registry."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from dispatchkit import GraphKey, GraphRegistry, KeyState, RuntimeMode
 from dispatchkit.errors import DispatchkitError
 
-#: Marks a key whose adapter flag and count contradict each other. vLLM accepts such
-#: descriptors; no batch of dispatchkit's own interface looks for them.
-CONTRADICTS: tuple[int, ...] = (1,)
+#: Marks a key whose adapter flag and count contradict each other. vLLM accepts such descriptors;
+#: dispatchkit's own interface never looks for them.
+CONTRADICTORY: tuple[int, ...] = (1,)
 
 
 class KeySet(MutableSet[Any]):
-    """The descriptors of one mode: reads and changes the registry, and compares like a set.
+    """The descriptors of one mode, as a set that reads and changes the registry.
 
     Args:
         registry: The registry with the keys.
-        mode: Runtime mode of these keys.
-        to_key: Converts a descriptor to a key; raises if it cannot be one.
-        to_descriptor: Converts a key back to a descriptor.
+        mode: Runtime mode of the keys.
+        to_key: Converts a descriptor to a key; raises an error for an invalid descriptor.
+        to_descriptor: Converts a key to a descriptor.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KeySet(MutableSet[Any]):
         try:
             return self._to_key(self._mode, descriptor) in self._registry
         except (DispatchkitError, AttributeError):
-            return False  # a descriptor that cannot be a key is not in the set
+            return False  # an invalid descriptor is not in the set
 
     def __iter__(self) -> Iterator[Any]:
         return (self._to_descriptor(key) for key in self._registry if key.mode is self._mode)
@@ -48,11 +48,11 @@ class KeySet(MutableSet[Any]):
         return sum(key.mode is self._mode for key in self._registry)
 
     def add(self, value: Any) -> None:
-        """Declare a descriptor's key."""
+        """Declare the key of a descriptor."""
         self._registry.declare([self._to_key(self._mode, value)])
 
     def discard(self, value: Any) -> None:
-        """Remove a descriptor's key, with its graph."""
+        """Remove the key of a descriptor, with its graph."""
         if value in self:
             self._registry.forget(self._to_key(self._mode, value))
 
@@ -74,14 +74,14 @@ class KeySet(MutableSet[Any]):
 
     @classmethod
     def _from_iterable(cls, it: Iterable[Any]) -> Any:
-        return set(it)  # the results of `|`, `&`, `-` are plain sets
+        return set(it)  # `|`, `&` and `-` return plain sets
 
     def __repr__(self) -> str:
         return repr(set(self))
 
 
 class KeySets(dict[Any, MutableSet[Any]]):
-    """The sets by mode; assigning to a mode replaces the contents of its live set."""
+    """Sets of descriptors by mode; an assignment replaces the contents of a mode's set."""
 
     def __setitem__(self, mode: Any, descriptors: Iterable[Any]) -> None:
         live = self[mode]
@@ -93,7 +93,7 @@ class KeySets(dict[Any, MutableSet[Any]]):
 
 
 def is_ready(registry: GraphRegistry, key: GraphKey) -> bool:
-    """Return whether a key can be dispatched: known, enabled, neither failed nor evicted."""
+    """Return whether a key can be dispatched: declared or captured, and enabled."""
     entry = registry.get(key)
     return (
         entry is not None

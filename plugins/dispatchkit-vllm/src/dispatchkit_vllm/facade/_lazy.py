@@ -1,4 +1,4 @@
-"""The wrapper's names, loaded on first use: dispatchers need no torch, wrappers do."""
+"""Import wrapper names on first use: dispatchers do not need torch, wrappers do."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _WRAPPER = "dispatchkit_vllm.facade._wrapper"
 
 
 def wrapper_names(module: str, **names: str) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that looks names up in the wrapper's module.
+    """Return a ``__getattr__`` for a module that re-exports wrapper names.
 
     Args:
-        module: Name of the module that gets the ``__getattr__``.
-        **names: The name of each in the wrapper's module.
+        module: Name of that module.
+        **names: Exported names, with the names in the wrapper's module.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's

@@ -1,4 +1,4 @@
-"""The dispatchers of the 0.11 line, which look up a padded descriptor."""
+"""Dispatchers that look up a padded descriptor, as in vLLM 0.11.x."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MAX_MEMO = 65_536
 
 
 class FacadeBase:
-    """The parts that dispatchers of all generations share: keys backed by a registry.
+    """Base of the dispatchers of all generations, with keys in a registry.
 
     Attributes:
         registry: The keys and their graphs.
         cudagraph_keys: The same keys as live sets of descriptors, by mode.
-        keys_initialized: Whether keys were initialised; vLLM also sets it directly.
+        keys_initialized: Whether keys were initialized; vLLM also assigns it.
         cudagraph_mode: The active mode.
     """
 
     dialect: ClassVar[Dialect]
-    # The classes of results; inside vLLM these are its own.
+    # The types of results; inside vLLM, these are vLLM's.
     mode_type: ClassVar[Any] = CUDAGraphMode
     descriptor_type: ClassVar[Any]
 
@@ -49,7 +49,7 @@ class FacadeBase:
 
     @staticmethod
     def breaks_graphs() -> bool:
-        """Return whether a capture can be interrupted at attention."""
+        """Return whether captures can be interrupted at attention."""
         return False
 
     def add_cudagraph_key(self, runtime_mode: Any, batch_descriptor: Any) -> None:
@@ -60,19 +60,19 @@ class FacadeBase:
         """
         mode = CUDAGraphMode.parse(runtime_mode)
         if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-            raise AssertionError(f"A key's mode is PIECEWISE or FULL, got {mode}.")
+            raise AssertionError(f"runtime_mode must be PIECEWISE or FULL, got {mode}.")
         self.cudagraph_keys[self._modes[mode.runtime_mode]].add(batch_descriptor)
 
     def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
-        """Return the native key of a descriptor."""
+        """Return dispatchkit's key of a descriptor."""
         raise NotImplementedError
 
     def _descriptor(self, key: GraphKey) -> Any:
-        """Return the descriptor of a native key."""
+        """Return the descriptor of one of dispatchkit's keys."""
         raise NotImplementedError
 
     def _declare(self, ladder: Ladder, **options: Any) -> None:
-        """Register a ladder's keys; keys before an error stay registered, as in vLLM."""
+        """Register the keys of a ladder; those before an error stay registered, as in vLLM."""
         keys = []
         try:
             for key in ladder.keys(**options):
@@ -81,26 +81,26 @@ class FacadeBase:
             self.registry.declare(keys)
 
     def _mode_is_none(self) -> bool:
-        # Compare by name: NONE is not falsy in the enum of every release.
+        # Compare by name: in some releases, NONE is not falsy.
         return bool(self.cudagraph_mode.name == "NONE")
 
 
 class LookupDispatcher(FacadeBase):
     """Look up a padded descriptor, first in FULL, then in PIECEWISE."""
 
-    _knows_lora: ClassVar[bool] = False
+    _has_lora_flag: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self.cudagraph_mode = self.mode_type[_config.mode_of(vllm_config).name]
         self._memo: dict[tuple[Any, bool], tuple[Any, Any]] = {}
-        self._unsubscribe = self.registry.subscribe(self._forget_answers)
+        self._unsubscribe = self.registry.subscribe(self._clear_memo)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
-        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+        """Register the keys of a mode. Keys of earlier calls stay registered, as in vLLM.
 
         Args:
-            cudagraph_mode: The mode resolved from what the attention backend supports.
+            cudagraph_mode: The mode, resolved for the attention backend.
             uniform_decode_query_len: Tokens per request of a uniform decode batch.
         """
         config = self.vllm_config
@@ -113,8 +113,8 @@ class LookupDispatcher(FacadeBase):
             max_loras=int(_config.has_lora(config)),
             specialize_lora=_config.specializes_lora(config),
         )
-        # A size that is not a multiple of the query length keeps its key: the last request of
-        # that graph is shorter.
+        # Keep sizes that are not multiples of the query length: in these graphs, the last request
+        # is shorter.
         self._declare(ladder, partial="keep")
         self.keys_initialized = True
 
@@ -125,21 +125,22 @@ class LookupDispatcher(FacadeBase):
 
         Args:
             batch_descriptor: The batch, padded by the caller.
-            use_cascade_attn: FULL graphs cannot serve this batch.
+            use_cascade_attn: Whether the batch uses cascade attention, which FULL graphs do not
+                support.
         """
         if not self.keys_initialized:
             return self._modes[RuntimeMode.NONE], None
         asked = (batch_descriptor, use_cascade_attn)
         answer = self._memo.get(asked)
         if answer is None:
-            memo = self._memo  # a change of keys replaces it
+            memo = self._memo  # a concurrent change of keys replaces the dict
             answer = self._look_up(batch_descriptor, use_cascade_attn)
             if len(memo) >= _MAX_MEMO:
                 memo.clear()
             memo[asked] = answer
         return answer
 
-    def _forget_answers(self, event: RegistryEvent) -> None:
+    def _clear_memo(self, event: RegistryEvent) -> None:
         self._memo = {}
 
     def _look_up(self, descriptor: Any, use_cascade_attn: bool) -> tuple[Any, Any | None]:
@@ -154,7 +155,7 @@ class LookupDispatcher(FacadeBase):
         try:
             return is_ready(self.registry, self._key(mode, descriptor))
         except DispatchkitError:
-            return False  # a batch with zero or fewer tokens has no key
+            return False  # a batch without tokens has no key
 
     def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
         native = NativeDescriptor(
@@ -166,5 +167,5 @@ class LookupDispatcher(FacadeBase):
 
     def _descriptor(self, key: GraphKey) -> Any:
         native = key.descriptor
-        flags = (native.num_active_loras > 0,) if self._knows_lora else ()
+        flags = (native.num_active_loras > 0,) if self._has_lora_flag else ()
         return self.descriptor_type(native.num_tokens, native.uniform, *flags)

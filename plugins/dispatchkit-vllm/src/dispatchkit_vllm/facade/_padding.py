@@ -1,4 +1,4 @@
-"""The dispatchers from 0.13 on, which pad and let dispatchkit decide."""
+"""Dispatchers that pad batches themselves, as in vLLM from 0.12 on."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dispatchkit.errors import NoGraphError
 from dispatchkit.keys import ALLOWED_MODES, padding_table
 
 from dispatchkit_vllm.facade import _config
-from dispatchkit_vllm.facade._keys import CONTRADICTS, is_ready
+from dispatchkit_vllm.facade._keys import CONTRADICTORY, is_ready
 from dispatchkit_vllm.facade._lookup import FacadeBase
 from dispatchkit_vllm.ladder import Ladder, PartialRequestError
 from dispatchkit_vllm.policy import VllmPolicy
 
 
 class PaddingDispatcher(FacadeBase):
-    """Pad a batch and let dispatchkit decide, after the special cases of the release.
+    """Pad a batch and dispatch it through dispatchkit.
 
     Args:
-        vllm_config: vLLM's configuration, or any object with the attributes used.
-        policy: A policy that decides instead of the release's own rule.
+        vllm_config: vLLM's configuration, or any object with the same attributes.
+        policy: A policy that replaces the rule of the release.
     """
 
     _counts_loras: ClassVar[bool] = True
@@ -52,20 +52,20 @@ class PaddingDispatcher(FacadeBase):
     # -- set-up -------------------------------------------------------------------------
 
     def _initialize(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
-        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+        """Register the keys of a mode. Keys of earlier calls stay registered, as in vLLM.
 
         Args:
-            cudagraph_mode: The mode resolved from what the attention backend supports.
-            uniform_decode_query_len: Query length that bounds the sizes of decode keys.
-                Whole requests and their number follow the configuration's query length.
+            cudagraph_mode: The mode, resolved for the attention backend.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys. The
+                number of requests of a key depends on the configuration's query length.
 
         Raises:
-            AssertionError: A decode size does not consist of whole requests. Keys before it
-                stay registered, and the dispatcher stays uninitialised.
+            AssertionError: A decode size is not a multiple of the query length. Keys before it
+                stay registered, and the dispatcher stays uninitialized.
         """
         mode = CUDAGraphMode.parse(cudagraph_mode)
         sizes = self._sizes()
-        if sizes is None or (mode is CUDAGraphMode.NONE and self._ends_early):
+        if sizes is None or (mode is CUDAGraphMode.NONE and self._skips_mode_none):
             self._finish(mode)
             return
         self._table = self._padding_table(sizes, mode)
@@ -78,8 +78,8 @@ class PaddingDispatcher(FacadeBase):
         self._install(ladder)
         self._finish(mode)
 
-    #: Whether initialising with mode NONE returns before anything is created.
-    _ends_early: ClassVar[bool] = False
+    #: Whether initialization with mode NONE creates nothing.
+    _skips_mode_none: ClassVar[bool] = False
 
     def _sizes(self) -> list[int] | None:
         return _config.capture_sizes(self.vllm_config)
@@ -88,7 +88,7 @@ class PaddingDispatcher(FacadeBase):
         return _config.table_of(self.vllm_config, "bs_to_padded_graph_size") or padding_table(sizes)
 
     def _max_loras(self) -> int:
-        """The largest count of adapters that a key of this release can have."""
+        """Return the largest number of adapters in a key of this release."""
         return int(_config.has_lora(self.vllm_config))
 
     def _make_ladder(self, mode: CUDAGraphMode, sizes: list[int]) -> Ladder:
@@ -134,22 +134,22 @@ class PaddingDispatcher(FacadeBase):
 
     @property
     def padding_table(self) -> Sequence[int]:
-        """The bucket of every number of tokens; empty before initialisation."""
+        """The bucket of each number of tokens; empty before initialization."""
         return self._table
 
     def _bind(self, decision: Decision, batch: Batch) -> Any:
-        """Prepare what ``dispatch`` returns for a cell, once."""
+        """Prepare the return value of ``dispatch`` for a cell."""
         if decision.key is None:
             return None
         return self._modes[decision.mode], self._descriptor(decision.key)
 
     # -- the step -----------------------------------------------------------------------
 
-    def _is_off(self, num_tokens: int) -> bool:
-        """Whether dispatch is skipped: not initialised, no graphs, or a batch above all graphs."""
+    def _runs_eager(self, num_tokens: int) -> bool:
+        """Return whether a batch runs eager because no graph can serve its number of tokens."""
         if not self.keys_initialized or self.cudagraph_mode is self._none:
             return True
-        # The configuration is read each time, as in vLLM.
+        # Read the configuration in each call, as vLLM does.
         largest = len(self._table) - 1
         most = getattr(self.compilation_config, self._max_size_name, largest)
         return most is None or num_tokens > most
@@ -160,18 +160,18 @@ class PaddingDispatcher(FacadeBase):
     def _decide(
         self, num_tokens: int, uniform: bool, has_lora: bool, loras: int, allowed: int
     ) -> tuple[Any, Any]:
-        """Decide within the range of sizes.
+        """Decide for a batch within the range of capture sizes.
 
         Args:
-            num_tokens: Unpadded tokens. A negative number counts from the end of the
-                padding table, as in vLLM.
-            uniform: Whether it counts as a uniform decode batch.
-            has_lora: The adapter flag of the descriptor to look for.
-            loras: The count of adapters of the descriptor to look for.
+            num_tokens: Number of unpadded tokens. A negative number indexes the padding table
+                from its end, as in vLLM.
+            uniform: Whether the batch is a uniform decode batch.
+            has_lora: Adapter flag of the descriptor to look up.
+            loras: Number of adapters of the descriptor to look up.
             allowed: Code of the allowed modes.
 
         Raises:
-            AssertionError: The bucket of a uniform batch does not consist of whole requests,
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length,
                 or no graph serves the batch and eager is not allowed.
         """
         bucket = self._table[num_tokens]
@@ -203,12 +203,12 @@ class PaddingDispatcher(FacadeBase):
         loras: int,
         allowed: int,
     ) -> tuple[Any, Any] | None:
-        """Look for a key that only a caller can have added.
+        """Look up a key that only a caller can have added.
 
-        dispatchkit's own interface rejects a flag and a count that contradict each other, and
-        a count above the largest. vLLM looks for such a key all the same.
+        dispatchkit's interface rejects a contradictory flag and count, and a count above the
+        maximum. vLLM looks up such keys.
         """
-        marks: Any = CONTRADICTS if has_lora != (loras > 0) else ()
+        marks: Any = CONTRADICTORY if has_lora != (loras > 0) else ()
         query_len = self.uniform_decode_query_len if uniform else 0
         for key in ladder.chain(bucket, query_len, loras):
             marked = GraphKey(key.mode, attrs.evolve(key.descriptor, axes=marks))
@@ -218,7 +218,10 @@ class PaddingDispatcher(FacadeBase):
 
     def _miss(self, num_tokens: int, allowed: int) -> tuple[Any, Any]:
         if RuntimeMode.NONE not in ALLOWED_MODES[allowed]:
-            raise AssertionError(f"No graph for {num_tokens} tokens, and eager is not allowed.")
+            raise AssertionError(
+                f"No graph serves {num_tokens} tokens, and eager is not allowed. Allow NONE for "
+                "this batch."
+            )
         return self._eager(num_tokens)
 
     # -- descriptors --------------------------------------------------------------------
@@ -226,7 +229,7 @@ class PaddingDispatcher(FacadeBase):
     def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
         has_lora = bool(descriptor.has_lora)
         count = descriptor.num_active_loras if self._counts_loras else int(has_lora)
-        marks: Any = CONTRADICTS if has_lora != (count > 0) else ()
+        marks: Any = CONTRADICTORY if has_lora != (count > 0) else ()
         native = NativeDescriptor(
             descriptor.num_tokens,
             num_reqs=descriptor.num_reqs,
@@ -240,7 +243,7 @@ class PaddingDispatcher(FacadeBase):
     def _descriptor(self, key: GraphKey) -> Any:
         native = key.descriptor
         count = native.num_active_loras
-        has_lora = (count > 0) != (native.axes == CONTRADICTS)
+        has_lora = (count > 0) != (native.axes == CONTRADICTORY)
         counts = (count,) if self._counts_loras else ()
         return self.descriptor_type(
             native.num_tokens, native.num_reqs, native.uniform, has_lora, *counts

@@ -1,4 +1,4 @@
-"""Find the facade of a published dispatcher by the arguments it takes."""
+"""Select the facade of a published dispatcher by its arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dispatchkit.errors import BackendUnavailableError
 
 from dispatchkit_vllm.facade import v0_11, v0_11_1, v0_12, v0_13, v0_15, v0_16, v0_33
 
-#: Facades by the arguments of ``dispatch``, and whether the class lists what to capture.
+#: Facades by the arguments of ``dispatch`` and the presence of ``get_capture_descs``.
 _FORMS: dict[tuple[frozenset[str], bool], Any] = {
     (frozenset({"batch_descriptor"}), False): v0_11,
     (frozenset({"batch_descriptor", "use_cascade_attn"}), False): v0_11_1,
 }
-_PLAIN = {"num_tokens", "uniform_decode", "has_lora"}
+_COMMON_ARGUMENTS = {"num_tokens", "uniform_decode", "has_lora"}
 for _more, _lists, _facade in (
     ({"use_cascade_attn"}, False, v0_12),
     ({"disable_full"}, False, v0_13),
@@ -24,14 +24,14 @@ for _more, _lists, _facade in (
     ({"disable_full", "num_active_loras"}, True, v0_16),
     ({"num_active_loras", "valid_modes", "invalid_modes"}, True, v0_33),
 ):
-    _FORMS[frozenset(_PLAIN | _more), _lists] = _facade
+    _FORMS[frozenset(_COMMON_ARGUMENTS | _more), _lists] = _facade
 
 
 def dispatcher_for(original: type[Any]) -> type[Any]:
-    """Return the facade of a published ``CudagraphDispatcher``, using its release's types.
+    """Return the facade of a published ``CudagraphDispatcher``, with the types of its release.
 
     Args:
-        original: The class, in the module where it was published.
+        original: The class; its module must define ``CUDAGraphMode`` and ``BatchDescriptor``.
 
     Raises:
         BackendUnavailableError: No facade matches the arguments of the class.
@@ -40,8 +40,8 @@ def dispatcher_for(original: type[Any]) -> type[Any]:
     facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))
     if facade is None:
         raise BackendUnavailableError(
-            f"No facade matches a dispatcher whose dispatch takes {', '.join(sorted(takes))}. "
-            "Use a vLLM from 0.11 to 0.33."
+            f"No facade has a dispatch with the arguments {', '.join(sorted(takes))}. "
+            "Install vLLM 0.11 to 0.33."
         )
     defined = sys.modules[original.__module__]
     return type(
@@ -61,5 +61,5 @@ def _breaks_graphs() -> bool:
     try:
         module = importlib.import_module("vllm.compilation.breakable_cudagraph")
     except ImportError:
-        return False  # earlier releases have no such graphs
+        return False  # an earlier release
     return bool(module.is_breakable_cudagraph_enabled())

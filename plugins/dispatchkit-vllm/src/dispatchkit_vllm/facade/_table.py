@@ -1,4 +1,4 @@
-"""The dispatchers from 0.15 on, which make a padding table and list what to capture."""
+"""Dispatchers with their own padding table and capture list, as in vLLM from 0.15 on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dispatchkit_vllm.facade._padding import PaddingDispatcher
 
 
 class TableDispatcher(PaddingDispatcher):
-    """Pad with a separate table."""
+    """Pad with the dispatcher's own table, and list the graphs to capture."""
 
-    _ends_early: ClassVar[bool] = True
+    _skips_mode_none: ClassVar[bool] = True
 
     def _sizes(self) -> list[int] | None:
         return sorted(set(super()._sizes() or ()))
@@ -22,8 +22,8 @@ class TableDispatcher(PaddingDispatcher):
     def _max_loras(self) -> int:
         if not self._counts_loras:
             return super()._max_loras()
-        # The largest count is one more than the adapters loaded: a batch may mix all of them
-        # with requests that use none.
+        # One more than the number of loaded adapters: a batch may mix all of them with requests
+        # without an adapter.
         most = _config.max_loras(self.vllm_config)
         return most + 1 if most else 0
 
@@ -33,39 +33,39 @@ class TableDispatcher(PaddingDispatcher):
         for size in compile_sizes:
             if isinstance(size, int) and size < len(table) and table[size] != size:
                 raise ValueError(
-                    f"compile_sizes holds {size}, which would be padded to {table[size]} and "
-                    f"never run at its own size. Add {size} to the capture sizes, or leave it "
-                    f"out of compile_sizes."
+                    f"compile_sizes contains {size}, but batches of {size} are padded to "
+                    f"{table[size]}. Add {size} to the capture sizes, or remove it from "
+                    f"compile_sizes."
                 )
         return table
 
     def initialize_cudagraph_keys(
         self, cudagraph_mode: Any, uniform_decode_query_len: int = 1
     ) -> None:
-        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+        """Register the keys of a mode. Keys of earlier calls stay registered, as in vLLM.
 
         Args:
-            cudagraph_mode: The mode resolved from what the attention backend supports.
-            uniform_decode_query_len: Query length that bounds the sizes of decode keys;
-                whole requests and their number follow the configuration's query length.
+            cudagraph_mode: The mode, resolved for the attention backend.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys. The
+                number of requests of a key depends on the configuration's query length.
 
         Raises:
-            AssertionError: A decode size does not consist of whole requests. Keys before it
-                stay registered, and the dispatcher stays uninitialised.
-            ValueError: A compile size would be padded, and never run at its own size.
+            AssertionError: A decode size is not a multiple of the query length. Keys before it
+                stay registered, and the dispatcher stays uninitialized.
+            ValueError: Batches of a compile size would be padded to another size.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 
     def _effective_loras(self, count: int) -> int:
         config = self.vllm_config
         if not _config.has_lora(config):
-            raise AssertionError(f"{count} active adapters, but none are configured.")
+            raise AssertionError(f"num_active_loras must be 0 without lora_config, got {count}.")
         if _config.specializes_active_lora(config) and self._ladder is not None:
             return self._ladder.lora_case(count)
         return self._max_loras()
 
     def get_capture_descs(self) -> list[tuple[Any, list[Any]]]:
-        """Return what to capture, by mode: PIECEWISE first, largest first in each."""
+        """Return the descriptors to capture by mode: PIECEWISE first, largest sizes first."""
         if not self.keys_initialized or self._mode_is_none():
             return []
         groups = []

@@ -1,4 +1,4 @@
-"""vLLM's graph wrapper built on GraphWrapper, with the behaviour of each release as data."""
+"""vLLM's graph wrapper built on GraphWrapper, with the behavior of each release as data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLD_RULES = WrapperRules(
     offloads=False,
     names_stream=False,
     replays_after_capture=False,
-    unwraps_all=False,
+    unwraps_nested=False,
     guards_module=False,
 )
 NEW_RULES = WrapperRules(replays_after_capture=False, guards_module=False)
@@ -35,17 +35,17 @@ _device: list[Any] = []
 
 
 def use_device(device: Any) -> None:
-    """Choose the device for wrappers that are created from now on.
+    """Set the device for wrappers created after this call.
 
     Args:
-        device: A backend, the name of one (``"cuda"``, ``"tape"``) or a WrapperDevice.
-            All wrappers created with it share its pool.
+        device: A backend, its name (``"cuda"``, ``"tape"``) or a WrapperDevice. All wrappers
+            created with it share its pool.
     """
     _device[:] = [device if hasattr(device, "weak_ref") else BackendDevice(device)]
 
 
 def current_device() -> Any:
-    """Return the wrappers' device: the chosen one, otherwise CUDA, or the tape without CUDA."""
+    """Return the device for new wrappers; by default CUDA, or the tape without CUDA."""
     if not _device:
         import torch
 
@@ -54,16 +54,16 @@ def current_device() -> Any:
 
 
 class CUDAGraphWrapper(GraphWrapper):
-    """Add capture and replay to a callable, controlled by the forward context.
+    """Capture and replay a callable, controlled by the forward context.
 
     Args:
         runnable: The callable.
-        vllm_config: vLLM's configuration; stored for code that reads it.
+        vllm_config: vLLM's configuration, stored for code that reads it.
         runtime_mode: PIECEWISE or FULL.
-        cudagraph_options: How to capture.
+        cudagraph_options: Options of captures.
 
     Attributes:
-        concrete_cudagraph_entries: The graphs by descriptor.
+        concrete_cudagraph_entries: The graphs, by descriptor.
     """
 
     release_rules: ClassVar[WrapperRules] = NEW_RULES
@@ -85,19 +85,19 @@ class CUDAGraphWrapper(GraphWrapper):
             runnable, runtime_mode, current_device(), options=options, rules=self.release_rules
         )
         if hasattr(runtime_mode, "name"):
-            self.runtime_mode = runtime_mode  # keep the given member of vLLM's own enum
+            self.runtime_mode = runtime_mode  # keep the member of vLLM's enum
         self.vllm_config = vllm_config
         self.compilation_config = getattr(vllm_config, "compilation_config", None)
         self.cudagraph_options = options
 
     @property
     def concrete_cudagraph_entries(self) -> dict[Any, CUDAGraphEntry]:
-        """The graphs by descriptor."""
+        """The graphs, by descriptor."""
         return self.entries
 
     @property
     def graph_pool(self) -> Any:
-        """The pool of captures; None: each capture uses a separate pool."""
+        """The pool for captures; None for a separate pool per capture."""
         return self._pool
 
     @graph_pool.setter
@@ -107,32 +107,31 @@ class CUDAGraphWrapper(GraphWrapper):
     def _context_is_available(self) -> bool:
         found = super()._context_is_available()
         if not found and _vllm_has_context():
-            _told.warn(_WHOSE_CONTEXT)
+            _context_warning.warn(_FOREIGN_CONTEXT)
         return found
 
     def _get_context(self) -> Any:
         if not super()._context_is_available() and _vllm_has_context():
-            raise NoForwardContextError(_WHOSE_CONTEXT)
+            raise NoForwardContextError(_FOREIGN_CONTEXT)
         return super()._get_context()
 
     @property
     def cudagraph_wrapper(self) -> CUDAGraphWrapper:
-        """This wrapper, for code that accesses it through attributes."""
+        """This wrapper, for code that accesses it through a wrapped attribute."""
         return self
 
 
 class _Absent:
-    """A name that a release does not have: looking it up reaches the callable."""
+    """A name that a release lacks, so that a lookup reaches the callable."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(f"{owner.__name__} has no such name in this release of vLLM")
 
 
 class OldCUDAGraphWrapper(CUDAGraphWrapper):
-    """The wrapper of the 0.11 line and of 0.13.
+    """The wrapper of vLLM 0.11.x and 0.13.
 
-    It reads the forward context without checking that there is one, accepts None as a key,
-    and cannot clear graphs.
+    It requires a forward context, accepts None as a key, and cannot clear graphs.
     """
 
     release_rules = OLD_RULES
@@ -140,25 +139,25 @@ class OldCUDAGraphWrapper(CUDAGraphWrapper):
     clear_all_graphs: Any = _Absent()
 
 
-_WHOSE_CONTEXT = (
-    "vLLM's own forward context is set, which this wrapper does not read: it captures and replays "
-    "inside dispatchkit_vllm.wrapper.set_forward_context, and runs its callable directly elsewhere."
+_FOREIGN_CONTEXT = (
+    "vLLM's forward context is set, but this wrapper reads only its own. Run the step inside "
+    "dispatchkit_vllm.wrapper.set_forward_context; without it, the callable runs without a graph."
 )
 
 
-class _Told:
-    """Warn once per process."""
+class _WarnOnce:
+    """A warning that is logged once per process."""
 
     def __init__(self) -> None:
-        self.is_done: bool = False
+        self.has_warned: bool = False
 
     def warn(self, text: str) -> None:
-        if not self.is_done:
-            self.is_done = True
+        if not self.has_warned:
+            self.has_warned = True
             _log.warning("%s", text)
 
 
-_told = _Told()
+_context_warning = _WarnOnce()
 
 
 def _vllm_has_context() -> bool:

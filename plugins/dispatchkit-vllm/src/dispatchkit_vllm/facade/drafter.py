@@ -1,4 +1,4 @@
-"""The names of the variant with several uniform query lengths, for drafters."""
+"""The dispatcher variant with several uniform query lengths, for drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
 
 
 class BatchDescriptor(NamedTuple):
-    """A padded batch: its tokens, and its query length if it is uniform."""
+    """A padded batch: number of tokens, and query length if it is uniform."""
 
     num_tokens: int
     uniform_decode: bool = False
@@ -31,18 +31,18 @@ class BatchDescriptor(NamedTuple):
 
 
 class CudagraphDispatcher(LookupDispatcher):
-    """The dispatcher for several uniform query lengths.
+    """The dispatcher with several uniform query lengths.
 
     Args:
-        vllm_config: vLLM's configuration, or any object with the attributes used. Sizes of
+        vllm_config: vLLM's configuration, or any object with the same attributes. Sizes of
             uniform batches are ``compilation_config.uniform_cudagraph_capture_sizes``.
         is_drafter: Whether it serves a drafter, whose eager batches are not padded for
             sequence parallelism.
 
     Attributes:
-        cudagraph_capture_sizes: Sizes of mixed batches.
-        uniform_cudagraph_capture_sizes: Sizes of uniform batches by query length.
-        uniform_query_lens: The query lengths of uniform batches.
+        cudagraph_capture_sizes: Capture sizes of mixed batches.
+        uniform_cudagraph_capture_sizes: Capture sizes of uniform batches, by query length.
+        uniform_query_lens: Query lengths of uniform batches.
     """
 
     dialect = DRAFTER
@@ -65,17 +65,17 @@ class CudagraphDispatcher(LookupDispatcher):
     def initialize_cudagraph_keys(
         self, cudagraph_mode: Any, uniform_query_lens: int | Iterable[Any]
     ) -> None:
-        """Register the keys of a mode. Keys of an earlier call stay.
+        """Register the keys of a mode. Keys of earlier calls stay registered.
 
         Raises:
-            AssertionError: There is no query length, one is not a positive number, or an
-                aligned size does not consist of whole requests of each query length.
+            AssertionError: There is no query length, a query length is not a positive number, or
+                an aligned size is not a multiple of each query length.
         """
         lens = uniform_query_lens
         query_lens = [lens] if isinstance(lens, int) else list(lens)
         if not query_lens or not all(isinstance(each, int) and each > 0 for each in query_lens):
             raise AssertionError(
-                f"uniform_query_lens must be one or more numbers of at least 1, got {lens!r}."
+                f"uniform_query_lens must be one or more positive numbers, got {lens!r}."
             )
         if self._is_aligned:
             for query_len in query_lens:
@@ -113,10 +113,10 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_capture_cases(
         self, uniform_decode: bool, uniform_query_len: int
     ) -> tuple[list[int], list[BatchDescriptor], Any]:
-        """Return (sizes in descending order, their descriptors, runtime mode).
+        """Return the sizes in descending order, their descriptors and the runtime mode.
 
         Raises:
-            AssertionError: The query length has no separate graphs.
+            AssertionError: There are no uniform graphs of this query length.
         """
         if not uniform_decode:
             mode = self.cudagraph_mode.mixed_mode()
@@ -126,8 +126,8 @@ class CudagraphDispatcher(LookupDispatcher):
             return sizes, [BatchDescriptor(size) for size in sizes], mode
         if uniform_query_len not in self.uniform_cudagraph_capture_sizes:
             raise AssertionError(
-                f"No uniform graphs of query length {uniform_query_len}; captured "
-                f"query lengths are {sorted(self.uniform_cudagraph_capture_sizes)}."
+                f"uniform_query_len must be one of "
+                f"{sorted(self.uniform_cudagraph_capture_sizes)}, got {uniform_query_len}."
             )
         sizes = sorted(self.uniform_cudagraph_capture_sizes[uniform_query_len], reverse=True)
         descriptors = [BatchDescriptor(size, True, uniform_query_len) for size in sizes]
@@ -138,26 +138,27 @@ class CudagraphDispatcher(LookupDispatcher):
     def calculate_uniform_decode(
         self, num_scheduled_tokens: int, num_reqs: int, max_query_len: int
     ) -> tuple[bool, int]:
-        """Return whether a batch is uniform, and its query length (0 if not)."""
+        """Return whether a batch is uniform, and its query length (0 if mixed)."""
         uniform = (
             max_query_len in self.uniform_query_lens
             and num_scheduled_tokens == num_reqs * max_query_len
         )
         return uniform, max_query_len if uniform else 0
 
-    caculate_uniform_decode = calculate_uniform_decode  # the name as published
+    caculate_uniform_decode = calculate_uniform_decode  # the published spelling
 
     def cudagraph_padded_num_tokens(
         self, num_tokens: int, uniform_decode: bool, uniform_query_len: int
     ) -> tuple[int, bool]:
-        """Return (tokens, whether they were padded to a capture size).
+        """Return the padded number of tokens, and whether it is a capture size.
 
         Raises:
-            AssertionError: The query length is unknown.
+            AssertionError: The query length is not one of ``uniform_query_lens``.
         """
         if uniform_query_len and uniform_query_len not in self.uniform_query_lens:
             raise AssertionError(
-                f"Unknown query length {uniform_query_len}; known: {self.uniform_query_lens}."
+                f"uniform_query_len must be one of {self.uniform_query_lens}, got "
+                f"{uniform_query_len}."
             )
         if uniform_query_len <= 1:
             if num_tokens < len(self._table):
@@ -169,7 +170,7 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_local_batch_description(
         self, num_scheduled_tokens: int, num_reqs: int, max_query_len: int
     ) -> tuple[int, bool, int]:
-        """Return (input tokens, uniform, query length) of a batch on this rank."""
+        """Return input tokens, whether the batch is uniform, and query length on this rank."""
         uniform, query_len = self.calculate_uniform_decode(
             num_scheduled_tokens, num_reqs, max_query_len
         )
@@ -189,9 +190,9 @@ class CudagraphDispatcher(LookupDispatcher):
         max_query_len: int,
         use_cascade_attn: bool = False,
     ) -> tuple[Any, BatchDescriptor | None, int]:
-        """Return (runtime mode, descriptor, input tokens) of a batch.
+        """Return the runtime mode, the descriptor and the number of input tokens of a batch.
 
-        The tokens stay padded even if no graph serves the batch.
+        The number of tokens is padded even if no graph serves the batch.
         """
         num_tokens, uniform, query_len = self.get_local_batch_description(
             num_scheduled_tokens, num_reqs, max_query_len
@@ -210,7 +211,7 @@ class CudagraphDispatcher(LookupDispatcher):
             descriptor.num_tokens,
             uniform=uniform,
             query_len=query_len if consistent else 0,
-            # A flag and a query length that contradict each other make a separate key.
+            # A contradictory flag and query length form a separate key.
             axes=() if consistent else (query_len,),
         )
         return GraphKey(mode, native)

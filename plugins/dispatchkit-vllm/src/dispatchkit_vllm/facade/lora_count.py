@@ -1,4 +1,4 @@
-"""The names of the variant with one graph for each count of active adapters."""
+"""The dispatcher variant with one graph for each number of active adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
 
 
 class BatchDescriptor(NamedTuple):
-    """A padded batch, with the number of its active adapters."""
+    """A padded batch with its number of active adapters."""
 
     num_tokens: int
     num_reqs: int | None = None
@@ -23,16 +23,16 @@ class BatchDescriptor(NamedTuple):
     num_active_loras: int = 0
 
     def relax_for_mixed_batch_cudagraphs(self) -> BatchDescriptor:
-        """Return the same batch as a mixed one with any number of requests."""
+        """Return the descriptor of a mixed batch with any number of requests."""
         return self._replace(num_reqs=None, uniform=False)
 
 
 class CudagraphDispatcher(PaddingDispatcher):
-    """The dispatcher with one graph for each count of active adapters.
+    """The dispatcher with one graph for each number of active adapters.
 
     Attributes:
-        specialize_lora_count: Whether every count has a graph; with speculative decoding one
-            graph serves all counts.
+        specialize_lora_count: Whether each number has a graph. With speculative decoding, one
+            graph serves all numbers.
     """
 
     dialect = LORA_COUNT
@@ -45,16 +45,16 @@ class CudagraphDispatcher(PaddingDispatcher):
         )
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
-        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+        """Register the keys of a mode. Keys of earlier calls stay registered, as in vLLM.
 
         Args:
-            cudagraph_mode: The mode resolved from what the attention backend supports.
-            uniform_decode_query_len: Query length that bounds the sizes of decode keys;
-                whole requests and their number follow the configuration's query length.
+            cudagraph_mode: The mode, resolved for the attention backend.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys. The
+                number of requests of a key depends on the configuration's query length.
 
         Raises:
-            AssertionError: A decode size does not consist of whole requests. Keys before it
-                stay registered, and the dispatcher stays uninitialised.
+            AssertionError: A decode size is not a multiple of the query length. Keys before it
+                stay registered, and the dispatcher stays uninitialized.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 
@@ -72,16 +72,16 @@ class CudagraphDispatcher(PaddingDispatcher):
         """Return the runtime mode and the padded descriptor.
 
         Args:
-            num_tokens: Unpadded tokens.
-            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            num_tokens: Number of unpadded tokens.
+            uniform_decode: Whether each request has exactly the query length of decode steps.
             has_lora: Whether adapters are active.
-            disable_full: Whether FULL graphs cannot serve this batch.
+            disable_full: Whether to exclude FULL graphs.
             num_active_loras: Number of active adapters.
 
         Raises:
-            AssertionError: The bucket of a uniform batch does not consist of whole requests.
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length.
         """
-        if self._is_off(num_tokens):
+        if self._runs_eager(num_tokens):
             return self._eager(num_tokens)
         config = self.vllm_config
         if has_lora and _config.has_lora(config) and self.uniform_decode_query_len > 1:

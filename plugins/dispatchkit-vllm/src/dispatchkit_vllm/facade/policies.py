@@ -1,8 +1,8 @@
-"""The names of a third party's dispatcher that holds graphs, policies and statistics.
+"""The names of a third-party dispatcher with graphs, policies and statistics.
 
-Only the names are published, without behaviour to compare with; they do what their
-documentation says, built on dispatchkit's registry. ``AdaptiveDispatchPolicy`` needs
-dispatchkit-adaptive, and several streams need a lane policy of dispatchkit-multistream.
+Only its documentation is published, so there is no implementation to compare with. These classes
+follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` needs
+dispatchkit-adaptive, and ``StreamDispatcher`` needs dispatchkit-multistream.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ _LANE_POLICY = "by-key"
 
 
 class NotBuiltError(DispatchkitError, NotImplementedError):
-    """A name of this module needs a distribution that is not installed."""
+    """A class of this module needs a distribution that is not installed."""
 
     def __init__(self, name: str, policy: str) -> None:
         self.name, self.policy = name, policy
         super().__init__(
-            f"{name} stands for the policy {policy!r}, which this distribution lacks. "
-            f"Install dispatchkit-{policy} if it exists, or use dispatchkit's Dispatcher "
-            f"with a policy from `dispatchkit policies`."
+            f"{name} needs dispatchkit-{policy}, which is not installed. "
+            f"Run: pip install dispatchkit-{policy}."
         )
 
 
 class DispatchMode(enum.Enum):
-    """How one batch runs."""
+    """How a batch runs."""
 
     EAGER = "eager"
     PIECEWISE = "piecewise"
@@ -65,7 +64,7 @@ class DispatchMode(enum.Enum):
 
     @property
     def runtime_mode(self) -> RuntimeMode:
-        """The corresponding runtime mode of dispatchkit."""
+        """The corresponding runtime mode in dispatchkit."""
         return RuntimeMode.NONE if self is DispatchMode.EAGER else RuntimeMode[self.name]
 
 
@@ -74,9 +73,9 @@ class DispatchKey:
     """The key of a graph.
 
     Attributes:
-        num_tokens: Tokens of the batch.
-        num_reqs: Requests of the batch.
-        max_seq_len: Longest sequence, in tokens.
+        num_tokens: Number of tokens in the batch.
+        num_reqs: Number of requests in the batch.
+        max_seq_len: Length of the longest sequence in tokens.
         is_prefill: Whether the batch contains prompts.
     """
 
@@ -86,10 +85,10 @@ class DispatchKey:
     is_prefill: bool = False
 
     def graph_key(self, mode: RuntimeMode) -> GraphKey:
-        """Return the corresponding key of dispatchkit's registry.
+        """Return the corresponding key in dispatchkit's registry.
 
         Raises:
-            DescriptorError: A number is not possible for a batch.
+            DescriptorError: The numbers do not describe a possible batch.
         """
         facts: Any = (self.max_seq_len, int(self.is_prefill))
         return GraphKey(mode, BatchDescriptor(self.num_tokens, num_reqs=self.num_reqs, axes=facts))
@@ -98,10 +97,10 @@ class DispatchKey:
 def create_dispatch_key(
     num_tokens: int, num_reqs: int = 1, max_seq_len: int = 0, is_prefill: bool = False
 ) -> DispatchKey:
-    """Return a key after validating its numbers.
+    """Return a validated key.
 
     Raises:
-        ConfigError: A number is negative, or there are more requests than tokens.
+        ConfigError: A number is invalid, or there are more requests than tokens.
     """
     num_tokens = check_count(num_tokens, "num_tokens")
     num_reqs = check_count(num_reqs, "num_reqs")
@@ -112,10 +111,10 @@ def create_dispatch_key(
 
 
 def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
-    """Return the key with its tokens rounded up to a multiple.
+    """Return the key with ``num_tokens`` rounded up to a multiple of ``pad_to``.
 
     Raises:
-        ConfigError: The multiple is not a number of at least 1.
+        ConfigError: ``pad_to`` is not a positive number.
     """
     pad_to = check_count(pad_to, "pad_to")
     return attrs.evolve(key, num_tokens=-(-key.num_tokens // pad_to) * pad_to)
@@ -123,7 +122,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """Counts of how batches ran."""
+    """Numbers of batches by how they ran."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -131,39 +130,39 @@ class DispatchStats:
 
     @property
     def total(self) -> int:
-        """The number of all batches."""
+        """Total number of batches."""
         return self.num_full + self.num_piecewise + self.num_eager
 
     @property
     def graph_ratio(self) -> float:
-        """The share of batches that replayed a graph; 0 before the first batch."""
+        """Fraction of batches that replayed a graph; 0 before the first batch."""
         return (self.num_full + self.num_piecewise) / self.total if self.total else 0.0
 
 
 class DispatchPolicy(abc.ABC):
-    """Decide whether and how a batch replays."""
+    """Decides whether and how a batch replays a graph."""
 
     @abc.abstractmethod
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Return whether a batch should replay a graph."""
+        """Return whether a batch must replay a graph."""
 
     @abc.abstractmethod
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return one of the modes that have a graph."""
+        """Return the mode to run in, one of those with a graph."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
-    """Replay within a range of tokens.
+    """Replay graphs for batches within a range of tokens.
 
     Args:
-        min_tokens_for_graph: The fewest tokens to replay for.
-        max_tokens_for_graph: The most tokens to replay for.
-        prefer_piecewise: Prefer PIECEWISE to FULL if both exist.
+        min_tokens_for_graph: Smallest number of tokens.
+        max_tokens_for_graph: Largest number of tokens.
+        prefer_piecewise: Prefer PIECEWISE over FULL if both have a graph.
 
     Raises:
-        ConfigError: The range is empty, or one of its ends is not a number.
+        ConfigError: The range is empty, or a limit is not a number.
     """
 
     def __init__(
@@ -183,14 +182,14 @@ class DefaultDispatchPolicy(DispatchPolicy):
         self.prefer_piecewise = prefer_piecewise
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Return whether there is a graph and the batch is within the range."""
+        """Return whether a graph exists and the batch is within the range."""
         inside = self.min_tokens_for_graph <= key.num_tokens <= self.max_tokens_for_graph
         return graph_available and inside
 
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the preferred mode of those available; EAGER if there is none."""
+        """Return the preferred available mode, or EAGER."""
         order = [DispatchMode.FULL, DispatchMode.PIECEWISE]
         if self.prefer_piecewise:
             order.reverse()
@@ -205,7 +204,7 @@ class GraphEntry:
         key: The key of the graph.
         mode: FULL or PIECEWISE.
         graph: An object with ``replay()``, or a callable without arguments.
-        input_ptrs: Addresses of its inputs.
+        input_ptrs: Addresses of the graph's inputs.
     """
 
     key: DispatchKey
@@ -220,14 +219,14 @@ class GraphEntry:
 
 
 class CudagraphDispatcher:
-    """Hold graphs, replay the graph of a key, and run eager otherwise.
+    """A cache of graphs that replays the graph of a key, or runs the key eager.
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
-        policy: Decides whether and how a batch replays.
-        max_cached_graphs: The most graphs to hold; the least recently used is evicted first.
+        policy: Decides whether and how a batch replays a graph.
+        max_cached_graphs: Maximum number of graphs; the least recently used is evicted first.
 
-    Thread safety: every method may be called from any thread.
+    Thread safety: all methods may be called from any thread.
     """
 
     def __init__(
@@ -246,7 +245,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """Return how batches ran so far."""
+        """Numbers of batches by how they ran."""
         return self._stats
 
     def register_graph(
@@ -256,10 +255,10 @@ class CudagraphDispatcher:
         input_ptrs: Sequence[int] = (),
         mode: DispatchMode = DispatchMode.FULL,
     ) -> None:
-        """Add a graph, after evicting the least recently used one if the cache is full.
+        """Add a graph; evict the least recently used graph if the cache is full.
 
         Raises:
-            DescriptorError: The mode is EAGER, or a number of the key is not possible for a batch.
+            DescriptorError: The mode is EAGER, or the key does not describe a possible batch.
         """
         name = key.graph_key(mode.runtime_mode)
         with self._lock:
@@ -282,15 +281,15 @@ class CudagraphDispatcher:
         return found
 
     def has_graph(self, key: DispatchKey) -> bool:
-        """Return whether there is a graph of an enabled mode."""
+        """Return whether the key has a graph in an enabled mode."""
         return bool(self._available(key))
 
     def get_graph(self, key: DispatchKey) -> GraphEntry | None:
-        """Return the graph of a key, FULL before PIECEWISE; None if there is none."""
+        """Return the graph of a key, preferring FULL over PIECEWISE, or None."""
         return next(iter(self._available(key).values()), None)
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Replay the graph of a key, or run the key eager; return the result."""
+        """Replay the graph of a key, or run the key eager, and return the result."""
         with self._lock:
             available = self._available(key)
             mode = DispatchMode.EAGER
@@ -314,27 +313,27 @@ class CudagraphDispatcher:
             self.registry.clear()
 
     def enable_mode(self, mode: DispatchMode) -> None:
-        """Allow graphs of a mode to be replayed again."""
+        """Replay graphs of a mode again."""
         self.registry.set_enabled(True, mode=mode.runtime_mode)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Do not replay graphs of a mode until it is enabled."""
+        """Stop replaying graphs of a mode until it is enabled."""
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
 class AdaptiveDispatchPolicy(DispatchPolicy):
-    """Learn from latencies, with the policy of the distribution dispatchkit-adaptive.
+    """A policy that learns from latencies, implemented by dispatchkit-adaptive.
 
     Args:
-        history_size: Number of latencies to keep for each key and mode, at least 8.
+        history_size: Number of latencies to store per key and mode, at least 8.
 
     Raises:
-        ConfigError: The size is invalid.
+        ConfigError: ``history_size`` is invalid.
         NotBuiltError: dispatchkit-adaptive is not installed.
     """
 
     def __init__(self, history_size: int = 100) -> None:
-        # Import by name: distributions of policies do not depend on each other.
+        # Import by name, because distributions of policies must not depend on each other.
         try:
             adaptive = importlib.import_module("dispatchkit_adaptive")
         except ModuleNotFoundError as error:
@@ -344,37 +343,39 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         self._learner: Any = adaptive.LatencyPolicy(history_size)
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
-        """Learn how long a batch took in a mode, in any unit that stays the same.
+        """Record the latency of a batch in a mode, in any constant unit.
 
         Raises:
-            ConfigError: The latency is not a number above 0.
+            ConfigError: The latency is not a positive number.
         """
         self._learner.record(key, mode, latency)
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Return whether there is a graph and eager is not known to be faster."""
+        """Return whether a graph exists and eager is not known to be faster."""
         return bool(self._learner.should_use_graph(key, graph_available))
 
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the fastest of the modes; a mode without a known latency goes first.
+        """Return the fastest mode; modes without a recorded latency come first.
 
         Raises:
-            ConfigError: No mode was given.
+            ConfigError: ``available_modes`` is empty.
         """
         mode: DispatchMode = self._learner.select_mode(key, available_modes)
         return mode
 
 
 class CompositeDispatcher:
-    """Ask several dispatchers, the highest priority first.
+    """Several dispatchers, asked in order of priority.
 
-    The first dispatcher that has a graph for the key runs the batch. If none has one, the first
-    of all runs it eager. Among equal priorities the one added earlier goes first.
+    The first dispatcher with a graph for the key runs the batch. If no dispatcher has one, the
+    first dispatcher runs the batch eager. Dispatchers of equal priority are asked in the order in
+    which they were added.
 
     Attributes:
-        faults: How often each dispatcher raised when asked, and was skipped.
+        faults: Number of errors raised by each dispatcher's ``has_graph``. After an error, the
+            dispatcher is skipped for that batch.
     """
 
     def __init__(self) -> None:
@@ -382,28 +383,30 @@ class CompositeDispatcher:
         self.faults: dict[str, int] = {}
 
     def add_dispatcher(self, name: str, dispatcher: Any, priority: int = 0) -> None:
-        """Add a dispatcher: anything with ``has_graph`` and ``dispatch``.
+        """Add a dispatcher, an object with ``has_graph`` and ``dispatch``.
 
         Raises:
-            RegistrationError: The name is taken.
+            RegistrationError: The name is already used.
         """
         if name in self.faults:
             taken = ", ".join(sorted(self.faults))
-            raise RegistrationError(f"{name!r} is taken. Choose a name other than {taken}.")
+            raise RegistrationError(
+                f"The name {name!r} is already used. Choose a name other than {taken}."
+            )
         self.faults[name] = 0
         self._members.append((-priority, len(self._members), name, dispatcher))
         self._members.sort(key=lambda member: member[:2])
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Run a batch in the first dispatcher that has a graph for it; return its result.
+        """Run a batch in the first dispatcher with a graph for it, and return the result.
 
-        Exceptions while it runs propagate to the caller: no batch is run twice.
+        Exceptions from the batch propagate to the caller: no batch runs twice.
 
         Raises:
-            ConfigError: There is no dispatcher.
+            ConfigError: There are no dispatchers.
         """
         if not self._members:
-            raise ConfigError("dispatchers", 0, "at least one", "Use add_dispatcher first.")
+            raise ConfigError("dispatchers", 0, "at least one", "Call add_dispatcher() first.")
         for _, _, name, dispatcher in self._members:
             if self._has_graph(name, dispatcher, key):
                 return dispatcher.dispatch(key)
@@ -412,15 +415,15 @@ class CompositeDispatcher:
     def _has_graph(self, name: str, dispatcher: Any, key: DispatchKey) -> bool:
         try:
             return bool(dispatcher.has_graph(key))
-        except Exception:  # noqa: BLE001 - one broken member does not stop the others
+        except Exception:  # noqa: BLE001 - a failing member must not stop the others
             self.faults[name] += 1
-            _log.exception("Dispatcher %r was passed over for %s", name, key)
+            _log.exception("Dispatcher %r raised an error and was skipped for %s", name, key)
             return False
 
 
 @attrs.frozen
 class _Cache:
-    """The lane policy's view of a stream: the graphs cached on it."""
+    """A stream as seen by the lane policy, with the graphs cached on it."""
 
     index: int
     keys: set[GraphKey] = attrs.field(factory=set)
@@ -433,18 +436,17 @@ class _Cache:
 
 
 class StreamDispatcher(CudagraphDispatcher):
-    """Run batches on several streams, each key always on the stream of its graph.
+    """Run batches on several streams; batches of a key always run on the same stream.
 
     The lane policy ``by-key`` of dispatchkit-multistream chooses the stream. A batch waits for
-    the earlier work on the caller's stream; the caller waits for it with ``wait`` or
-    ``synchronize``.
+    earlier work on the caller's stream. To wait for batches, call ``wait`` or ``synchronize``.
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
-        num_streams: Number of independent streams to request from the device.
-        policy: As for ``CudagraphDispatcher``.
-        max_cached_graphs: As for ``CudagraphDispatcher``.
-        backend: Name of the device's backend, or a backend of ``dispatchkit.backends``.
+        num_streams: Number of independent streams.
+        policy: See ``CudagraphDispatcher``.
+        max_cached_graphs: See ``CudagraphDispatcher``.
+        backend: A backend or its name.
 
     Raises:
         ConfigError: The device has fewer streams.
@@ -471,13 +473,13 @@ class StreamDispatcher(CudagraphDispatcher):
         self._caches = tuple(_Cache(index) for index in range(num_streams))
 
     def _select_stream(self, key: DispatchKey) -> int:
-        """Return the index of the stream that a key's batches run on."""
+        """Return the index of the stream for batches of a key."""
         name = key.graph_key(RuntimeMode.FULL)
         with self._lock:
             return self._lane_policy.choose(PendingStep(key.num_tokens, name), self._caches)
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Run a batch on the stream of its key, after the current work of the caller's stream."""
+        """Run a batch on the stream of its key, after earlier work on the caller's stream."""
         with self._lock:
             index = self._select_stream(key)
             self._caches[index].keys.add(key.graph_key(RuntimeMode.FULL))
@@ -488,7 +490,7 @@ class StreamDispatcher(CudagraphDispatcher):
                 return super().dispatch(key)
 
     def clear_cache(self) -> None:
-        """Release all graphs; keys may be on other streams afterwards."""
+        """Release all graphs; keys may move to other streams afterwards."""
         with self._lock:
             self.synchronize()
             super().clear_cache()
@@ -496,12 +498,12 @@ class StreamDispatcher(CudagraphDispatcher):
                 cache.keys.clear()
 
     def wait(self) -> None:
-        """Make later work of the current stream wait for everything dispatched so far."""
+        """Make the current stream wait for all batches dispatched so far."""
         current = self._backend.current_stream()
         for stream in self.streams:
             current.wait_stream(stream)
 
     def synchronize(self) -> None:
-        """Block the host until everything dispatched so far has run."""
+        """Block the host until all batches dispatched so far have run."""
         for stream in self.streams:
             stream.synchronize()

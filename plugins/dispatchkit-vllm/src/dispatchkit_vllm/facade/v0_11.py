@@ -1,4 +1,4 @@
-"""The names of vLLM 0.11.0: a dispatcher without cascade attention and adapters."""
+"""vLLM 0.11.0: a dispatcher without cascade attention or adapters."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 
 
 class BatchDescriptor(NamedTuple):
-    """A padded batch: its tokens, and whether it is a uniform decode batch."""
+    """A padded batch: number of tokens, and whether it is a uniform decode batch."""
 
     num_tokens: int
     uniform_decode: bool = False
 
     @property
     def non_uniform(self) -> BatchDescriptor:
-        """Return the same batch as a mixed one."""
+        """Return the descriptor of a mixed batch of the same size."""
         return self._replace(uniform_decode=False)
 
 
@@ -56,8 +56,7 @@ class CudagraphDispatcher(LookupDispatcher):
         super().__init__(vllm_config)
         self._warned = False
 
-    # Without cascade attention this release takes one argument, and warns once if keys are not
-    # initialised.
+    # This release takes one argument, and warns once if keys are not initialized.
     def dispatch(  # type: ignore[override]
         self, batch_descriptor: BatchDescriptor
     ) -> tuple[Any, BatchDescriptor | None]:
@@ -65,7 +64,7 @@ class CudagraphDispatcher(LookupDispatcher):
         if not self.keys_initialized and not self._warned:
             self._warned = True
             _log.warning(
-                "Keys are not initialised, so every batch runs eager. Call "
-                "initialize_cudagraph_keys first."
+                "Keys are not initialized, so all batches run eager. Call "
+                "initialize_cudagraph_keys() first."
             )
         return super().dispatch(batch_descriptor)

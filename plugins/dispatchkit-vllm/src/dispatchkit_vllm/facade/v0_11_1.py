@@ -1,4 +1,4 @@
-"""The names of vLLM 0.11.1: as 0.11.0, with cascade attention and an adapter flag."""
+"""vLLM 0.11.1: like 0.11.0, with cascade attention and an adapter flag."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __getattr__ = wrapper_names(
 
 
 class BatchDescriptor(NamedTuple):
-    """A padded batch: its tokens, and whether it is uniform and uses adapters."""
+    """A padded batch: number of tokens, and whether it is uniform and uses adapters."""
 
     num_tokens: int
     uniform_decode: bool = False
@@ -40,13 +40,13 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def non_uniform(self) -> BatchDescriptor:
-        """Return the same batch as a mixed one."""
+        """Return the descriptor of a mixed batch of the same size."""
         return self._replace(uniform_decode=False)
 
 
 class CudagraphDispatcher(LookupDispatcher):
-    """The dispatcher of vLLM 0.11.1, and of the API page without adapters."""
+    """The dispatcher of vLLM 0.11.1, and of its API documentation without adapters."""
 
     dialect = V0_11_1
     descriptor_type = BatchDescriptor
-    _knows_lora = True
+    _has_lora_flag = True

@@ -1,4 +1,4 @@
-"""The names of vLLM 0.12: as 0.13, with cascade attention instead of ``disable_full``."""
+"""vLLM 0.12: like 0.13, with ``use_cascade_attn`` instead of ``disable_full``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class CudagraphDispatcher(v0_13.CudagraphDispatcher):
         """Return the runtime mode and the padded descriptor.
 
         Args:
-            num_tokens: Unpadded tokens.
-            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            num_tokens: Number of unpadded tokens.
+            uniform_decode: Whether each request has exactly the query length of decode steps.
             has_lora: Whether adapters are active.
-            use_cascade_attn: Whether FULL graphs cannot serve this batch.
+            use_cascade_attn: Whether to exclude FULL graphs.
 
         Raises:
-            AssertionError: The bucket of a uniform batch does not consist of whole requests.
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length.
         """
         return super().dispatch(num_tokens, uniform_decode, has_lora, use_cascade_attn)

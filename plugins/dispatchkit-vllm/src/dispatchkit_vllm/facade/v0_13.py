@@ -1,4 +1,4 @@
-"""The names of vLLM 0.13: the dispatcher pads, and keys include their requests."""
+"""vLLM 0.13: the dispatcher pads, and keys include a number of requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __getattr__ = wrapper_names(
 
 
 class BatchDescriptor(NamedTuple):
-    """A padded batch: its tokens and requests, and whether it is uniform and uses adapters."""
+    """A padded batch: tokens, requests, and whether it is uniform and uses adapters."""
 
     num_tokens: int
     num_reqs: int | None = None
@@ -40,7 +40,7 @@ class BatchDescriptor(NamedTuple):
     has_lora: bool = False
 
     def relax_for_mixed_batch_cudagraphs(self) -> BatchDescriptor:
-        """Return the same batch as a mixed one with any number of requests."""
+        """Return the descriptor of a mixed batch with any number of requests."""
         return self._replace(num_reqs=None, uniform=False)
 
 
@@ -52,16 +52,16 @@ class CudagraphDispatcher(PaddingDispatcher):
     _counts_loras = False
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
-        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+        """Register the keys of a mode. Keys of earlier calls stay registered, as in vLLM.
 
         Args:
-            cudagraph_mode: The mode resolved from what the attention backend supports.
-            uniform_decode_query_len: Query length that bounds the sizes of decode keys;
-                whole requests and their number follow the configuration's query length.
+            cudagraph_mode: The mode, resolved for the attention backend.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys. The
+                number of requests of a key depends on the configuration's query length.
 
         Raises:
-            AssertionError: A decode size does not consist of whole requests. Keys before it
-                stay registered, and the dispatcher stays uninitialised.
+            AssertionError: A decode size is not a multiple of the query length. Keys before it
+                stay registered, and the dispatcher stays uninitialized.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 
@@ -71,16 +71,17 @@ class CudagraphDispatcher(PaddingDispatcher):
         """Return the runtime mode and the padded descriptor.
 
         Args:
-            num_tokens: Unpadded tokens.
-            uniform_decode: Whether every request has as many tokens as a decode step takes; vLLM's
-                runner decides that by shape, so it may be true for the last chunk of a prompt.
+            num_tokens: Number of unpadded tokens.
+            uniform_decode: Whether each request has exactly the query length of decode steps.
+                vLLM's runner determines this from shapes, so it may be true for the last chunk of
+                a prompt.
             has_lora: Whether adapters are active.
-            disable_full: Whether FULL graphs cannot serve this batch.
+            disable_full: Whether to exclude FULL graphs.
 
         Raises:
-            AssertionError: The bucket of a uniform batch does not consist of whole requests.
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length.
         """
-        if self._is_off(num_tokens):
+        if self._runs_eager(num_tokens):
             return self._eager(num_tokens)
         allowed = RuntimeMode.PIECEWISE if disable_full else RuntimeMode.FULL
         flag = bool(has_lora)

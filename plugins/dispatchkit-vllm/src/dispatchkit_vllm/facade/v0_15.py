@@ -1,4 +1,4 @@
-"""The names of vLLM 0.15: as 0.13, with a separate padding table and a list of captures."""
+"""vLLM 0.15: like 0.13, with its own padding table and a capture list."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class CudagraphDispatcher(TableDispatcher):
         """Return the runtime mode and the padded descriptor.
 
         Args:
-            num_tokens: Unpadded tokens.
-            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            num_tokens: Number of unpadded tokens.
+            uniform_decode: Whether each request has exactly the query length of decode steps.
             has_lora: Whether adapters are active.
-            disable_full: Whether FULL graphs cannot serve this batch.
+            disable_full: Whether to exclude FULL graphs.
 
         Raises:
-            AssertionError: The bucket of a uniform batch does not consist of whole requests.
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length.
         """
-        if self._is_off(num_tokens):
+        if self._runs_eager(num_tokens):
             return self._eager(num_tokens)
         allowed = RuntimeMode.PIECEWISE if disable_full else RuntimeMode.FULL
         flag = bool(has_lora)

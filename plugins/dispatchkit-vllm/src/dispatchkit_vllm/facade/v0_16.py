@@ -1,4 +1,4 @@
-"""The names of vLLM 0.16: counts of adapters, FULL graphs of mixed batches for any requests."""
+"""vLLM 0.16: adapter counts, and mixed FULL graphs for any number of requests."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class CudagraphDispatcher(TableDispatcher):
         """Return the runtime mode and the padded descriptor.
 
         Args:
-            num_tokens: Unpadded tokens.
-            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            num_tokens: Number of unpadded tokens.
+            uniform_decode: Whether each request has exactly the query length of decode steps.
             has_lora: Whether adapters are active.
-            disable_full: Whether FULL graphs cannot serve this batch.
+            disable_full: Whether to exclude FULL graphs.
             num_active_loras: Number of active adapters.
 
         Raises:
-            AssertionError: The bucket of a uniform batch does not consist of whole requests.
+            AssertionError: The bucket of a uniform batch is not a multiple of the query length.
         """
-        if self._is_off(num_tokens):
+        if self._runs_eager(num_tokens):
             return self._eager(num_tokens)
         if has_lora and num_active_loras > 0:
             num_active_loras = self._effective_loras(num_active_loras)

@@ -1,4 +1,4 @@
-"""The names of vLLM 0.33, first model runner: counts of adapters, sets of allowed modes."""
+"""vLLM 0.33, first model runner: adapter counts, and sets of allowed modes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __getattr__ = wrapper_names(
 
 @dataclasses.dataclass(frozen=True)
 class BatchDescriptor:
-    """A padded batch, with the number of its active adapters."""
+    """A padded batch with its number of active adapters."""
 
     num_tokens: int
     num_reqs: int | None = None
@@ -71,22 +71,22 @@ class CudagraphDispatcher(TableDispatcher):
         """Return the runtime mode and the padded descriptor.
 
         Args:
-            num_tokens: Unpadded tokens.
-            uniform_decode: Whether every request has as many tokens as a decode step takes.
+            num_tokens: Number of unpadded tokens.
+            uniform_decode: Whether each request has exactly the query length of decode steps.
             has_lora: Whether adapters are active.
             num_active_loras: Number of active adapters.
-            valid_modes: Modes to choose from; empty or None means all. As in vLLM, a
-                mutable set loses the invalid modes.
+            valid_modes: Modes to choose from; empty or None for all. As in vLLM, invalid modes
+                are removed from a mutable set.
             invalid_modes: Modes to exclude.
 
         Raises:
-            AssertionError: No mode is left, no graph serves the batch and eager is excluded,
-                or the bucket of a uniform batch does not consist of whole requests.
+            AssertionError: All modes are excluded, no graph serves the batch and eager is
+                excluded, or the bucket of a uniform batch is not a multiple of the query length.
         """
         allowed: int = RuntimeMode.FULL
         if valid_modes or invalid_modes:
             allowed = self._allowed(valid_modes, invalid_modes)
-        if allowed == RuntimeMode.NONE or self._is_off(num_tokens):
+        if allowed == RuntimeMode.NONE or self._runs_eager(num_tokens):
             return self._eager(num_tokens)
         if has_lora and num_active_loras > 0:
             num_active_loras = self._effective_loras(num_active_loras)
@@ -98,12 +98,10 @@ class CudagraphDispatcher(TableDispatcher):
     ) -> int:
         modes = valid_modes or self._all_modes
         if invalid_modes:
-            modes -= invalid_modes  # in place where the caller's set is mutable, as in vLLM
+            modes -= invalid_modes  # in place if the caller's set is mutable, as in vLLM
         if not modes:
-            raise AssertionError(
-                "invalid_modes excludes every valid mode. Leave at least one mode to choose."
-            )
-        frozen = frozenset(modes)  # the same object if it is frozen already
+            raise AssertionError("invalid_modes excludes all valid modes. Allow at least one mode.")
+        frozen = frozenset(modes)  # returns a frozenset unchanged
         code = self._codes.get(frozen)
         if code is None:
             code = self._codes[frozen] = allowed_modes_code(frozen)

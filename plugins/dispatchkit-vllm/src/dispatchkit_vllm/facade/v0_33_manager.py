@@ -1,4 +1,4 @@
-"""The names of vLLM 0.33, second model runner: a manager that searches its graphs."""
+"""vLLM 0.33, second model runner: a manager that searches its graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BatchExecutionDescriptor", "CUDAGraphMode", "CudaGraphManager"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchExecutionDescriptor:
-    """How a batch runs; None means that a graph does not depend on the field."""
+    """How a batch runs; None means that the graph does not depend on the field."""
 
     cg_mode: CUDAGraphMode
     num_tokens: int
@@ -31,21 +31,21 @@ class BatchExecutionDescriptor:
 
 
 class CudaGraphManager:
-    """The deciding part of the graph manager of vLLM 0.33's second model runner.
+    """The decisions of the graph manager of vLLM 0.33's second model runner.
 
     Args:
-        vllm_config: vLLM's configuration, or any object with the attributes used.
-        device: Where graphs are captured; not used for decisions.
-        cudagraph_mode: The mode resolved from what the attention backend supports.
+        vllm_config: vLLM's configuration, or any object with the same attributes.
+        device: The device of the graphs; not used for decisions.
+        cudagraph_mode: The mode, resolved for the attention backend.
         decode_query_len: Tokens per request of a uniform decode batch.
-        lora_capture_cases: Counts of adapters that have graphs; by default the counts from
-            the configuration.
-        varlen_decode: Whether decode graphs take requests of varying length.
-        ubatch_runner: Would run microbatches; only vLLM has graphs for them.
+        lora_capture_cases: Numbers of adapters with graphs; by default those of the
+            configuration.
+        varlen_decode: Whether decode graphs accept requests of varying length.
+        ubatch_runner: Runner of microbatches; stored, but only vLLM has graphs for them.
 
     Attributes:
         graphs: The caller's captured graphs, by descriptor.
-        graphs_captured: Whether captures are done; nothing is dispatched before.
+        graphs_captured: Whether captures are complete; all batches run eager before that.
     """
 
     mode_type: Any = CUDAGraphMode
@@ -119,7 +119,7 @@ class CudaGraphManager:
 
     @property
     def capture_descs(self) -> dict[Any, list[Any]]:
-        """The descriptors to capture by mode, PIECEWISE first, largest first in each."""
+        """The descriptors to capture by mode: PIECEWISE first, largest sizes first."""
         found: dict[Any, list[Any]] = {}
         for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
             keys = [key for key in self.registry if key.mode is mode]
@@ -129,7 +129,7 @@ class CudaGraphManager:
         return found
 
     def needs_capture(self) -> bool:
-        """Return whether there is anything to capture."""
+        """Return whether there are graphs to capture."""
         return len(self.registry) > 0
 
     def dispatch(
@@ -141,15 +141,15 @@ class CudaGraphManager:
         max_query_len: int | None = None,
         num_ubatches: int = 1,
     ) -> Any:
-        """Return the descriptor of the graph for a batch, or of the batch itself without a graph.
+        """Return the descriptor of the graph for a batch, or an eager descriptor.
 
         Args:
-            num_reqs: Requests in the batch.
-            num_tokens: Unpadded tokens.
-            uniform_token_count: Tokens of every request, if all have the same number.
+            num_reqs: Number of requests.
+            num_tokens: Number of unpadded tokens.
+            uniform_token_count: Tokens per request, if all requests have the same number.
             num_active_loras: Number of active adapters.
-            max_query_len: The most tokens of any request, if known.
-            num_ubatches: Microbatches; more than one always runs without a graph here.
+            max_query_len: Largest number of tokens of a request, if known.
+            num_ubatches: Number of microbatches; batches with more than one run eager.
         """
         case = self._ladder.lora_case(num_active_loras)
         found = None
@@ -180,7 +180,7 @@ class CudaGraphManager:
             return None
         if num_reqs <= min(num_tokens, self._ladder.max_num_seqs):
             return core.dispatch(num_tokens, num_reqs, kind, case).plan
-        # More requests than the batch can have: rejected by dispatchkit, accepted by vLLM.
+        # vLLM accepts more requests than tokens or max_num_seqs; Dispatcher.dispatch rejects them.
         uniform, length, longest = core.config.query_class(kind)
         batch = Batch(num_tokens, num_reqs, uniform, length, longest, case)
         return self._bind(core.decide(batch), batch)

@@ -1,4 +1,4 @@
-"""Graphs around a callable deep inside a model, selected by a forward context.
+"""Graphs of callables inside a model, selected by a forward context.
 
 Importing this package needs torch.
 """

@@ -1,8 +1,7 @@
-"""The forward context, which carries a decision to graphs deep inside a model.
+"""The forward context, which passes a decision to wrappers inside a model.
 
-A runner sets it around one step; wrappers inside the model read the runtime mode and the
-descriptor from it and trust them. It is a context variable, so threads and tasks have separate
-ones.
+A runner sets it around each step. Wrappers read the runtime mode and the descriptor without further
+checks. It is a context variable, so each thread and task has its own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = [
 class NoForwardContextError(DispatchkitError, LookupError, AssertionError):
     """The forward context was requested outside of a step.
 
-    Also an AssertionError, since that is what vLLM raises for it.
+    It is also an AssertionError, which vLLM raises in this case.
     """
 
 
@@ -42,13 +41,13 @@ class ForwardContext:
     """Facts about the current step that wrappers can read.
 
     Attributes:
-        runtime_mode: Mode of this step: NONE, PIECEWISE or FULL. Any enum with these names
-            is accepted.
+        runtime_mode: Runtime mode of the step: NONE, PIECEWISE or FULL. Members of any enum with
+            these names are accepted.
         descriptor: The key of the graph: any hashable value, or None.
         facts: Further values for code inside the model.
 
     Raises:
-        ModeError: The mode combines two modes, which only configurations can have.
+        ModeError: The mode is a combination of two modes.
     """
 
     runtime_mode: RuntimeMode = attrs.field(default=RuntimeMode.NONE, converter=_runtime_mode)
@@ -65,10 +64,10 @@ def forward_context_is_available() -> bool:
 
 
 def get_forward_context() -> ForwardContext:
-    """Return the context of the step that this thread or task is in.
+    """Return the forward context of this thread's or task's step.
 
     Raises:
-        NoForwardContextError: It is not in a step.
+        NoForwardContextError: The caller is not inside a step.
     """
     context = _current.get()
     if context is None:
@@ -86,17 +85,17 @@ def set_forward_context(
     num_tokens: int | None = None,
     **facts: Any,
 ) -> Iterator[ForwardContext]:
-    """Make a context current for one step, and restore the previous one afterwards.
+    """Set the forward context for one step, and restore the previous context afterwards.
 
     Args:
-        runtime_mode: Mode of the step.
+        runtime_mode: Runtime mode of the step.
         descriptor: The key of the graph.
-        num_tokens: Tokens of the batch; makes a plain descriptor if ``descriptor`` is not
-            given.
+        num_tokens: Number of tokens, from which a descriptor is created if ``descriptor`` is
+            omitted.
         **facts: Further values for code inside the model.
 
     Raises:
-        ModeError: The mode combines two modes, which only configurations can have.
+        ModeError: The mode is a combination of two modes.
     """
     if descriptor is None and num_tokens:
         descriptor = BatchDescriptor(num_tokens)

@@ -1,4 +1,4 @@
-"""The device interface of wrappers, and its implementation for any backend."""
+"""The device interface of wrappers, and an implementation for any backend."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["BackendDevice", "WrapperDevice"]
 
 
 class WrapperDevice(Protocol):
-    """The device that a wrapper captures on. All calls are made on the calling thread."""
+    """The device that a wrapper captures on. All calls happen on the wrapper's thread."""
 
     def global_pool(self) -> Any:
-        """Return the pool that all wrappers share, or None for a separate pool per graph."""
+        """Return the pool shared by all wrappers, or None for a separate pool per graph."""
         ...
 
     def new_pool(self) -> Any:
-        """Return a fresh pool handle."""
+        """Return a new pool handle."""
         ...
 
     def new_graph(self) -> Any:
@@ -30,15 +30,15 @@ class WrapperDevice(Protocol):
         ...
 
     def announce_pool(self, pool: Any) -> None:
-        """Report to communication libraries the pool that the next capture allocates from."""
+        """Notify communication libraries of the pool used by the next capture."""
         ...
 
     def current_stream(self) -> Any:
-        """Return the stream that receives this thread's work."""
+        """Return the stream to capture on."""
         ...
 
     def capture(self, graph: Any, run: Callable[[], Any], *, pool: Any, stream: Any) -> Any:
-        """Capture a callable's work into a graph; return the callable's result."""
+        """Capture the work of a callable into a graph, and return the callable's result."""
         ...
 
     def replay(self, graph: Any) -> None:
@@ -50,30 +50,30 @@ class WrapperDevice(Protocol):
         ...
 
     def weak_ref(self, output: Any) -> Any:
-        """Return the output, nested or not, without holding its memory where possible."""
+        """Return a possibly nested output without owning its memory, if possible."""
         ...
 
     def address(self, value: Any) -> int | None:
-        """Return the address of a tensor's data; None for anything else."""
+        """Return the address of a tensor's data, or None for other values."""
         ...
 
     def without_collection(self) -> AbstractContextManager[None]:
-        """Disable garbage collection and emptying of the device's cache."""
+        """Disable garbage collection, and emptying of the device cache, in a context."""
         ...
 
     def sync_offload(self) -> None:
-        """Wait for weights that are being moved."""
+        """Wait for running transfers of offloaded weights."""
         ...
 
     def join_offload(self) -> None:
-        """Join moves of weights that the captured callable started."""
+        """Join transfers of offloaded weights that the captured callable started."""
         ...
 
 
 class _Slot:
-    """A graph of a backend, created empty and filled by the capture.
+    """A graph that is created empty and filled by a capture.
 
-    It has the methods of ``torch.cuda.CUDAGraph`` that callers of a wrapper use.
+    It has those methods of ``torch.cuda.CUDAGraph`` that callers of a wrapper use.
     """
 
     def __init__(self) -> None:
@@ -83,11 +83,11 @@ class _Slot:
         """Launch the graph on the current stream.
 
         Raises:
-            ReplayError: It has no capture, or was released.
+            ReplayError: The graph was not captured yet, or was released.
         """
         if self.captured is None:
             raise ReplayError(
-                "This graph has no capture: it was not captured yet, or was released."
+                "This graph was not captured yet, or was released. Capture it before a replay."
             )
         self.captured.replay()
 
@@ -99,12 +99,12 @@ class _Slot:
 
 
 class BackendDevice:
-    """Adapt any backend as a device for wrappers.
+    """A device for wrappers, based on a backend.
 
-    All wrappers of one device share a pool and a capture stream.
+    All wrappers of a device share its pool and its capture stream.
 
     Args:
-        backend: A GraphBackend, or its name.
+        backend: A GraphBackend or its name.
 
     Raises:
         ConfigError: ``backend`` is neither.
@@ -122,11 +122,11 @@ class BackendDevice:
         return BackendDevice, (self.backend.name,)
 
     def global_pool(self) -> Any:
-        """Return the pool that all wrappers of this device share."""
+        """Return the pool shared by all wrappers of this device."""
         return self._pool
 
     def new_pool(self) -> Any:
-        """Return a fresh pool handle."""
+        """Return a new pool handle."""
         return self.backend.new_pool()
 
     def new_graph(self) -> _Slot:
@@ -134,19 +134,16 @@ class BackendDevice:
         return _Slot()
 
     def announce_pool(self, pool: Any) -> None:
-        """Do nothing: no communication library needs it."""
+        """Do nothing: there are no communication libraries to notify."""
 
     def current_stream(self) -> Any:
-        """Return the stream that captures are made on.
-
-        A device's default stream cannot be captured, so this is a separate stream.
-        """
+        """Return the capture stream; the default stream of a device cannot be captured."""
         if self._stream is None:
             self._stream = self.backend.new_stream()
         return self._stream
 
     def capture(self, graph: _Slot, run: Callable[[], Any], *, pool: Any, stream: Any) -> Any:
-        """Capture a callable's work into a graph; return the callable's result."""
+        """Capture the work of a callable into a graph, and return the callable's result."""
         graph.captured = self.backend.capture(
             run,
             stream=stream or self.current_stream(),
@@ -163,11 +160,11 @@ class BackendDevice:
         graph.reset()
 
     def weak_ref(self, output: Any) -> Any:
-        """Return aliases that do not hold device memory; on a CPU the output itself."""
+        """Return aliases that do not own device memory; on a CPU, the output itself."""
         return _map_tensors(weak_tensor, output)
 
     def address(self, value: Any) -> int | None:
-        """Return the address of a tensor's data; None for anything else."""
+        """Return the address of a tensor's data, or None for other values."""
         return value.data_ptr() if hasattr(value, "data_ptr") else None
 
     @contextmanager

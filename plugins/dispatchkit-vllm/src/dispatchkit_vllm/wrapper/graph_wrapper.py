@@ -1,11 +1,11 @@
-"""GraphWrapper: capture on a new key, replay on a known one, pass through otherwise.
+"""A wrapper that captures and replays a callable inside a model.
 
-It wraps a callable deep inside a model. Mode and key come from the forward context and are
-trusted; nothing is padded or copied here. A FULL wrapper around a model and PIECEWISE ones
-around its pieces work together because each acts only in its own mode.
+It captures on a new key and replays on a known key. The mode and the key come from the forward
+context and are not checked; inputs are neither padded nor copied. A FULL wrapper around a model and
+PIECEWISE wrappers around its pieces can be nested, because each acts only in its own mode.
 
-``WrapperRules`` describes the differences between the releases of vLLM whose wrapper this one
-can replace. ``device.WrapperDevice`` is the interface of devices.
+``WrapperRules`` describes the differences between the vLLM releases whose wrapper this class can
+replace. ``device.WrapperDevice`` is the interface of devices.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _log = logging.getLogger(__name__)
 
 
 class WrapperError(ReplayError, AssertionError):
-    """A wrapper was called in a way that none of its graphs can serve.
+    """A call does not match the graphs of its wrapper.
 
-    Also an AssertionError, since that is what vLLM's wrapper raises for it.
+    It is also an AssertionError, which vLLM's wrapper raises in this case.
     """
 
 
 @attrs.define
 class WrapperOptions:
-    """How one wrapper captures.
+    """Options of a wrapper's captures.
 
     Attributes:
-        debug_log_enable: Log a debug line before each capture.
-        gc_disable: Do not collect garbage or empty the device's cache before a capture. Of many
-            pieces only the first needs to.
-        weak_ref_output: Release the output inside the capture, so that later graphs can use its
-            memory. Callers must not keep it beyond the next replay.
+        debug_log_enable: Log a debug message before each capture.
+        gc_disable: Do not collect garbage or empty the device cache before a capture. Only the
+            first of many pieces needs to do so.
+        weak_ref_output: Release the output inside the capture, so that later graphs can reuse its
+            memory. Callers must not use the output after the next replay.
     """
 
     debug_log_enable: bool = True
@@ -72,21 +72,21 @@ class WrapperOptions:
 
 @attrs.frozen
 class WrapperRules:
-    """The differences between the releases of vLLM whose wrapper this one can replace.
+    """The behavior of a vLLM release whose wrapper this class can replace.
 
     Attributes:
-        passes_without_context: Without a forward context the callable runs directly;
-            otherwise a missing context is an error.
-        needs_descriptor: A step in the wrapper's mode must have a descriptor.
-        offloads: Wait for weights that are being moved before a capture and a replay, and join
-            the moves at the end of a capture.
-        names_stream: Capture on the device's current stream for captures, rather than on the
-            device's default choice.
-        replays_after_capture: The call that captures also replays. A capture computes
-            nothing, so without the replay the call's result holds no values.
-        unwraps_all: Unwrapping nested wrappers returns the innermost callable.
-        guards_module: Capture again if the module was moved, or switched between training and
-            evaluation, since the capture. vLLM replays all the same.
+        passes_without_context: Whether the callable runs directly without a forward context;
+            otherwise, a missing context is an error.
+        needs_descriptor: Whether a step in the wrapper's mode must have a descriptor.
+        offloads: Whether to wait for transfers of offloaded weights before captures and replays,
+            and to join these transfers at the end of a capture.
+        names_stream: Whether to pass the device's current stream to a capture; otherwise, the
+            device chooses the stream.
+        replays_after_capture: Whether the call that captures also replays. A capture computes
+            nothing, so without a replay, the result of the call has undefined values.
+        unwraps_nested: Whether unwrapping nested wrappers returns the innermost callable.
+        guards_module: Whether to capture again if the module was moved, or switched between
+            training and evaluation, after the capture. vLLM does not check this.
     """
 
     passes_without_context: bool = True
@@ -94,27 +94,28 @@ class WrapperRules:
     offloads: bool = True
     names_stream: bool = True
     replays_after_capture: bool = True
-    unwraps_all: bool = True
+    unwraps_nested: bool = True
     guards_module: bool = True
 
 
 @attrs.define
 class WrappedEntry:
-    """One key of a wrapper.
+    """The entry of one key in a wrapper.
 
     Attributes:
         batch_descriptor: The key.
         cudagraph: The captured graph; None before the capture.
-        output: The result of a replay.
-        input_addresses: Addresses of the positional tensor arguments at capture.
-        made_under: The module with its training flag and device at capture, if guarded.
+        output: The output of the graph.
+        input_addresses: Addresses of positional tensor arguments during the capture.
+        captured_under: If modules are guarded, the module with its training flag and device during
+            the capture.
     """
 
     batch_descriptor: Any
     cudagraph: Any = None
     output: Any = None
     input_addresses: list[int] | None = None
-    made_under: tuple[Watched, ...] = ()
+    captured_under: tuple[Watched, ...] = ()
 
 
 # -- permission and counting ---------------------------------------------------------------
@@ -123,12 +124,12 @@ _capturing_enabled = True
 
 
 def set_capturing_enabled(enabled: bool) -> None:
-    """Allow or forbid captures by wrappers in the whole process.
+    """Allow or forbid captures by all wrappers of this process.
 
-    An engine forbids them once it serves, so that an unforeseen key is an error then and
-    not a pause of seconds.
+    An engine forbids captures while it serves, so that an unexpected key raises an error instead of
+    causing a pause of seconds.
     """
-    global _capturing_enabled  # noqa: PLW0603 - one switch for the process is what it is
+    global _capturing_enabled  # noqa: PLW0603 - the switch is per process, as in vLLM
     _capturing_enabled = enabled
 
 
@@ -140,15 +141,15 @@ def capturing_is_enabled() -> bool:
 def _validate_capturing(descriptor: Any) -> None:
     if not _capturing_enabled:
         raise CaptureError(
-            f"{descriptor} has no graph, and capturing is switched off. Capture it before "
-            f"serving, or switch capturing on with set_capturing_enabled(True).",
+            f"{descriptor} has no graph, and captures are disabled. Capture it before serving, or "
+            f"call set_capturing_enabled(True).",
             key=str(descriptor),
             reason="not_permitted",
         )
 
 
 class _Counter:
-    """The number of graphs that wrappers have captured in this process."""
+    """Counts the graphs captured by wrappers in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -166,15 +167,15 @@ capture_counter: _Counter = _Counter()
 
 
 class GraphWrapper:
-    """A callable that captures and replays as the forward context says.
+    """Wrap a callable to capture and replay it, controlled by the forward context.
 
     Args:
-        runnable: The callable. Attributes that the wrapper does not have itself are read
-            from it and set on it.
-        mode: PIECEWISE or FULL: the runtime mode in which it acts.
-        device: Where graphs are captured: a ``WrapperDevice`` or a backend.
-        options: How it captures.
-        rules: The release whose behaviour it has.
+        runnable: The callable. Attributes that the wrapper lacks are read from and set on the
+            callable.
+        mode: The runtime mode in which the wrapper acts: PIECEWISE or FULL.
+        device: The device of the graphs: a ``WrapperDevice`` or a backend.
+        options: Options of captures.
+        rules: The behavior of a vLLM release.
 
     Raises:
         ModeError: The mode is NONE.
@@ -199,7 +200,7 @@ class GraphWrapper:
         if configured.name == "NONE":
             raise ModeError("runtime mode of a wrapper", "NONE", "PIECEWISE or FULL")
         self.runnable = runnable
-        # A combined mode is accepted, and matches no step.
+        # A combined mode is accepted, but matches no step.
         self.runtime_mode = configured
         if not hasattr(device, "weak_ref"):
             device = BackendDevice(device)
@@ -219,13 +220,13 @@ class GraphWrapper:
         """Run the callable, capture it, or replay its graph.
 
         Returns:
-            The callable's result. After a replay, and after a capture with weak outputs, the
-            next replay overwrites it.
+            The result of the callable. After a replay, or a capture with weak outputs, the next
+            replay overwrites it.
 
         Raises:
-            CaptureError: The key is new and capturing is disabled.
-            WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) a
-                tensor has moved since the capture.
+            CaptureError: The key is new, and captures are disabled.
+            WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the
+                address of a tensor differs from that during the capture.
             NoForwardContextError: There is no context, and the rules require one.
         """
         if self.rules.passes_without_context and not self._context_is_available():
@@ -236,13 +237,13 @@ class GraphWrapper:
         descriptor = context.descriptor
         if descriptor is None and self.rules.needs_descriptor:
             raise WrapperError(
-                f"A step in mode {self.runtime_mode.name} has no descriptor to find its graph "
-                f"by. Set one in the forward context."
+                f"A step in mode {self.runtime_mode.name} has no descriptor to look up its graph. "
+                f"Pass one to set_forward_context."
             )
         entry = self.entries.get(descriptor)
         if entry is None:
             entry = self.entries[descriptor] = WrappedEntry(descriptor)
-        for module, training, place_now, place in entry.made_under:
+        for module, training, place_now, place in entry.captured_under:
             if module.training is not training or place_now() != place:
                 entry = self._renew(entry)
                 break
@@ -256,14 +257,14 @@ class GraphWrapper:
         return entry.output
 
     def _renew(self, entry: WrappedEntry) -> WrappedEntry:
-        """Release a graph captured before its module changed, and return a new entry."""
+        """Release a graph whose module changed after the capture, and return a new entry."""
         descriptor = entry.batch_descriptor
-        self._validate(descriptor)  # if it raises, the graph is kept: the module may change back
+        self._validate(descriptor)  # raises before the release: the module may change back
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
-                f"since {descriptor} was captured, so it is captured again, and so is every key "
-                "after each such change. Make such changes before the captures. Warned once.",
+                f"after the capture of {descriptor}. Every key is captured again after each of "
+                "these changes. Change the module before the captures. Warned once.",
                 ChurnWarning,
                 stacklevel=3,
             )
@@ -275,7 +276,7 @@ class GraphWrapper:
         inner = self.unwrap()
         if not self.rules.guards_module or not isinstance(inner, torch.nn.Module):
             return None
-        return Guard("cpu", [inner])  # autocast is not checked, on any device
+        return Guard("cpu", [inner])  # does not check autocast on a device
 
     def _context_is_available(self) -> bool:
         return forward_context_is_available()
@@ -298,7 +299,7 @@ class GraphWrapper:
             output = self.runnable(*args, **kwargs)
             if rules.offloads:
                 device.join_offload()
-            # Released inside the capture, its memory is free for the graphs after it.
+            # Releasing the output inside the capture frees its memory for later graphs.
             return device.weak_ref(output) if options.weak_ref_output else output
 
         stream = device.current_stream() if rules.names_stream else None
@@ -310,7 +311,7 @@ class GraphWrapper:
         entry.output = device.weak_ref(output)
         entry.cudagraph = graph
         if self._guard is not None:
-            entry.made_under = self._guard.watched(self._guard.now())
+            entry.captured_under = self._guard.watched(self._guard.now())
         capture_counter.add()
         if rules.replays_after_capture:
             device.replay(graph)
@@ -327,9 +328,9 @@ class GraphWrapper:
         now = self._addresses(args)
         if now != entry.input_addresses:
             raise WrapperError(
-                f"Replay of {self.runtime_mode.name} {entry.batch_descriptor} refused: its "
-                f"tensors were at {entry.input_addresses} at capture and are at {now} now. "
-                f"Copy into the same tensors instead of passing others."
+                f"The tensors passed to {self.runtime_mode.name} {entry.batch_descriptor} must "
+                f"have the addresses of its capture, {entry.input_addresses}, got {now}. Copy the "
+                f"values into the captured tensors."
             )
 
     # -- graphs -------------------------------------------------------------------------
@@ -337,14 +338,14 @@ class GraphWrapper:
     def unwrap(self) -> Any:
         """Return the wrapped callable."""
         inner = self.runnable
-        while self.rules.unwraps_all and isinstance(inner, GraphWrapper):
+        while self.rules.unwraps_nested and isinstance(inner, GraphWrapper):
             inner = inner.runnable
         return inner
 
     def clear_graphs(self) -> None:
-        """Release all graphs; the next call of each key captures again."""
+        """Release all graphs; the next call with each key captures again."""
         entries = list(self.entries.values())
-        self.entries.clear()  # in place: callers may hold the dict
+        self.entries.clear()  # in place, because callers may have a reference to the dict
         for entry in entries:
             if entry.cudagraph is not None:
                 self.device.release(entry.cudagraph)
@@ -356,11 +357,11 @@ class GraphWrapper:
             if isinstance(wrapper, cls):
                 GraphWrapper.clear_graphs(wrapper)
 
-    # -- acting as the callable ---------------------------------------------------------
+    # -- attributes of the callable -----------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that the wrapper itself lacks. Half-constructed objects
-        # (copying, unpickling) lack their callable as well, and must not look for it here again.
+        # Python calls this only for missing attributes. Objects that are being copied or unpickled
+        # also lack their callable, and must not look it up recursively.
         runnable = self.__dict__.get("runnable")
         if runnable is None or name in self._own or (name[:2] == "__" and name[-2:] == "__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -368,14 +369,14 @@ class GraphWrapper:
             return getattr(runnable, name)
         except AttributeError:
             if _has_static(runnable, name):
-                raise  # an error inside the attribute is not a missing attribute
+                raise  # the attribute exists, and its code raised the error
             inner = type(runnable).__name__
             raise AttributeError(
-                f"neither {type(self).__name__} nor the {inner} it wraps has {name!r}"
+                f"neither {type(self).__name__} nor the wrapped {inner} has an attribute {name!r}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Set attributes where they are read.
+        # Set attributes on the object that they are read from.
         runnable = self.__dict__.get("runnable")
         if name in self._own or runnable is None or hasattr(type(self), name):
             object.__setattr__(self, name, value)
@@ -383,7 +384,7 @@ class GraphWrapper:
             setattr(runnable, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs belong to this process and these buffers: a copy starts without any.
+        # Graphs are bound to this process and its buffers, so a copy starts without graphs.
         return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None, "_once": Once()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The parts that both model runners share: an engine's policy, recorder, counters and timer."""
+"""The policy, recorder, counters and timer of a model runner's steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dispatchkit_vllm.engine.steplog import StepLog, path_of_rank
 from dispatchkit_vllm.engine.timing import Clock, DeviceClock, HostClock, StepTimer
 from dispatchkit_vllm.runner_rule import RunnerRule
 
-__all__ = ["Station", "as_dummy", "settings_of"]
+__all__ = ["StepController", "as_dummy_run", "settings_of"]
 
-#: Reason of a step for which the policy was not asked: vLLM's own dispatcher answered.
-OWN = "vllm"
-#: Reason of a step whose shape several ranks agreed on, for which vLLM's dispatcher answered last.
-AGREED = "agreed_by_ranks"
+#: Reason of a step that vLLM's own dispatcher decided without the policy.
+DECIDED_BY_VLLM = "vllm"
+#: Reason of a step that vLLM's dispatcher decided after several ranks agreed on its shape.
+AGREED_BY_RANKS = "agreed_by_ranks"
 
 _logs: dict[str, StepLog] = {}
 _logs_lock = threading.Lock()
@@ -40,14 +40,14 @@ def settings_of(vllm_config: Any) -> EngineSettings:
 
 @attrs.frozen
 class Ranks:
-    """The position of a process among those that run one model."""
+    """The rank of this process among all processes of a model."""
 
     rank: int
     size: int
 
     @classmethod
     def of(cls, vllm_config: Any) -> Ranks:
-        """Read it from a vLLM configuration; rank 0 of 1 if the configuration has none."""
+        """Return the ranks of a vLLM configuration; rank 0 of 1 by default."""
         parallel = getattr(vllm_config, "parallel_config", None)
         world = int(getattr(parallel, "world_size", 1) or 1)
         replicas = int(getattr(parallel, "data_parallel_size", 1) or 1)
@@ -55,11 +55,11 @@ class Ranks:
         return cls(replica * world + int(getattr(parallel, "rank", 0) or 0), world * replicas)
 
 
-class Station:
-    """The part of a model runner that decides, records, counts and measures its steps.
+class StepController:
+    """Decide, record, count and measure the steps of a model runner.
 
-    A runner opens a step, asks once, and closes it with what really runs. Outside of steps, in
-    dummy runs, profiling and captures, nothing here acts and vLLM's own class answers.
+    A runner opens a step, asks for a decision once, and closes the step. Outside of steps (in
+    dummy runs, profiling and captures), vLLM's own class decides.
 
     Args:
         settings: The settings of this process.
@@ -67,18 +67,18 @@ class Station:
         runner: Name of the runner in messages.
 
     Attributes:
-        core: The policy; None while vLLM's own dispatcher decides.
-        timer: Reports device times to a policy that learns; None otherwise.
-        is_dummy: A dummy run is in progress.
-        is_open: A step is being decided by the policy, which has not been asked yet.
-        answer: The policy's answer in the latest step, until its forward pass begins.
-        rows: For a runner that looks up answers itself: decisions by active adapters, then by
-            the remaining arguments of its ``dispatch``, then by number of tokens. The ``plan``
-            of each decision is its answer.
-        largest: For such a runner: the most tokens that have a graph.
-        on_put: Called after a change of policy, to fill ``rows``.
-        summary: What the policy does here, in words; empty while none acts.
-        why_not: Why the configured policy cannot act, in words; empty if it acts.
+        core: The active policy; None while vLLM's own dispatcher decides.
+        timer: Reports step times to a policy that learns; None otherwise.
+        is_dummy: Whether a dummy run is in progress.
+        is_open: Whether the policy decides the current step and has not been asked yet.
+        answer: The policy's answer for the current step, until its forward pass begins.
+        rows: For a runner that looks up answers itself: decisions by number of active adapters,
+            then by uniform query length, then by number of tokens. The ``plan`` of a decision is
+            its answer.
+        largest: For such a runner, the largest number of tokens with a graph.
+        on_activate: Called after a change of policy, to fill ``rows``.
+        summary: Description of the active policy, for the log; empty without one.
+        inactive_reason: Why the configured policy cannot act; empty if it acts.
     """
 
     def __init__(self, settings: EngineSettings, vllm_config: Any, runner: str) -> None:
@@ -89,11 +89,13 @@ class Station:
         self.timer: StepTimer | None = None
         self.is_dummy: bool = False
         self.summary: str = ""
-        self.why_not: str = "it was given no graphs" if settings.policy else ""
+        self.inactive_reason: str = (
+            "the runner has not created its graphs" if settings.policy else ""
+        )
         self._device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
         self.rows: Mapping[int, Mapping[Any, Row]] = {}
         self.largest: int = 0
-        self.on_put: Callable[[], None] | None = None
+        self.on_activate: Callable[[], None] | None = None
         self.answer: Answer | None = None
         self._make: Callable[[EngineSettings], PolicyCore] | None = None
         self._timers: dict[PolicyCore, StepTimer] = {}
@@ -106,7 +108,7 @@ class Station:
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
-        with _logs_lock:  # a process may create a dispatcher twice, but has one file
+        with _logs_lock:  # a process may create several dispatchers, but has one file
             known = _logs.get(str(path))
             if known is None or not known.is_open:
                 known = _logs[str(path)] = StepLog(path)
@@ -123,20 +125,20 @@ class Station:
         ask: Callable[[Batch], GraphKey | None],
         eager: Callable[[Batch, int], Any],
     ) -> None:
-        """Put the configured policy in front of a runner's graphs.
+        """Create and activate the configured policy for a runner's graphs.
 
         Args:
-            mode: Its cudagraph mode.
-            graphs: Every graph that it captures, with what its ``dispatch`` returns.
-            facts: Returns sizes and limits, as options of ``DispatchConfig``.
+            mode: The runner's cudagraph mode.
+            graphs: For each graph that the runner captures, the return value of its ``dispatch``.
+            facts: Returns sizes and limits as options of ``DispatchConfig``.
             ask: Returns the key that the runner's own code chooses; None for eager.
-            eager: Returns what its ``dispatch`` returns for an eager batch, by its number of
-                requests.
+            eager: Returns the return value of the runner's ``dispatch`` for an eager batch, given
+                the batch and its number of requests.
 
         Raises:
-            ConfigError: An option is wrong, the runner lacks graphs that the policy declares,
-                or a policy that learns would run on several ranks.
-            PolicyError: The policy is rejected.
+            ConfigError: An option is invalid, the policy declares graphs that the runner does not
+                capture, or a policy that learns would run on several ranks.
+            PolicyError: The policy is invalid.
         """
 
         def make(settings: EngineSettings) -> PolicyCore:
@@ -146,39 +148,39 @@ class Station:
             return PolicyCore(policy, config, graphs, eager=eager, runner=self.runner)
 
         self._make = make
-        self.put(None)
+        self.activate(None)
         if not self.settings.policy:
             return
         if not graphs:
-            self.why_not = f"vLLM captures no graphs here (cudagraph mode {mode.name})"
+            self.inactive_reason = f"vLLM captures no graphs (cudagraph mode {mode.name})"
             return
         core = make(self.settings)
         cells, idle = core.fill(), core.never_replayed()
-        self.put(core)
-        self.why_not = ""
+        self.activate(core)
+        self.inactive_reason = ""
         self.summary = (
             f"Policy {policy_name(core.policy)!r} decides in {self.runner}: {len(graphs)} graphs, "
-            f"{len(idle)} of them never replayed for a batch of their own size; {cells} cells "
-            f"of its table are filled."
+            f"{len(idle)} of them not chosen for batches of their own size, {cells} table cells "
+            f"filled."
         )
 
     def make(self, policy: str, **options: Any) -> PolicyCore:
-        """Return another policy for this runner's graphs, with its table filled; see ``put``.
+        """Return another policy for this runner's graphs, to pass to ``activate``.
 
         Raises:
-            ConfigError: The runner has no graphs yet, or as in ``install``.
-            PolicyError: The policy is rejected.
+            ConfigError: The runner has no graphs yet; or see ``install``.
+            PolicyError: The policy is invalid.
         """
         if self._make is None:
-            raise ConfigError("policy", policy, "made once the runner knows its graphs")
+            raise ConfigError("policy", policy, "created after the runner has created its graphs")
         core = self._make(attrs.evolve(self.settings, policy=policy, policy_options=options))
         core.fill()
         return core
 
-    def put(self, core: PolicyCore | None) -> None:
-        """Let a policy decide from the next step on; None: vLLM's own class.
+    def activate(self, core: PolicyCore | None) -> None:
+        """Make a policy decide from the next step on; None selects vLLM's own class.
 
-        A policy keeps what it learned, and may be put back later. Call it between steps.
+        Call it between steps. A policy keeps its learned state and may be activated again.
         """
         self.core, self.timer, self.summary = core, None, ""
         if self.counts is not None:
@@ -188,8 +190,8 @@ class Station:
             if core not in self._timers:
                 self._timers[core] = StepTimer(core.dispatcher, self._clock(core.policy))
             self.timer = self._timers[core]
-        if self.on_put is not None:
-            self.on_put()
+        if self.on_activate is not None:
+            self.on_activate()
 
     def _clock(self, policy: Any) -> Clock:
         if self._device == "cuda":
@@ -199,24 +201,24 @@ class Station:
         raise ConfigError(
             "policy",
             policy_name(policy),
-            f"a policy that does not learn, on {self._device or 'an unknown device'}",
-            "Device times are taken with CUDA events.",
+            f"a policy that does not learn, on device {self._device or 'unknown'}",
+            "Step times are measured with CUDA events, or on the CPU.",
         )
 
     # -- a step -------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin a step: the policy answers the next ``ask``."""
+        """Begin a step: the policy answers the next call of ``ask``."""
         self.is_open = self.core is not None
         self.answer = None
 
     def ask(
         self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int
     ) -> Answer | None:
-        """Return the policy's answer; None: the runner's own class must answer.
+        """Return the policy's answer; None if the runner's own class must decide.
 
-        Only the first call in a step is answered. A second call follows an agreement of ranks
-        on a shape, and then all of them must pad alike.
+        Only the first call in a step returns an answer. The second call comes after ranks agreed
+        on a shape, to which all of them must pad.
         """
         if not self.is_open:
             return None
@@ -226,31 +228,31 @@ class Station:
         return self.answer
 
     def take_answer(self) -> Answer | None:
-        """Return the answer that decides the next forward pass, once; None if no policy did."""
+        """Return and clear the answer for the next forward pass; None if vLLM decided it."""
         answer, self.answer = self.answer, None
         return answer
 
     def reason_of(self, result: Any) -> str:
-        """Return the reason to count a step under, given the last result of ``dispatch``."""
+        """Return the reason of a step, given the last result of ``dispatch``."""
         answer = self.answer
         if answer is None:
-            return OWN
-        return answer.decision.reason if answer.result == result else AGREED
+            return DECIDED_BY_VLLM
+        return answer.decision.reason if answer.result == result else AGREED_BY_RANKS
 
 
-def as_dummy(own: Any, station_of: Callable[[Any], Station | None]) -> Any:
-    """Wrap a runner's method so that it decides, records and measures nothing."""
+def as_dummy_run(own: Any, controller_of: Callable[[Any], StepController | None]) -> Any:
+    """Wrap a runner's method as a dummy run, without decisions, records or measurements."""
 
     @functools.wraps(own)
     def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
-        station = station_of(self)
-        if station is None:
+        controller = controller_of(self)
+        if controller is None:
             return own(self, *args, **options)
-        before, station.is_dummy = station.is_dummy, True
+        before, controller.is_dummy = controller.is_dummy, True
         try:
             return own(self, *args, **options)
         finally:
-            station.is_dummy = before
+            controller.is_dummy = before
 
     return dummy_run
 
@@ -266,5 +268,5 @@ def _export(counts: StepCounts, where: str, ranks: Ranks) -> None:
             "metrics",
             where,
             "omitted without dispatchkit-prometheus",
-            "Install it: pip install dispatchkit-prometheus.",
+            "Run: pip install dispatchkit-prometheus.",
         ) from error
