@@ -18,8 +18,8 @@ from dispatchkit.errors import ConfigError, DispatchkitError
 
 __all__ = [
     "check_output",
+    "create_part",
     "is_special",
-    "open_beside",
     "real_target",
     "rename_over",
     "whole_file",
@@ -119,7 +119,7 @@ def _part_name(target: Path, number: int) -> str:
     return f"{name}.part" if not number else f"{name}.{number}.part"
 
 
-def open_beside(target: Path) -> tuple[int, Path]:
+def create_part(target: Path) -> tuple[int, Path]:
     """Create an empty file next to a target, and return its descriptor and path.
 
     The file is named ``TARGET.part``, or ``TARGET.1.part`` and so on if that exists. Partial files
@@ -161,7 +161,7 @@ def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
     try:
         target = real_target(path)
         descriptor, part = (
-            (os.open(target, os.O_WRONLY), None) if is_special(target) else open_beside(target)
+            (os.open(target, os.O_WRONLY), None) if is_special(target) else create_part(target)
         )
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error

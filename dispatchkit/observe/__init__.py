@@ -1,6 +1,6 @@
 """Counters, events, and step traces.
 
-Names of traces are loaded on first use.
+Names for events, timelines and traces are imported on first use.
 """
 
 from __future__ import annotations

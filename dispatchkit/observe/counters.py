@@ -1,4 +1,4 @@
-"""Counters of a runner: plain ints that steps increment, aggregated when read."""
+"""Counters of a runner: ints that steps increment, aggregated when read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dispatchkit.keys.modes import RuntimeMode
 
 @attrs.frozen
 class SegmentStats:
-    """One segment of a graph with breaks, where something runs eager.
+    """One segment of a graph with breaks.
 
     Attributes:
-        operations: Kernels, copies and fills that a replay queues.
-        elapsed_us: Microseconds of its replay in the capture, on the device.
+        operations: Number of kernels, copies and fills that a replay queues.
+        elapsed_us: Device time of its replay during the capture, in microseconds.
     """
 
     operations: int
@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """The number of steps of one kind and of their tokens; the step increments both itself."""
+    """Numbers of steps and tokens of one kind, incremented by the steps themselves."""
 
     __slots__ = ("steps", "tokens")
 
@@ -38,19 +38,19 @@ class StepCount:
 
 
 class StepCounters:
-    """The counters of one runner, by graph and by reason for eager.
+    """Step counters of one runner, by graph and by reason for running eager.
 
-    An eager step is counted with the smallest graph that could have served it, if any.
+    An eager step is counted under the smallest graph that could have run its batch, if any.
     """
 
     def __init__(self) -> None:
         self._hits: dict[tuple[GraphKey, ...], StepCount] = {}
         self._eager: dict[tuple[str, GraphKey | None], StepCount] = {}
-        #: Replays that stopped at an eager call between two segments, by file and line.
+        #: Replays that stopped at an eager call between segments, by file and line.
         self.differing_calls: Counter[str] = Counter()
-        #: The segments of keys that were captured in segments.
+        #: Segments of each key that was captured in segments.
         self.segments: dict[GraphKey, tuple[SegmentStats, ...]] = {}
-        #: How often background captures delayed steps for too long, by phase of the capture.
+        #: Number of steps delayed too long by background captures, by phase of the capture.
         self.long_pauses: Counter[str] = Counter()
         self.captures = 0
         self.capture_failures = 0
@@ -59,20 +59,20 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay one graph, or one graph per part."""
+        """Return the counter of steps that replay one graph, or one graph for each part."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
-        """Return how often a key was replayed, including for parts of split steps."""
+        """Return the number of replays of a key, including those for parts of split steps."""
         return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
-        """Return the counter of eager steps for a reason and a missed key."""
+        """Return the counter of eager steps with a reason and a missed key."""
         return self._eager.setdefault((reason, missed), StepCount())
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Do not count steps inside the ``with`` block."""
+        """Exclude the steps of a ``with`` block from the counters."""
         before = {count: (count.steps, count.tokens) for count in self._all()}
         try:
             yield
@@ -84,7 +84,7 @@ class StepCounters:
         return [*self._hits.values(), *self._eager.values()]
 
     def misses(self, key: GraphKey | None) -> dict[str, int]:
-        """Return the eager steps that a key could have served, by reason."""
+        """Return the number of eager steps that a key could have run, by reason."""
         return {
             reason: count.steps
             for (reason, missed), count in sorted(
@@ -100,8 +100,8 @@ class StepCounters:
         hit_tokens: dict[str, int] = {}
         by_reason: dict[str, int] = {}
         real = padded = 0
-        # Copy the dicts, which is atomic: steps may add entries meanwhile. A tuple of their items
-        # is not atomic, since a garbage collection in between lets other threads run.
+        # Steps on other threads may add entries. Copying a dict is atomic; creating a tuple of its
+        # items is not, because a garbage collection can let other threads run.
         for keys, count in self._hits.copy().items():
             by_mode[keys[0].mode.name] += count.steps
             if count.steps:
@@ -111,7 +111,7 @@ class StepCounters:
             real += count.tokens
             padded += count.steps * sum(key.num_tokens for key in keys)
         for (given, _), count in self._eager.copy().items():
-            reason = str(given)  # a plain string, which prints well in a dict
+            reason = str(given)  # a plain string, whose repr is short
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps
@@ -138,26 +138,28 @@ class StepCounters:
 
 @attrs.frozen(kw_only=True)
 class RunnerStats:
-    """What a runner has done so far.
+    """Counters of a runner since it was created.
 
     Attributes:
-        steps: Steps that returned a result.
-        steps_by_mode: Those steps by runtime mode.
-        hits: Replays by key, as text; a split step counts once, under all of its graphs.
-        hit_tokens: Tokens that callers passed to those replays, before padding.
-        eager_by_reason: Eager steps by reason.
-        differing_calls: Replays that stopped at an eager call between two segments because it
-            returned a different structure than in the capture, by file and line.
-        segments: The segments with work of each key that was captured in segments, by key as text.
-        real_tokens: Tokens (rows) that callers passed.
-        padded_tokens: Tokens computed, including padding.
-        long_pauses: How often a background capture delayed steps for longer than its
+        steps: Number of steps that returned a result.
+        steps_by_mode: Number of steps by runtime mode.
+        hits: Number of replays by key, as text. A split step counts once, under the names of all
+            its graphs.
+        hit_tokens: Tokens of these replays before padding, by key as text.
+        eager_by_reason: Number of eager steps by reason.
+        differing_calls: Number of replays that stopped because an eager call between segments
+            returned a different structure than during the capture, by file and line.
+        segments: Segments with operations of each key that was captured in segments, by key as
+            text.
+        real_tokens: Number of tokens (rows) passed by callers.
+        padded_tokens: Number of tokens computed, including padding.
+        long_pauses: Number of times a background capture delayed steps for longer than its
             ``max_pause_us``, by phase of the capture.
-        captures: Graphs captured.
-        capture_failures: Captures that failed.
-        replay_failures: Replays that failed; each marked its key as failed.
-        evictions: Graphs evicted.
-        failed_steps: Steps that raised.
+        captures: Number of captured graphs.
+        capture_failures: Number of failed captures.
+        replay_failures: Number of failed replays; each failed replay marks its key as failed.
+        evictions: Number of evicted graphs.
+        failed_steps: Number of steps that raised.
     """
 
     steps: int
@@ -178,7 +180,7 @@ class RunnerStats:
 
     @classmethod
     def total(cls, parts: Iterable[RunnerStats]) -> RunnerStats:
-        """Return the sum of several records; a single record is returned as is."""
+        """Return the sum of several records."""
         first, *others = parts
         summed: dict[str, Any] = {
             name: dict(value) if isinstance(value, dict) else value
@@ -188,7 +190,7 @@ class RunnerStats:
             for name, value in attrs.asdict(other, recurse=False).items():
                 if isinstance(value, int):
                     summed[name] += value
-                elif name == "segments":  # the same on each lane
+                elif name == "segments":  # equal on all lanes
                     summed[name] = value | summed[name]
                 else:
                     for key, count in value.items():
@@ -197,11 +199,11 @@ class RunnerStats:
 
     @property
     def padding(self) -> float:
-        """Fraction of the computed tokens that is padding, 0 to 1."""
+        """Padding as a fraction of the computed tokens, 0 to 1."""
         if not self.padded_tokens:
             return 0.0
         return 1.0 - self.real_tokens / self.padded_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counters as plain data."""
+        """Return the counters and the padding as plain data."""
         return {**attrs.asdict(self), "padding": self.padding}

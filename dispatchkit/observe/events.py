@@ -1,17 +1,17 @@
-"""Events, and the observers that are called with them.
+"""Events, and the observers that receive them.
 
-An observer is any object with methods named after events: ``on_capture(event)`` is called with
-each ``CaptureEvent``, and so on. It takes that one frozen record, whose fields may grow.
+An observer is any object with methods named after events: ``on_capture(event)`` is called for each
+``CaptureEvent``, and so on. The event is a frozen record; later versions may add fields.
 
-Events are rare (a capture, an eviction, another policy); nothing here runs on the path of a step. A
-callback runs on the thread on which the event happens, possibly in the middle of a step or a
-capture, while no other thread can enter that runner. It may query the runner, but must not wait for
-another thread that calls the runner, queue work on the device, or capture. Its return value is
-ignored. An exception it raises is logged with its name, and after three faults in a row it is
-switched off.
+Events such as captures, evictions and policy swaps are rare, and steps do not use this module. A
+callback runs on the thread where the event occurs, possibly during a step or a capture. Other
+threads cannot enter the runner meanwhile. The callback may query the runner, but must not wait for
+a thread that calls the runner, queue work on the device, or capture. Its return value is ignored.
+Exceptions are logged with the name of the observer; after three consecutive exceptions, the
+callback is disabled.
 
-``Notifier`` keeps one tuple of callables per kind of event. Without listeners, an event costs one
-dictionary look-up, and ``listens`` lets the caller skip building it.
+``Notifier`` has a tuple of callables for each event class. Without subscribers, an event costs one
+dictionary look-up. ``has_subscribers`` lets the caller skip creating the event.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import attrs
 
 _log = logging.getLogger("dispatchkit.observers")
 
-#: Faults in a row after which an observer's callback is no longer called.
+#: Number of consecutive exceptions after which an observer's callback is disabled.
 MAX_FAULTS = 3
 
 
 @attrs.frozen(kw_only=True)
 class CaptureEvent:
-    """A graph was captured and may now be replayed.
+    """A graph was captured and can be replayed.
 
-    Sent after the capture has ended, before the first replay.
+    Sent after the capture and before the first replay.
 
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
-        num_tokens: Size of the bucket in tokens.
-        lane: Number of the lane it was captured on.
-        elapsed_us: Microseconds on the host, warm-up included.
-        num_bytes: Bytes by which the lane's pool grew. Graphs of one pool share memory, so this is
-            not the size of the graph. None if the backend cannot tell.
+        num_tokens: Capture size in tokens.
+        lane: Number of the lane that captured it.
+        elapsed_us: Host time in microseconds, including the warmup.
+        num_bytes: Growth of the lane's pool in bytes; None if the backend cannot measure it. Graphs
+            of one pool share memory, so this is not the size of the graph.
     """
 
     callback: ClassVar[str] = "on_capture"
@@ -57,18 +57,18 @@ class CaptureEvent:
 
 @attrs.frozen(kw_only=True)
 class CaptureFailedEvent:
-    """A capture failed; the key is marked, and its steps run eager with that reason.
+    """A capture failed; the key is marked as failed and its steps run eager.
 
-    Sent after stream, generators and memory were restored.
+    Sent after the stream, generators and memory are restored.
 
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
-        num_tokens: Size of the bucket in tokens.
-        lane: Number of the lane of the attempt.
-        reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
-        message: The whole error message.
-        elapsed_us: Microseconds on the host until it failed.
+        num_tokens: Capture size in tokens.
+        lane: Number of the lane that attempted the capture.
+        reason: Short reason for counters, such as ``host_sync``, ``out_of_memory`` or ``error``.
+        message: The complete error message.
+        elapsed_us: Host time in microseconds until the failure.
     """
 
     callback: ClassVar[str] = "on_capture_failed"
@@ -84,18 +84,18 @@ class CaptureFailedEvent:
 
 @attrs.frozen(kw_only=True)
 class EvictEvent:
-    """A captured graph was evicted; steps no longer choose it.
+    """A graph was evicted; later steps do not use it.
 
-    A replay of it may still be running.
+    A replay of the graph may still be running.
 
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
-        num_tokens: Size of the bucket in tokens.
-        lane: Number of the lane it was on.
-        reason: A short word (``budget``, ``requested``, ``invalidated``).
-        num_bytes: Bytes by which the lane's pool shrank; often 0, since graphs of one pool share
-            memory. None if the backend cannot tell.
+        num_tokens: Capture size in tokens.
+        lane: Number of the lane that had the graph.
+        reason: Short reason: ``budget``, ``requested`` or ``invalidated``.
+        num_bytes: Decrease of the lane's pool in bytes; None if the backend cannot measure it.
+            Often 0, because graphs of one pool share memory.
     """
 
     callback: ClassVar[str] = "on_evict"
@@ -110,15 +110,15 @@ class EvictEvent:
 
 @attrs.frozen(kw_only=True)
 class PolicySwappedEvent:
-    """Another policy or configuration took effect, with an empty table.
+    """A policy or configuration took effect, with an empty decision table.
 
-    Also sent for the first policy (epoch 0).
+    Also sent for the initial policy (epoch 0).
 
     Attributes:
-        policy: Name of the policy that decides now.
-        epoch: Number of the installed table, starting at 0.
-        previous: Name of the policy that decided before; None for the first.
-        reason: Why, in words; may be empty.
+        policy: Name of the new policy.
+        epoch: Number of the new table, starting at 0.
+        previous: Name of the previous policy; None for the initial policy.
+        reason: The reason for the swap, as text; may be empty.
     """
 
     callback: ClassVar[str] = "on_policy_swapped"
@@ -131,17 +131,17 @@ class PolicySwappedEvent:
 
 @attrs.frozen(kw_only=True)
 class PolicyErrorEvent:
-    """A policy raised or broke a hard constraint; the step runs eager, or another policy decides.
+    """A policy raised or violated a hard constraint; the batch runs eager or by another policy.
 
-    Sent once per table cell in which it happens, before the step runs. The step waits, so callbacks
-    should be quick.
+    Sent once for each affected table cell, before the step runs. The step waits for callbacks, so
+    they should be fast.
 
     Attributes:
         policy: Name of the policy.
-        method: The method (``declare``, ``decide``, ``observe``).
-        reason: What the policy did, in words.
-        origin: Distribution and version that provides the policy.
-        num_tokens: Unpadded tokens of the batch; None if no batch was involved.
+        method: The method at fault: ``declare``, ``decide`` or ``observe``.
+        reason: The error, as text.
+        origin: Distribution and version that provide the policy.
+        num_tokens: Tokens of the batch before padding; None if there was no batch.
         epoch: Epoch of the table that was being filled.
     """
 
@@ -155,7 +155,7 @@ class PolicyErrorEvent:
     epoch: int = 0
 
 
-#: All event classes, in the order of a graph's life cycle.
+#: All event classes, in life-cycle order.
 EVENTS: tuple[type[Any], ...] = (
     PolicySwappedEvent,
     PolicyErrorEvent,
@@ -166,13 +166,13 @@ EVENTS: tuple[type[Any], ...] = (
 
 
 class Subscription:
-    """One callback; exceptions it raises never reach the caller.
+    """A subscribed callback, whose exceptions are logged instead of propagated.
 
     Attributes:
-        event_type: The class of event it is called with.
-        source: The owner of the callback, for the log.
-        last_fault: The last exception, as text; empty if it never raised.
-        is_active: False after it was switched off.
+        event_type: Class of the events it receives.
+        source: Owner of the callback, for log messages.
+        last_fault: The last exception, as text; empty if it has not raised.
+        is_active: False if it is disabled.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Subscription:
         source: str,
         *,
         max_faults: int = MAX_FAULTS,
-        on_switched_off: Callable[[Subscription], None] | None = None,
+        on_disabled: Callable[[Subscription], None] | None = None,
     ) -> None:
         self.event_type = event_type
         self.source = source
@@ -191,19 +191,19 @@ class Subscription:
         self._callback = callback
         self._max_faults = max_faults
         self._faults_in_a_row = 0
-        self._on_switched_off = on_switched_off
+        self._on_disabled = on_disabled
 
     def __repr__(self) -> str:
-        state = "active" if self.is_active else "switched off"
+        state = "active" if self.is_active else "disabled"
         return f"<Subscription of {self.source} to {self.event_type.__name__}, {state}>"
 
     def __call__(self, event: Any) -> None:
-        """Call back with an event; log and count exceptions."""
+        """Call the callback with an event; log and count exceptions."""
         if not self.is_active:
             return
         try:
             self._callback(event)
-        # An observer must not stop a step, not even by SystemExit; Ctrl-C still does.
+        # An observer must not stop a step, even with SystemExit. Ctrl-C still does.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._fault(error)
         else:
@@ -221,21 +221,21 @@ class Subscription:
         if self._faults_in_a_row >= self._max_faults:
             self.is_active = False
             _log.error(
-                "Observer %s is switched off for %s after %d faults in a row; the last was %s.",
+                "Observer %s is disabled for %s after %d consecutive exceptions; the last was %s.",
                 self.source,
                 self.event_type.__name__,
                 self._faults_in_a_row,
                 self.last_fault,
             )
-            if self._on_switched_off is not None:
-                self._on_switched_off(self)
+            if self._on_disabled is not None:
+                self._on_disabled(self)
 
 
 class Notifier:
-    """Notifies subscribers of events, in the order of their subscriptions.
+    """Notifies subscribers of events, in subscription order.
 
-    Thread safety: every method may be called from any thread. Tuples are replaced, never changed,
-    so that a subscription does not affect an event in progress.
+    Thread safety: any thread may call any method. Tuples of subscriptions are immutable, so a new
+    subscription does not affect an event that is being delivered.
     """
 
     def __init__(self, *, max_faults: int = MAX_FAULTS) -> None:
@@ -246,29 +246,29 @@ class Notifier:
     def subscribe(
         self, event_type: type[Any], callback: Callable[[Any], object], source: str
     ) -> Subscription:
-        """Subscribe a callback to events of exactly this class, until it is switched off.
+        """Subscribe a callback to events of one class.
 
         Args:
-            event_type: Class of the events; subclasses are not delivered.
-            callback: Called with the event, on the thread on which it happens.
-            source: The owner of the callback, named in the log if it raises.
+            event_type: Exact class of the events; events of subclasses are not delivered.
+            callback: Function that is called with each event, on the thread where it occurs.
+            source: Owner of the callback, for log messages.
 
         Returns:
-            The subscription, for ``unsubscribe``.
+            The subscription, to pass to ``unsubscribe``.
         """
         subscription = Subscription(
             event_type,
             callback,
             source,
             max_faults=self._max_faults,
-            on_switched_off=self.unsubscribe,
+            on_disabled=self.unsubscribe,
         )
         with self._lock:
             self._by_type[event_type] = (*self._by_type.get(event_type, ()), subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Stop calling back; does nothing if already unsubscribed."""
+        """Remove a subscription; no effect if it is already removed."""
         with self._lock:
             now = self._by_type.get(subscription.event_type, ())
             rest = tuple(one for one in now if one is not subscription)
@@ -278,13 +278,13 @@ class Notifier:
                 self._by_type.pop(subscription.event_type, None)
 
     def attach(self, observer: object, source: str) -> tuple[Subscription, ...]:
-        """Subscribe the methods of an observer that are named after an event.
+        """Subscribe an observer's methods that are named after events.
 
-        ``on_capture(event)`` is called with each ``CaptureEvent``, and so on: each kind of event
-        names its ``callback``.
+        The ``callback`` attribute of each event class is the name of its method, such as
+        ``on_capture``.
 
         Returns:
-            The subscriptions; empty if it has no such method.
+            The subscriptions; empty if the observer has no method named after an event.
         """
         pairs = []
         for event_type in EVENTS:
@@ -293,11 +293,11 @@ class Notifier:
                 pairs.append((event_type, method))
         return tuple(self.subscribe(kind, method, source) for kind, method in pairs)
 
-    def listens(self, event_type: type[Any]) -> bool:
-        """Return whether anyone is subscribed; check before building a costly event."""
+    def has_subscribers(self, event_type: type[Any]) -> bool:
+        """Return whether a class of events has subscribers."""
         return event_type in self._by_type
 
     def notify(self, event: object) -> None:
-        """Notify every subscriber of the event's class; exceptions are logged, not raised."""
+        """Call all subscribers of the event's class; exceptions are logged, not raised."""
         for subscription in self._by_type.get(type(event), ()):
             subscription(event)

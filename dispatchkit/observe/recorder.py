@@ -1,7 +1,7 @@
-"""Record steps in a ring buffer of integers, which is read as a step trace.
+"""Record steps in a ring buffer, and return them as a step trace.
 
-A recorded step writes six numbers, plus one per axis, into preallocated memory. Once the ring is
-full, the oldest steps are overwritten and counted.
+Recording a step writes six integers, and one for each axis, into preallocated memory. When the ring
+is full, new steps overwrite the oldest, and the overwritten steps are counted.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from dispatchkit.observe.trace_writer import write_trace
 __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 
 DEFAULT_CAPACITY = 1 << 16
-"""Number of steps kept by default, 3.1 MB."""
+"""Default number of steps to keep (3.1 MB)."""
 
-# Nanoseconds, tokens, requests, query class, adapters (or variant), ceiling; then the axes.
+# Time in nanoseconds, tokens, requests, query class, adapters (or variant) and ceiling, before the
+# axes.
 _FIELDS = 6
 
 
 class StepRecorder:
-    """The last steps of a runner.
+    """Records the most recent steps of a runner.
 
     Args:
-        config: Gives the query classes and axes of the steps their meaning.
-        capacity: Steps to keep.
+        config: Configuration that defines query classes and axes.
+        capacity: Number of steps to keep.
 
     Attributes:
-        num_steps: Steps recorded so far, including overwritten ones.
+        num_steps: Number of recorded steps, including overwritten steps.
 
     Raises:
         ConfigError: ``capacity`` is not a whole number of at least 1.
 
-    Thread safety: one thread adds at a time. Stop recording before reading.
+    Thread safety: only one thread at a time may record. Stop recording before reading.
     """
 
     def __init__(self, config: DispatchConfig, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -56,10 +57,10 @@ class StepRecorder:
     def add(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int = 2
     ) -> None:
-        """Record a step by its arguments of ``dispatch``.
+        """Record a step, described by the arguments of ``dispatch``.
 
-        The values of axes are those passed to ``DispatchConfig.variant`` for ``loras``; for a plain
-        number, the buckets.
+        Axis values are recorded as passed to ``DispatchConfig.variant``. If ``loras`` is a plain
+        variant number, the buckets are recorded instead.
         """
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()
@@ -69,14 +70,14 @@ class StepRecorder:
         ring[at + 4] = loras
         ring[at + 5] = ceiling
         if self._has_axes:
-            # A value above the largest that a trace can hold is outside all buckets anyway.
+            # A value above MAX_COUNT, the maximum in a trace, is outside all buckets anyway.
             for index, value in enumerate(self._config.variants.values(loras), at + _FIELDS):
                 ring[index] = min(value, MAX_COUNT)
         at += self._width
         self._at = 0 if at == self._end else at
         self.num_steps += 1
 
-    def listening_to(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``dispatch`` to record each successful call."""
 
         def dispatch_and_record(
@@ -94,14 +95,14 @@ class StepRecorder:
 
     @property
     def num_lost(self) -> int:
-        """Steps that were overwritten by later ones."""
+        """Number of overwritten steps."""
         return max(0, self.num_steps - self.capacity)
 
     def trace(self) -> StepTrace:
-        """Return the kept steps, oldest first, numbered from the first step recorded.
+        """Return the kept steps as a trace, oldest first.
 
-        A column that is unknown for any step is left out: requests if a call did not pass them, the
-        longest query if a batch was mixed.
+        Steps are numbered from the first recorded step. A column that is unknown for any step is
+        omitted: the requests if a call did not pass them, the longest query if a batch was mixed.
         """
         rows = list(self._rows())
         names = [axis.name for axis in self._config.axes]
@@ -109,30 +110,30 @@ class StepRecorder:
         steps = []
         for number, row in enumerate(rows, start=self.num_lost):
             at_ns, tokens, reqs, uniform, variant, _, *values = row
-            # Without axes it is the number of adapters itself, whatever the limit was then.
+            # Without axes, the variant is the number of adapters, regardless of ``max_loras``.
             loras = self._config.variants.facts(variant)[0] if self._has_axes else variant
             is_uniform, query_len, longest = self._config.query_class(uniform)
             if is_uniform and not reqs:
                 reqs = tokens // query_len
             if is_uniform and reqs * query_len != tokens:
-                is_uniform, longest = False, None  # the numbers contradict the query class
+                is_uniform, longest = False, None  # the counts contradict the query class
             if not tokens:
                 longest = 0
-            elif longest is not None:  # the maximum of its class, capped at the batch's tokens
+            elif longest is not None:  # the maximum of the query class, at most the batch's tokens
                 longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))
-        # Both are known for a step without tokens.
-        knows_reqs = all(step[3] or not step[2] for step in steps)
-        knows_longest = all(step[4] is not None for step in steps)
+        # For a step without tokens, both are 0.
+        has_reqs = all(step[3] or not step[2] for step in steps)
+        has_longest = all(step[4] is not None for step in steps)
         return StepTrace.from_steps(
             (
                 TraceStep(
                     step=number,
                     t_s=(at_ns - first_ns) / 1e9,
                     num_tokens=tokens,
-                    num_reqs=reqs if knows_reqs else None,
-                    max_query_len=longest if knows_longest else None,
+                    num_reqs=reqs if has_reqs else None,
+                    max_query_len=longest if has_longest else None,
                     uniform_decode=is_uniform,
                     num_active_loras=loras,
                     axes=axes,
@@ -143,16 +144,16 @@ class StepRecorder:
         )
 
     def axes(self) -> list[dict[str, int | None]]:
-        """Return the bucket of each axis, by name, for the kept steps; None if outside.
+        """Return each kept step's axis buckets by name; None if outside all buckets.
 
-        The values themselves are in the trace.
+        ``trace`` has the values themselves.
         """
         names = [axis.name for axis in self._config.axes]
         facts = self._config.variants.facts
         return [dict(zip(names, facts(row[4])[1], strict=True)) for row in self._rows()]
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the kept steps as a step trace; return their number.
+        """Write the kept steps as a step trace, and return their number.
 
         Raises:
             TraceError: The file cannot be written.
@@ -161,7 +162,7 @@ class StepRecorder:
 
     def _rows(self) -> Iterator[tuple[int, ...]]:
         """Yield the kept steps, oldest first."""
-        # In a full ring, the oldest step is the one overwritten next.
+        # In a full ring, the oldest step is at the position to overwrite next.
         start = self._at if self.num_lost else 0
         for index in range(min(self.num_steps, self.capacity)):
             at = (start + index * self._width) % self._end

@@ -1,7 +1,7 @@
-"""Save steps as a timeline in Chrome's trace format, for Perfetto.
+"""Save steps as a timeline in Chrome's trace format, which Perfetto displays.
 
-It shows host times: when a step was launched and how long launching took. For device times, use a
-device profiler, such as Nsight Systems with ``NvtxRanges``.
+The timeline shows host time: when each step was launched and how long the launch took. For device
+time, use a profiler such as Nsight Systems with ``NvtxRanges``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dispatchkit.observe.trace_files import whole_text
 __all__ = ["Timeline", "span_name"]
 
 DEFAULT_CAPACITY = 1 << 16
-_RARE = "events"  # the row of captures, evictions and changes of policy
+_RARE = "events"  # the row of captures, evictions and policy swaps
 
 
 def span_name(decision: Decision) -> str:
-    """Return the label of a step: its graph, or eager with the reason."""
+    """Return the label of a step: its graph, or "eager" with the reason."""
     return decision.graphs or f"eager: {decision.reason}"
 
 
@@ -46,11 +46,11 @@ class Timeline:
         runner.taps.watch_steps(None)
         timeline.save("steps.json")      # open it at ui.perfetto.dev
 
-    To include captures, evictions and changes of policy, attach it to the plugins that the runner
-    was made with: ``plugins.notifier.attach(timeline, "timeline")``.
+    To include captures, evictions and policy swaps, attach the timeline to the plugins of the
+    runner: ``plugins.notifier.attach(timeline, "timeline")``.
 
     Args:
-        capacity: Number of spans to keep; beyond it the oldest are dropped and counted.
+        capacity: Number of spans to keep. Older spans are dropped and counted.
 
     Attributes:
         num_lost: Number of dropped spans.
@@ -73,11 +73,13 @@ class Timeline:
 
     def enter(self, decision: Decision, lane: int) -> None:
         """Begin a step on this thread."""
-        steps = self._open.__dict__.setdefault("steps", [])  # a step may call another runner
+        steps = self._open.__dict__.setdefault(
+            "steps", []
+        )  # a stack, because a step may call another runner
         steps.append((perf_counter_ns(), decision, lane))
 
     def leave(self, *, failed: bool) -> None:
-        """End this thread's step, which was launched or raised."""
+        """End the current step of this thread, after it was launched or raised."""
         begin, decision, lane = self._open.steps.pop()
         facts = {
             "num_tokens": decision.num_tokens,
@@ -92,33 +94,33 @@ class Timeline:
     # -- rare events ----------------------------------------------------------------------
 
     def on_capture(self, event: CaptureEvent) -> None:
-        """Add the span of a capture, which ends now."""
+        """Add a span for a capture that ends now."""
         self._add_rare(f"capture {event.key}", event.elapsed_us, num_bytes=event.num_bytes)
 
     def on_capture_failed(self, event: CaptureFailedEvent) -> None:
-        """Add the span of a failed capture, which ends now."""
+        """Add a span for a failed capture that ends now."""
         self._add_rare(f"failed capture {event.key}", event.elapsed_us, reason=event.reason)
 
     def on_evict(self, event: EvictEvent) -> None:
-        """Mark an eviction."""
+        """Add an eviction."""
         self._add_rare(f"evict {event.key}", None, reason=event.reason)
 
     def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
-        """Mark a change of policy."""
+        """Add a policy swap."""
         self._add_rare(f"policy {event.policy}", None, epoch=event.epoch)
 
     def on_policy_error(self, event: PolicyErrorEvent) -> None:
-        """Mark a fault of a policy."""
+        """Add a policy error."""
         self._add_rare(f"fault of {event.policy}", None, reason=event.reason)
 
-    # -- what came of it ------------------------------------------------------------------
+    # -- output ---------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return the timeline in Chrome's trace format; times are microseconds."""
+        """Return the timeline in Chrome's trace format, with times in microseconds."""
         with self._lock:
             spans = sorted(self._spans, key=lambda one: one["ts"])
         names = sorted({one["tid"] for one in spans})
-        # From 1: viewers take a row whose number equals its process's for the main thread.
+        # Numbered from 1: viewers treat a row with the number of its process as the main thread.
         rows = {name: number for number, name in enumerate(names, start=1)}
         about = [_metadata("process_name", 0, "dispatchkit")]
         about += [_metadata("thread_name", number, name) for name, number in rows.items()]
@@ -129,7 +131,7 @@ class Timeline:
         }
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the timeline to a file, renamed into place once complete; ``.gz`` compresses it.
+        """Write the timeline to a file; a name ending in ``.gz`` compresses it.
 
         Returns:
             The number of spans written.
@@ -153,7 +155,7 @@ class Timeline:
             "name": name,
             "cat": category,
             "ph": "X",
-            # Clamp to the start of the timeline: a capture may have begun before it.
+            # A capture may begin before the timeline: clamp to its start.
             "ts": max(0, begin - self._start_ns) / 1e3,
             "dur": (end - max(begin, self._start_ns)) / 1e3,
             "pid": 0,

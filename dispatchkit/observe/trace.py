@@ -1,16 +1,16 @@
-"""Step traces: the batch of each model step, recorded once and used for planning many times.
+"""Step traces: the batch of each model step, recorded for planning and simulation.
 
-One row per step, in the order the steps ran::
+A trace has one row per step, in execution order::
 
     step,t_s,num_tokens,num_reqs,max_query_len,uniform_decode,num_active_loras
     0,0.0000,57,57,1,1,0
 
-``num_tokens`` is counted before padding. A file is CSV or JSON lines, plain or gzip, detected by
-content. Only ``num_tokens`` is required. A recorder leaves out columns it has no values for, and
-code that needs a missing column raises. Each axis of the configuration has its own column, such as
-``axis.length``.
+``num_tokens`` is the number of tokens before padding, and the only required column. A recorder
+omits columns without values, and code that needs a missing column raises. Each axis of the
+configuration has a column, such as ``axis.length``. A file is CSV or JSON lines, plain or gzip; the
+format is detected from the content.
 
-Nothing here needs numpy: columns are arrays of the standard library, which numpy reads without
+This module does not need numpy: columns are ``array.array`` objects, which numpy reads without
 copying (``numpy.frombuffer``).
 """
 
@@ -53,20 +53,22 @@ __all__ = [
 ]
 
 MAX_STEPS = 5_000_000
-"""Most steps of one trace; a compressed file may unpack to far more than memory holds."""
+"""Maximum number of steps of a trace; guards against compressed files that exceed the memory."""
 
 
 class StepTrace(Sequence[TraceStep]):
-    """A step trace, stored by columns; also a sequence of TraceStep rows.
+    """A sequence of TraceStep rows, stored by column.
 
     Args:
-        columns: Values by column name, including ``num_tokens``; all columns have the same length.
-        source: Where it came from, for messages.
-        ignored_columns: Columns of the file that are not trace columns.
-        has_order: Whether the steps are in the order they ran; False for a histogram.
+        columns: Values by column name. ``num_tokens`` is required, and all columns must have the
+            same length.
+        source: Name of the source, for messages.
+        ignored_columns: Columns in the file that are not trace columns.
+        has_order: Whether the steps are in execution order; False for a histogram.
 
     Raises:
-        TraceError: A column is missing, unknown or of another length, or a value is impossible.
+        TraceError: A column is missing, unknown or has a different length, or a value is
+            impossible.
     """
 
     def __init__(
@@ -99,12 +101,12 @@ class StepTrace(Sequence[TraceStep]):
     ) -> StepTrace:
         trace = cls.__new__(cls)
         trace.source, trace.ignored_columns, trace.has_order = source, ignored, has_order
-        trace._columns = columns  # noqa: SLF001 - a constructor for columns already checked
+        trace._columns = columns  # noqa: SLF001 - a constructor for validated columns
         return trace
 
     @classmethod
     def from_steps(cls, steps: Iterable[TraceStep], *, source: str = "<memory>") -> StepTrace:
-        """Return a trace of steps, without columns that no step has a value for."""
+        """Return a trace of steps, omitting columns without values."""
         rows = list(steps)
         columns = {
             name: [getattr(row, name) for row in rows]
@@ -126,10 +128,10 @@ class StepTrace(Sequence[TraceStep]):
         return axis_names(self._columns)
 
     def column(self, name: str) -> array[Any]:
-        """Return one column: an ``array('q')`` of integers, or ``array('d')`` for ``t_s``.
+        """Return a column as ``array('q')``, or ``array('d')`` for ``t_s``.
 
         Raises:
-            TraceError: The trace does not have that column.
+            TraceError: The trace does not have the column.
         """
         try:
             return self._columns[name]
@@ -172,7 +174,7 @@ class StepTrace(Sequence[TraceStep]):
         return f"StepTrace({self.source!r}, {len(self)} steps, columns {', '.join(self.columns)})"
 
     def halves(self) -> tuple[StepTrace, StepTrace]:
-        """Return the first and the second half of the steps, in order."""
+        """Return the first and second half of the trace."""
         middle = len(self) // 2
         return self[:middle], self[middle:]
 
@@ -181,16 +183,15 @@ class StepTrace(Sequence[TraceStep]):
 
 
 def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES) -> StepTrace:
-    """Read a step trace: CSV or JSON lines, plain or gzip.
+    """Read a step trace from CSV or JSON lines, plain or gzip.
 
     Args:
         path: The file.
-        max_bytes: Most bytes of text to read, after unpacking; guards against a compressed file
-            that unpacks without end.
+        max_bytes: Maximum bytes of uncompressed text to read; guards against decompression bombs.
 
     Raises:
-        TraceError: The file cannot be read, has no ``num_tokens``, has no steps or more than 5
-            million, or a value is impossible; the message names the line.
+        TraceError: The file cannot be read, lacks the column ``num_tokens``, has no steps or more
+            than 5 million, or has an impossible value. The message names the line.
     """
     return parse_trace(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
 
@@ -222,7 +223,7 @@ def parse_trace(name: str, blocks: Blocks) -> StepTrace:
             raise TraceError(
                 name,
                 line,
-                f"holds more than {MAX_STEPS:,} steps. Cut it, or take every tenth.",
+                f"has more than {MAX_STEPS:,} steps. Shorten it, or keep only every tenth step.",
             )
     if builder is None:
         raise TraceError(name, None, "is empty. A step trace starts with a line of column names.")

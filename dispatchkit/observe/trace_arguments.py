@@ -19,10 +19,11 @@ __all__ = ["trace_config", "trace_variants"]
 def trace_config(
     trace: StepTrace, *, sizes: Sequence[int] | None = None, mode: str = "FULL_AND_PIECEWISE"
 ) -> DispatchConfig:
-    """Return a configuration that fits a trace.
+    """Return a configuration for the batches of a trace.
 
-    Limits are those of the trace, but at least 256 requests, and at least as many tokens as the
-    largest size. The query length is the most frequent one of uniform decode steps.
+    The limits are the maximum values in the trace, but at least 256 requests, and at least the
+    largest capture size in tokens. The query length is the most frequent query length of uniform
+    decode steps.
     """
     names = trace.columns
     tokens = max(trace.column("num_tokens"), default=1)
@@ -35,7 +36,7 @@ def trace_config(
     given: dict[str, Any] = {} if sizes is None else {"sizes": tuple(sizes)}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
-        # Large steps that run eager are a result here, counted as misses.
+        # Steps above the largest size are expected here, and counted as misses.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(
             mode=mode,
@@ -48,12 +49,13 @@ def trace_config(
 
 
 def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
-    """Return the ``loras`` argument of each step: its adapters or, with axes, its variant.
+    """Return the ``loras`` argument of each step.
 
-    Numbers of adapters above the configuration's maximum are reduced to it.
+    It is the number of adapters, at most ``config.max_loras``, or the variant if the configuration
+    has axes.
 
     Raises:
-        TraceError: The trace has no column for an axis of the configuration.
+        TraceError: The trace lacks the column of an axis of the configuration.
     """
     loras = array("q", bytes(8 * len(trace)))
     if "num_active_loras" in trace.columns:
@@ -67,8 +69,9 @@ def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
         raise TraceError(
             trace.source,
             None,
-            f"has no column {AXIS_PREFIX + missing[0]!r}, the values of the axis {missing[0]!r}; "
-            f"its axes: {', '.join(trace.axes) or 'none'}.",
+            f"has no column {AXIS_PREFIX + missing[0]!r} for the axis {missing[0]!r}; record "
+            "it, or remove the axis from the configuration. Axes in the trace: "
+            f"{', '.join(trace.axes) or 'none'}.",
         )
     columns = [trace.column(AXIS_PREFIX + name) for name in names]
     known: dict[tuple[int, ...], int] = {}

@@ -1,7 +1,7 @@
-"""Parse and check rows of a step trace into columns.
+"""Parse and validate rows of a step trace, and store them by column.
 
-A block of lines is converted column by column, at C speed. If anything in it is wrong, the block is
-parsed again line by line, to report the line and the fault.
+A block of lines is converted column by column, at C speed. If a value is invalid, the block is
+parsed again line by line, to report the line and the error.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TRACE_COLUMNS = (
     "uniform_decode",
     "num_active_loras",
 )
-"""Columns of a step trace, in the order they are written."""
+"""Columns of a step trace, in file order."""
 
 AXIS_PREFIX = "axis."
-"""Prefix of an axis's column: ``axis.length`` holds the values of the axis ``length``."""
+"""Prefix of axis columns: ``axis.length`` contains the values of the axis ``length``."""
 
 MAX_COUNT = 2**31 - 1
-"""Largest number accepted in an integer column; a larger one means a damaged file."""
+"""Maximum value in an integer column; larger values indicate a damaged file."""
 
 REQUIRED_COLUMN = "num_tokens"
 _JSON_TYPES: Mapping[str, set[type]] = {"t_s": {int, float}, "uniform_decode": {int, bool}}
@@ -64,15 +64,15 @@ class TraceStep:
     """The batch of one model step.
 
     Attributes:
-        num_tokens: Tokens scheduled, before padding.
-        num_reqs: Requests with at least one token; None if not recorded.
-        max_query_len: Most tokens of one request; None if not recorded.
-        uniform_decode: Every request runs the same number of tokens and none is in prefill; None if
-            not recorded.
-        num_active_loras: Number of different adapters in the step, not counting the base model.
+        num_tokens: Number of scheduled tokens, before padding.
+        num_reqs: Number of requests with at least one token; None if not recorded.
+        max_query_len: Maximum number of tokens of a request; None if not recorded.
+        uniform_decode: Whether all requests are past prefill and have the same number of tokens;
+            None if not recorded.
+        num_active_loras: Number of distinct adapters in the step, excluding the base model.
         step: Number of the step.
-        t_s: Start of the step in seconds, from any origin; None if not recorded.
-        axes: The value of each axis by name, before padding.
+        t_s: Start time of the step in seconds, from an arbitrary origin; None if not recorded.
+        axes: Value of each axis before padding, by name.
     """
 
     num_tokens: int
@@ -86,7 +86,7 @@ class TraceStep:
 
 
 def axis_names(columns: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the axes among columns, in order."""
+    """Return the names of the axes that have a column, in order."""
     return tuple(
         column.removeprefix(AXIS_PREFIX)
         for column in columns
@@ -95,20 +95,20 @@ def axis_names(columns: Iterable[str]) -> tuple[str, ...]:
 
 
 def ordered_columns(columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the known columns: those any trace may have, then the axes."""
+    """Return the known columns: TRACE_COLUMNS first, then the axes."""
     axes = (AXIS_PREFIX + name for name in axis_names(columns))
     return (*(column for column in TRACE_COLUMNS if column in columns), *axes)
 
 
 def csv_cells(line: str) -> list[str]:
-    """Return the cells of one line of CSV, quoted or not."""
+    """Return the cells of one CSV line, which may be quoted."""
     return next(csv.reader([line])) if '"' in line else line.split(",")
 
 
 def check_header(
     name: str, line: int | None, header: tuple[str, ...], *, strict: bool = False
 ) -> tuple[str, ...]:
-    """Return the unknown columns of a header; raise if one looks like a mistake."""
+    """Return the unknown columns of a header."""
     missing = [column for column in TRACE_COLUMNS if column not in header]
     known = ordered_columns(header)
     unknown = tuple(column for column in header if column not in known)
@@ -120,11 +120,11 @@ def check_header(
             raise TraceError(
                 name,
                 line,
-                f"unknown column {column!r}. The column of an axis is {AXIS_PREFIX}NAME, such as "
-                f"{AXIS_PREFIX}length.",
+                f"unknown column {column!r}. Name the column of an axis {AXIS_PREFIX}NAME, such "
+                f"as {AXIS_PREFIX}length.",
             )
-        # A name close to that of a missing column is a misspelling; ignoring it would mean planning
-        # without that column.
+        # A name close to a missing column is treated as a misspelling. Otherwise the column would
+        # be silently ignored.
         near = difflib.get_close_matches(column, missing, n=1, cutoff=0.7)
         if near or strict:
             guess = f" Did you mean {near[0]!r}?" if near else ""
@@ -146,7 +146,7 @@ def check_header(
 
 
 class ColumnBuilder:
-    """Appends checked rows to columns: whole blocks at C speed, or row by row to find a fault."""
+    """Validates rows and appends them to columns, block by block or row by row."""
 
     name: str
     header: tuple[str, ...]
@@ -160,15 +160,15 @@ class ColumnBuilder:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows so far."""
+        """Number of appended rows."""
         return len(self.columns[REQUIRED_COLUMN])
 
     def add_csv(self, line: int, lines: list[str]) -> None:
-        """Append lines of CSV; ``line`` is the number of the first."""
+        """Append CSV lines; ``line`` is the number of the first line."""
         try:
             fast = self._converted(lines)
         except (ValueError, OverflowError, RecursionError):
-            fast = None  # the slow path below reports the line and the fault
+            fast = None  # the slow path below reports the line and the error
         if fast is not None and _possible(fast):
             self._extend(fast)
             return
@@ -177,15 +177,15 @@ class ColumnBuilder:
                 self._add_checked(at, self._csv_row(at, row))
 
     def _converted(self, lines: list[str]) -> dict[str, array[Any]] | None:
-        """Return a block as columns, or None if it needs the slow path."""
+        """Convert a block to columns; return None if it needs the slow path."""
         text = ",".join(lines)
         width = len(self.header)
-        # A quoted cell may hold a comma; int() accepts "_" and digits of any script.
+        # A quoted cell may contain a comma, and int() accepts "_" and non-ASCII digits.
         if '"' in text or "_" in text or not text.isascii():
             return None
         if set(map(_COUNT_COMMAS, lines)) != {width - 1}:
             return None
-        if len(self.columns) < width:  # text columns in between
+        if len(self.columns) < width:  # there are columns to ignore, which may be text
             cells = text.split(",")
             return {
                 column: array("d", map(float, cells[at::width]))
@@ -193,7 +193,7 @@ class ColumnBuilder:
                 else array("q", map(int, cells[at::width]))
                 for column, at in self._index.items()
             }
-        # Comma-separated numbers are a JSON list, and its scanner is twice as fast as int().
+        # Comma-separated numbers are valid JSON, whose parser is twice as fast as int().
         values = json.loads(f"[{text}]")
         columns = {column: values[at::width] for column, at in self._index.items()}
         if len(values) != width * len(lines):
@@ -213,7 +213,7 @@ class ColumnBuilder:
             raise TraceError(
                 self.name,
                 line,
-                f"{len(cells)} columns, the first line names {len(self.header)}.{cut}",
+                f"has {len(cells)} columns, but the header has {len(self.header)}.{cut}",
             )
         return {
             column: _number_of(self.name, line, column, cells[at].strip())
@@ -221,7 +221,7 @@ class ColumnBuilder:
         }
 
     def add_json(self, line: int, lines: list[str]) -> None:
-        """Append lines of JSON objects; ``line`` is the number of the first."""
+        """Append lines with JSON objects; ``line`` is the number of the first line."""
         try:
             rows = json.loads("[" + ",".join(lines) + "]") if lines else []
             values = {column: [row[column] for row in rows] for column in self.columns}
@@ -235,7 +235,7 @@ class ColumnBuilder:
                 self._extend(fast)
                 return
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            pass  # the slow path below reports the line and the fault
+            pass  # the slow path below reports the line and the error
         for at, row in enumerate(lines, start=line):
             if row.strip():
                 self._add_checked(at, self._json_row(at, row))
@@ -249,12 +249,14 @@ class ColumnBuilder:
             ) from error
         if not isinstance(record, dict):
             raise TraceError(
-                self.name, line, f"is a {type(record).__name__}; each line is one JSON object."
+                self.name, line, f"is a {type(record).__name__}; each line must be one JSON object."
             )
         if set(record) != set(self.header):
             differ = ", ".join(map(repr, sorted(set(record) ^ set(self.header))))
             raise TraceError(
-                self.name, line, f"differs from the first line in its fields: {differ}."
+                self.name,
+                line,
+                (f"must have the same fields as the first line; differing fields: {differ}."),
             )
         return {column: record[column] for column in self.columns}
 
@@ -283,7 +285,7 @@ def _number_of(name: str, line: int, column: str, text: str) -> Any:
         if not text.isascii() or "_" in text:
             raise ValueError
         return kind(text)
-    except ValueError:  # for example a number of thousands of digits
+    except ValueError:  # also raised for a number with thousands of digits
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise TraceError(name, line, f"{column} must be {wanted}, got {shown!r}.") from None
 
@@ -292,14 +294,14 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
     """Convert a value to its column's type.
 
     Raises:
-        TraceError: It has the wrong type, or is not finite, negative or too large.
+        TraceError: The value has the wrong type, or is negative, too large or not finite.
     """
     if column == "t_s":
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TraceError(name, line, f"t_s must be seconds, got {value!r}.")
         try:
             seconds = float(value)
-        except OverflowError:  # an integer of hundreds of digits
+        except OverflowError:  # an integer with hundreds of digits
             seconds = math.inf
         if not math.isfinite(seconds) or seconds < 0:
             raise TraceError(name, line, f"t_s must be finite and not negative, got {seconds!r}.")
@@ -317,7 +319,7 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
 
 
 def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each impossible property of a step."""
+    """Yield a message for each contradiction between columns of a step."""
     tokens = row[REQUIRED_COLUMN]
     for column in ("num_reqs", "max_query_len"):
         if column in row and row[column] > tokens:
@@ -335,7 +337,7 @@ def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _possible(columns: Mapping[str, array[Any]]) -> bool:
-    """Return whether all values of a block are possible, without saying which are not."""
+    """Return whether all values of a block are valid."""
     tokens = columns[REQUIRED_COLUMN]
     if not tokens:
         return True

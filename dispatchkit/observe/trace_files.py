@@ -1,8 +1,8 @@
-"""Read and write trace files: text, plain or gzip, bounded, with line numbers for errors.
+"""Read and write trace files: plain or gzip text, with a size limit and line numbers for errors.
 
-A trace may come from a truncated log, an aborted download or an unknown source, so its content is
-not trusted: a gzip file is unpacked in pieces up to a limit, text must be UTF-8, and each fault is
-a TraceError that names the file and, if possible, the line.
+A trace may be a truncated log, an incomplete download or from an unknown source, so its content is
+not trusted. A gzip file is decompressed in blocks up to a limit, and text must be UTF-8. Errors are
+TraceErrors that name the file and, if possible, the line.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from dispatchkit.keys.checks import check_count
 __all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "whole_text"]
 
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
-"""Most bytes of text read from one trace, after unpacking."""
+"""Default maximum number of uncompressed bytes to read from a trace."""
 
 _BLOCK = 1 << 16  # small enough that a block and its cells stay in the cache
-_MAX_LINE = 1 << 16  # our longest line is under 200 bytes; log lines may be long
+_MAX_LINE = 1 << 16  # lines of traces are shorter than 200 bytes, but log lines may be long
 _GZIP_MAGIC = b"\x1f\x8b"
 _FOREIGN_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 StrPath = str | os.PathLike[str]
 Blocks = Iterable[tuple[int, list[str]]]
-"""Text as (number of the first line, lines), block by block."""
+"""Blocks of text as (number of the first line, lines)."""
 
 
 def trace_name(path: StrPath | IO[bytes]) -> str:
-    """Return a path for messages; for an open file, the path it was opened with."""
+    """Return the name of a path or open file for messages."""
     if hasattr(path, "read"):
         return str(getattr(path, "name", "<stream>"))
     return os.fspath(path)
 
 
 def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -> IO[bytes]:
-    """Open a file; files opened here are closed with the stack."""
+    """Open a file, and register it with the stack to be closed."""
     try:
         if hasattr(path, "read"):
             raw: Any = path
@@ -52,13 +52,13 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
             raw = closing.enter_context(Path(path).open("rb"))  # noqa: SIM115 - on the stack
         if not hasattr(raw, "peek"):
             raw = io.BufferedReader(raw)
-        # Detected by its first bytes rather than its name, which may have been changed.
+        # Detect gzip from the first bytes, because the file may have been renamed.
         if not raw.peek(2).startswith(_GZIP_MAGIC):
             return cast("IO[bytes]", raw)
     except FileNotFoundError:
-        raise TraceError(name, None, "no such file. Check the path of the trace.") from None
+        raise TraceError(name, None, "does not exist. Check the path of the trace.") from None
     except IsADirectoryError:
-        raise TraceError(name, None, "is a folder; a trace is one file.") from None
+        raise TraceError(name, None, "is a folder. Give the path of a trace file.") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise TraceError(name, None, f"cannot be read: {why}.") from error
@@ -77,12 +77,17 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"the gzip file is truncated after {total} unpacked bytes. Copy it again, or "
-                    "unpack what is there with `gzip -dc` and remove the last line.",
+                    f"the gzip file is truncated after {total} uncompressed bytes. Copy it "
+                    "again, or decompress the rest with `gzip -dc` and remove the last line.",
                 ) from None
             except (zlib.error, gzip.BadGzipFile) as error:
                 raise TraceError(
-                    name, None, f"the gzip file is damaged after {total} unpacked bytes: {error}."
+                    name,
+                    None,
+                    (
+                        f"the gzip file is damaged after {total} uncompressed bytes: {error}. "
+                        "Copy it again."
+                    ),
                 ) from error
             except OSError as error:
                 raise TraceError(name, None, f"cannot be read: {error.strerror}.") from error
@@ -93,8 +98,8 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                 raise TraceError(
                     name,
                     None,
-                    f"holds more than {max_bytes} bytes after unpacking, the limit "
-                    "`max_bytes`. Raise it if the trace is really that large.",
+                    f"has more than {max_bytes} uncompressed bytes, the limit `max_bytes`. "
+                    "Increase the limit if the trace is really that large.",
                 )
             yield block
 
@@ -102,16 +107,15 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
 def iter_line_blocks(
     path: StrPath | IO[bytes], *, max_bytes: int = DEFAULT_MAX_BYTES, name: str | None = None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first line, lines) of a text file, block by block.
+    """Yield blocks of a text file as (number of the first line, lines).
 
-    Lines are yielded without their line ending, which may be LF, CRLF or CR. A leading byte order
-    mark is dropped. The last line is yielded whether or not it ends with a line break; an empty
-    line after the last break is not.
+    Line endings (LF, CRLF or CR) and a leading byte order mark are removed. The last line is
+    yielded even without a line break; an empty line after the last break is not yielded.
 
     Args:
-        path: A path or an open binary file; plain or gzip (detected by content).
-        max_bytes: Most unpacked bytes to read.
-        name: Its name in messages; by default its path.
+        path: A path or an open binary file, plain or gzip.
+        max_bytes: Maximum number of uncompressed bytes to read.
+        name: Name for messages; by default the path.
 
     Raises:
         TraceError: The file is missing, truncated, damaged, too large, or not UTF-8 text.
@@ -141,7 +145,12 @@ def iter_line_blocks(
             if b"\0" in rest:
                 _decode(name, line, rest, line_end)
             raise TraceError(
-                name, line, f"no line break within {_MAX_LINE} bytes; this is not a trace."
+                name,
+                line,
+                (
+                    f"has no line break within {_MAX_LINE} bytes, so it is not a trace. Check "
+                    "the path."
+                ),
             )
     if rest:
         yield line, _decode(name, line, rest, line_end)
@@ -155,27 +164,31 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
         bad = error.start
     if bad >= 0:
         at = line + data[:bad].count(line_end)
-        raise TraceError(name, at, f"byte {data[bad]:#04x} is not UTF-8 text. Is this a trace?")
+        raise TraceError(
+            name,
+            at,
+            (f"byte {data[bad]:#04x} is not valid UTF-8 text. Check that the file is a trace."),
+        )
     if line_end == b"\r":
         return text.split("\r")
     if "\r" in text:
         text = text.replace("\r\n", "\n")
-        text = text.removesuffix("\r")  # the block ends before the LF of its last CRLF
+        text = text.removesuffix("\r")  # the block ends between CR and LF
     return text.split("\n")
 
 
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file that gets its name when the block ends; ``.gz`` compresses it.
+    """Open a text file for writing, which replaces the target when the block ends.
 
     Raises:
-        TraceError: It cannot be written; an existing file of that name is kept.
+        TraceError: The file cannot be written. An existing file of that name is kept.
     """
     try:
         with contextlib.ExitStack() as closing:
             out: IO[bytes] = closing.enter_context(whole_file(path))
             if Path(path).suffix == ".gz":
-                # No time stamp: the same steps give the same bytes.
+                # No time stamp, so that equal steps result in equal bytes.
                 packed: Any = gzip.GzipFile(filename="", fileobj=out, mode="wb", mtime=0)
                 out = closing.enter_context(packed)
             text = io.TextIOWrapper(out, encoding="utf-8", newline="\n")

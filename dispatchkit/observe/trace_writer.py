@@ -1,4 +1,4 @@
-"""Write step traces: a whole trace at once, or step by step while a program runs."""
+"""Write step traces: a complete trace, or step by step while a program runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.files import check_output, is_special, open_beside, real_target, rename_over
+from dispatchkit.files import check_output, create_part, is_special, real_target, rename_over
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
     TRACE_COLUMNS,
@@ -28,18 +28,19 @@ __all__ = ["TraceWarning", "TraceWriter", "write_trace"]
 
 
 class TraceWarning(UserWarning):
-    """Steps can no longer be written to their trace, and are counted instead."""
+    """A trace cannot be written any further; later steps are only counted."""
 
 
 class TraceWriter:
-    """Writes steps one at a time, from a running program.
+    """Writes steps one by one while a program runs.
 
-    Use it in a ``with`` statement. When ``write`` returns, the step is in ``PATH.part``, as plain
-    text. The file gets its final name (and is compressed) when the block ends, also by an exception
-    or ``sys.exit``. If the process is killed, ``PATH.part`` remains and can be read as a trace.
+    Use it in a ``with`` statement. ``write`` appends the step to ``PATH.part`` as plain text. When
+    the block ends, even by an exception or ``sys.exit``, the file is renamed to PATH and, if
+    requested, compressed. If the process is killed, ``PATH.part`` remains and can be read as a
+    trace.
 
-    A full disk does not stop the program: ``write`` warns once and counts further steps in
-    ``num_lost``, and the end of the block raises TraceError, with the earlier steps in PATH.
+    A full disk does not stop the program: ``write`` warns once and counts later steps in
+    ``num_lost``. At the end of the block, the earlier steps are in PATH and TraceError is raised.
 
     Example::
 
@@ -48,13 +49,13 @@ class TraceWriter:
                 trace.write(len(batch))
 
     Args:
-        path: File to write; ``.jsonl`` in the name selects JSON lines, anything else CSV; ``.gz``
-            at the end compresses either. An existing file is replaced at the end.
-        columns: Columns to write; by default those that the first step has values for.
+        path: The file to write. A name ending in ``.jsonl`` selects JSON lines, any other name CSV;
+            an additional ``.gz`` compresses it. An existing file is replaced at the end.
+        columns: Columns to write; by default those for which the first step has values.
 
     Attributes:
-        num_steps: Steps written.
-        num_lost: Steps that could not be written.
+        num_steps: Number of written steps.
+        num_lost: Number of steps that could not be written.
 
     Raises:
         TraceError: The file cannot be written.
@@ -71,7 +72,7 @@ class TraceWriter:
         self._rows = _Rows(self.path, columns)
         self.format: Literal["csv", "jsonl"] = self._rows.format
         try:
-            self._target = real_target(path)  # the program may change its working directory
+            self._target = real_target(path)  # absolute, because the working directory may change
         except (OSError, ValueError) as error:
             raise _unwritten(self.path, error) from error
         self._part: _Part | None = None
@@ -83,7 +84,7 @@ class TraceWriter:
             self._part = _Part(self._target)
         except (OSError, ConfigError) as error:
             raise _unwritten(self.path, error) from error
-        # A writer that is never closed is closed when it is garbage-collected, or at exit.
+        # Finish an unclosed trace when its writer is garbage-collected, or at exit.
         self._closing = weakref.finalize(self, self._part.finish)
         return self
 
@@ -93,11 +94,11 @@ class TraceWriter:
         self.close()
 
     def close(self) -> None:
-        """Give the file its final name; does nothing the second time or without steps.
+        """Rename the file to its target; a second call has no effect.
 
         Raises:
-            TraceError: Steps were lost, or the file cannot be renamed; the message says where the
-                steps are.
+            TraceError: Steps were lost, or the file cannot be renamed. The message states which
+                file contains the steps.
         """
         part, self._part = self._part, None
         if part is None:
@@ -116,12 +117,12 @@ class TraceWriter:
             raise TraceError(
                 self.path,
                 None,
-                f"could not be written to the end: {part.failure}. It has the first "
-                f"{self.num_steps} steps; {self.num_lost} later ones are lost.",
+                f"is incomplete: {part.failure}. It has the first {self.num_steps} steps; "
+                f"{self.num_lost} later steps are lost.",
             )
 
     def discard(self) -> None:
-        """Close the writer and remove what it has written; an existing file is kept."""
+        """Close the writer and remove the unfinished file; an existing trace is kept."""
         part, self._part = self._part, None
         if part is not None:
             self._closing.detach()
@@ -131,15 +132,15 @@ class TraceWriter:
         """Append one step.
 
         Args:
-            step: A step, or just its number of tokens. A missing step number is filled in with the
-                next one.
+            step: A step, or its number of tokens. A missing step number is replaced by the next
+                number.
 
         Raises:
-            TraceError: The step lacks a written column, or is impossible.
-            ConfigError: The writer is not open, or belongs to the parent of this process.
+            TraceError: The step lacks a value for a column, or is impossible.
+            ConfigError: The writer is closed, or was opened by the parent process.
 
         Warns:
-            TraceWarning: This step and later ones cannot be written; issued once.
+            TraceWarning: The trace cannot be written any further. Issued once.
         """
         part = self._part
         if part is None or not part.is_open:
@@ -147,8 +148,8 @@ class TraceWriter:
         if not part.is_own:
             raise ConfigError(
                 "TraceWriter",
-                f"the one of process {part.process}",
-                "a writer opened by the process that writes",
+                f"opened by process {part.process}",
+                "opened by the process that writes",
                 "Open one writer per process, each with its own path.",
             )
         line = self._rows.line(step, self.num_steps + self.num_lost)
@@ -160,8 +161,8 @@ class TraceWriter:
         except OSError as error:
             self.num_lost += 1
             warnings.warn(
-                f"{self.path}: cannot be written any more ({error.strerror}). Steps from "
-                f"{self.num_steps} on are only counted, in num_lost; the program continues.",
+                f"{self.path}: cannot be written any further ({error.strerror}). Steps from "
+                f"{self.num_steps} on are lost, and counted in num_lost; the program continues.",
                 TraceWarning,
                 stacklevel=2,
             )
@@ -170,18 +171,18 @@ class TraceWriter:
 
 
 class _Part:
-    """The temporary file next to the final path; it holds whole lines only.
+    """The temporary file next to the target, which contains complete lines only.
 
     Attributes:
         path: The path of the temporary file.
-        is_open: Whether lines can be appended; False once program exit has begun.
-        process: ID of the process that opened it.
-        failure: Why lines are no longer accepted; None while they are.
+        is_open: Whether lines can be appended; False after ``finish``, which also runs at exit.
+        process: ID of the process that opened the file.
+        failure: The error after which lines are not accepted; None before an error.
     """
 
     def __init__(self, target: Path) -> None:
         self._target = target
-        self._descriptor, self.path = open_beside(target)
+        self._descriptor, self.path = create_part(target)
         self._size = 0
         self.is_open: bool = True
         self.process: int = os.getpid()
@@ -192,10 +193,10 @@ class _Part:
         return self.process == os.getpid()
 
     def append(self, text: str) -> None:
-        """Append lines; none of them if there is no room for all.
+        """Append lines completely or not at all.
 
         Raises:
-            OSError: They cannot be written; no more lines are accepted.
+            OSError: They cannot be written. Later lines are not accepted.
         """
         data = memoryview(text.encode())
         done = 0
@@ -217,10 +218,10 @@ class _Part:
             self.path.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Give the file its final name, compressed if the name says so.
+        """Rename the file to its target, compressing it if the name ends in ``.gz``.
 
         Raises:
-            OSError: It failed; the lines stay in ``path``.
+            OSError: The target cannot be written. The lines remain in ``path``.
         """
         if not self.is_open or not self.is_own:
             return
@@ -238,7 +239,7 @@ class _Part:
 
 
 class _Rows:
-    """Formats steps as lines of a trace; the first step determines the columns."""
+    """Formats steps as lines of a trace. By default, the first step determines the columns."""
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         self._path = path
@@ -253,14 +254,14 @@ class _Rows:
             self._header = ordered_columns(columns)
 
     def header_line(self) -> str:
-        """Return the first line of a trace without steps."""
+        """Return the header of a trace without steps."""
         return self._first_line(self._header or TRACE_COLUMNS)
 
     def line(self, step: TraceStep | int, number: int) -> str:
-        """Return the line of a step, preceded by the header if it is the first.
+        """Return the line of a step, preceded by the header for the first step.
 
         Raises:
-            TraceError: It is impossible, or lacks a column.
+            TraceError: The step is impossible, or lacks a column.
         """
         if not isinstance(step, TraceStep):
             step = TraceStep(num_tokens=step)
@@ -299,17 +300,18 @@ class _Rows:
 
 
 def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) -> int:
-    """Write steps as CSV, or as JSON lines for a ``.jsonl`` name; return their number.
+    """Write steps to a trace file, and return their number.
 
-    ``.gz`` at the end of the name compresses the file, which appears only once complete.
+    A name ending in ``.jsonl`` selects JSON lines, any other name CSV; an additional ``.gz``
+    compresses the file. The file appears only when it is complete.
 
     Args:
-        path: File to write; replaced if it exists.
-        steps: A StepTrace, or any steps; columns that the first step has no value for are left out.
+        path: The file to write, which is replaced if it exists.
+        steps: A StepTrace or other steps. Columns without a value in the first step are omitted.
 
     Raises:
-        TraceError: The file cannot be written, or a step lacks what the first one had, or has other
-            axes.
+        TraceError: The file cannot be written, or a step lacks a column or differs in its axes from
+            the first step.
     """
     name = trace_name(path)
     rows, count = _Rows(name, None), 0

@@ -49,7 +49,7 @@ def unreadable(path: Path) -> None:
 
 
 BAD_INPUTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "absent": (lambda path: None, "no such file"),
+    "absent": (lambda path: None, "does not exist"),
     "folder": (Path.mkdir, "is a folder"),
     "loop": (lambda path: path.symlink_to(path), "Too many levels"),
     "unreadable": (unreadable, "Permission denied"),

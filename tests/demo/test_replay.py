@@ -259,7 +259,7 @@ def test_an_unknown_policy_names_the_nearest(tmp_path: Path) -> None:
 
 def test_bad_traces_are_refused(tmp_path: Path) -> None:
     """Missing, misspelt, cut in mid-line, impossible."""
-    with pytest.raises(TraceError, match="no such file"):
+    with pytest.raises(TraceError, match="does not exist"):
         run(tmp_path / "none.csv")
     with pytest.raises(TraceError, match="num_tokens"):
         run(write(tmp_path, ROWS, header=HEADER.replace("num_tokens", "num_token")))

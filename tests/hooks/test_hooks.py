@@ -207,11 +207,11 @@ def test_each_event_reaches_the_observers_with_its_callback(event: Any) -> None:
     plugins = with_plugin(
         registering("dispatchkit_register_observers", ObserverSpec("ear", Listener))
     )
-    assert not plugins.notifier.listens(type(event))
+    assert not plugins.notifier.has_subscribers(type(event))
     plugins.notifier.notify(event)
     for _ in range(2):
         plugins.create_observer("ear")
-    assert plugins.notifier.listens(type(event))
+    assert plugins.notifier.has_subscribers(type(event))
     for one in EXAMPLES:
         plugins.notifier.notify(one)
     assert heard == [event, event]

@@ -68,7 +68,7 @@ def test_a_step_whose_dispatch_raises_is_not_recorded():
             raise ValueError(num_tokens)
         return ceiling
 
-    listening = recorder.listening_to(dispatch)
+    listening = recorder.recording(dispatch)
     assert listening(3, ceiling=1) == 1
     with pytest.raises(ValueError, match="9"):
         listening(9)

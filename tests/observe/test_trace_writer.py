@@ -163,7 +163,7 @@ def test_a_full_disk_stops_no_step(
     assert len(warned) == 1
     assert tokens(path) == [3] + [5] * (writer.num_steps - 1)
     assert writer.num_steps + writer.num_lost == 22
-    assert f"{writer.num_lost} later ones are lost" in str(caught.value)
+    assert f"{writer.num_lost} later steps are lost" in str(caught.value)
     assert [one.name for one in tmp_path.iterdir()] == [name]
 
 

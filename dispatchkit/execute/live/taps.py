@@ -122,7 +122,7 @@ class StepTaps:
         if self._listener is not None:
             dispatch = _heard(dispatch, self._listener)
         if self._recorder is not None:
-            dispatch = self._recorder.listening_to(dispatch)
+            dispatch = self._recorder.recording(dispatch)
         return dispatch
 
 
