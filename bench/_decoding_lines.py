@@ -16,7 +16,7 @@ from _compile_time import CompileTime, compile_time
 from _decoding_cases import Case, synchronize
 
 BENCH = "decoding"
-# All other cases are this package's.
+# All other cases belong to this package.
 RIVALS = ("eager", "raw graphs", "default", "reduce-overhead", "library static", "library dynamic")
 COMPILED_RIVALS = ("default", "reduce-overhead")
 # These cases use the same attention as the rivals.

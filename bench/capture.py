@@ -235,9 +235,7 @@ def main() -> None:
     )
     on_device = torch.cuda.is_available()
     if not on_device:
-        torch.set_num_threads(
-            1
-        )  # with more, the time would be that of threads waiting for each other
+        torch.set_num_threads(1)  # more threads would mostly wait for each other
     parser.add_argument("--rounds", type=int, default=5 if on_device else 1)
     parser.add_argument("--layers", type=int, default=16 if on_device else 1)
     parser.add_argument("--profile", action="store_true", help="print a profile")

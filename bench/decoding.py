@@ -6,8 +6,8 @@ r"""Measure decoding with transformers models: GraphDecoder and its alternatives
         [--parts trace fixed calls] [--compile] [--fill-cache]
 
 Weights are random. All cases decode with a cache of the same size and return the same tokens. A
-step takes one token per row and returns the next tokens on the device. Cases take turns, those that
-compile after the others. The device is synchronized only at the end of a round.
+step takes one token per row and returns the next tokens on the device. Cases take turns; cases that
+compile run after the others. The device is synchronized only at the end of a round.
 
 - ``eager``: the step without graphs.
 - ``raw graphs``: one torch.cuda.graph for each measured size, captured by hand on the same cache.
@@ -27,9 +27,9 @@ There are three parts, run in this order with the same cases:
 - ``trace``: the batch sizes of the first steps of real traffic, starting cold. Times include
   captures and re-recordings, but not compilation and the tuning of its kernels, which are printed
   separately (``compile_s``, ``autotune_s``; ``compiled`` is the number of graphs, ``found`` the
-  number of those whose kernels were on disk). With ``--eager-steps``, eager, which needs no warmup,
-  runs only that many evenly spaced steps. "The trace again" repeats the steps with everything
-  captured, with cases in turns and half as many rounds.
+  number of graphs whose kernels were on disk). With ``--eager-steps``, eager, which needs no
+  warmup, runs only that many evenly spaced steps. "The trace again" repeats the steps with
+  everything captured, with cases in turns and half as many rounds.
 - ``fixed``: milliseconds per step of one batch size, and tokens per second, with everything
   captured.
 - ``calls``: milliseconds per new token of complete calls.
@@ -37,8 +37,8 @@ There are three parts, run in this order with the same cases:
 Each line is printed as soon as it is measured. A case that fails prints a line with ``error``; the
 others continue, and the exit status is 1. The last line of a model, ``summary``, contains for each
 traffic the best case of this package and its speed relative to each alternative; the speed of plain
-graphs relative to graphs by hand; and that of compiled graphs relative to the best compiled
-alternative, with the same attention.
+graphs relative to graphs by hand; and the speed of compiled graphs relative to the best compiled
+alternative with the same attention.
 
 torch.compile takes up to 15 seconds per graph and compiles two graphs per case: one for a single
 row, one for any other batch. With ``--dynamic batch``, only the batch dimension is marked as
@@ -63,8 +63,8 @@ within a minute:
     python bench/decoding.py --models $four --parts trace --eager-steps 100 --rounds 2 --most 32 \
         --cases eager "raw graphs" graphs "graphs, compiled" reduce-overhead
 
-Without a CUDA device, tiny models run on the tape. This tests the script, but its times mean
-nothing; torch.compile is skipped unless ``--compile`` is given.
+Without a CUDA device, tiny models run on the tape. This tests the script only; torch.compile is
+skipped unless ``--compile`` is given.
 """
 
 from __future__ import annotations

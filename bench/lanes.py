@@ -48,7 +48,7 @@ KINDS = {"small": (16, 512, 100, 1), "filling": (8192, 8192, 4, 4)}
 
 
 class Network:
-    """Square layers, one after another."""
+    """A stack of square linear layers."""
 
     def __init__(self, width: int, layers: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)

@@ -381,7 +381,7 @@ def cycle(
     )
 
 
-# -- captures beside serving ----------------------------------------------------------------
+# -- captures during serving ----------------------------------------------------------------
 
 WAYS = ("none", "background", "between operators", "lock")
 
@@ -551,7 +551,7 @@ class BesideCase:
         return cuts[98], taken
 
 
-# -- runners that are dropped ---------------------------------------------------------------
+# -- dropped runners ------------------------------------------------------------------------
 
 
 def dropped(options: argparse.Namespace) -> None:

@@ -62,9 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(
-            1
-        )  # with more, the time would be that of threads waiting for each other
+        torch.set_num_threads(1)  # more threads would mostly wait for each other
     for name, make in (("encoder", encoder), ("MLP", mlp)):
         module, inputs = make(device)
         module = module.eval().to(device)

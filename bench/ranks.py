@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def decisions(on_gpus: bool) -> None:
-    """Measure agreements alone."""
+    """Measure agreements without steps."""
     import torch
     import torch.distributed as dist
 

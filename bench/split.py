@@ -16,7 +16,7 @@
 - ``packed``: tokens of several sentences in one sequence, by ``PackedRunner``;
 - ``one by one``: a separate replay for each sentence in its own bucket.
 
-All results are first compared with those of eager. Without a GPU, small models run on the tape,
+All results are first compared with eager results. Without a GPU, small models run on the tape,
 which tests the script only. ``--seconds`` limits the rounds of each part.
 """
 

@@ -86,7 +86,7 @@ class Step(torch.nn.Module):
 
 
 def sizes_of(path: Path, count: int) -> list[int]:
-    """Return ``count`` batch sizes of a trace, of those that fit the graphs."""
+    """Return ``count`` batch sizes of a trace that fit the graphs, repeated if necessary."""
     fitting = [size for size in read_trace(path).column("num_tokens") if 1 <= size <= SIZES[-1]]
     return list(islice(cycle(fitting), count))
 
@@ -225,7 +225,7 @@ class Case:
             step(*sample)
         return lambda rows: step(*sample)
 
-    # -- ours ---------------------------------------------------------------------------
+    # -- this package -------------------------------------------------------------------
 
     def runner(self, outputs: str, backend: Any = "auto") -> GraphRunner:
         """Return a runner that has captured all sizes."""
@@ -265,7 +265,7 @@ class Case:
         return lambda rows: runner(**kept[rows])
 
     def call_elsewhere(self, runner: GraphRunner) -> Run:
-        """Return a call whose inputs have other addresses than those of the previous call."""
+        """Return a call whose inputs have different addresses than in the previous call."""
         kept = {
             rows: [
                 dict(zip(names(len(self.dtypes)), values[rows], strict=True))
@@ -525,7 +525,7 @@ def host_group(sizes: list[int], rounds: int) -> None:
             emit_ratios("host", samples, [("runner, arrays", "by hand, pinned", 1 / 3)])
 
 
-# -- without one ------------------------------------------------------------------------------
+# -- without a device -------------------------------------------------------------------------
 
 
 class Idle(TapeBackend):

@@ -15,8 +15,8 @@ take turns, one hop each:
 - ``coming and going``, by hand and with a runner: at each hop, a tenth of the sessions is late, one
   leaves and one joins.
 
-Finally, the probabilities of each case are compared with those of some sessions alone (``largest
-difference``). Without a GPU, it runs on the tape with few sessions.
+Finally, the probabilities of each case are compared with the results of some sessions running alone
+(``largest difference``). Without a GPU, it runs on the tape with few sessions.
 """
 
 from __future__ import annotations

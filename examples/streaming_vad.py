@@ -4,11 +4,11 @@
 
 The model is Silero VAD for 16 kHz: the spectrum of the last 64 samples of the previous hop and the
 512 samples of this one, four convolutions, an LSTM cell, and the probability of speech. If
-silero-vad is installed (pip install --no-deps silero-vad), it uses those weights, otherwise random
-ones.
+silero-vad is installed (pip install --no-deps silero-vad), the model uses its weights, otherwise
+random weights.
 
 Callers join, are late for some hops, hang up, and leave their slots to others. At the end, each
-caller's probabilities are compared with those of the same audio alone.
+caller's probabilities are compared with the results for the same audio alone.
 """
 
 from __future__ import annotations

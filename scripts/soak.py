@@ -1,4 +1,4 @@
-"""Run everything at once for a long time, with random faults, comparing all results with eager.
+"""Stress-test all features together with random faults; compare all results with eager.
 
     python scripts/soak.py --steps 100000 --seed 0
     python scripts/soak.py --steps 100000 --seed 0 --device cuda --seconds 80
@@ -485,7 +485,7 @@ def run(
 
 def main() -> None:
     """Run with the command-line arguments."""
-    parser = argparse.ArgumentParser(description="Run everything at once, with faults at random.")
+    parser = argparse.ArgumentParser(description="Run everything at once with random faults.")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=20, help="average steps between two events")

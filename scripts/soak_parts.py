@@ -77,7 +77,7 @@ class Faults:
         return is_due
 
     def operation(self, backend: Any) -> None:
-        """Fail if this operation of a capture is due; steps call it between operations."""
+        """Raise the planned error of a capture if it is due; steps call this between operations."""
         if self.at_operation < 0 or not backend.is_capturing():
             return
         self.at_operation -= 1
@@ -214,7 +214,7 @@ class Model:
         return hidden, values.abs()
 
     def attend(self, pair: Any) -> Any:
-        """Add rows up."""
+        """Return cumulative sums over rows."""
         return pair[0].cumsum(0), pair[1]
 
     def finish(self, pair: Any, slots: torch.Tensor) -> Any:

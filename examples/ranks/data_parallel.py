@@ -5,7 +5,7 @@ Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-ba
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/data_parallel.py
 (the same command on both). Without a GPU for each rank, it runs on the CPU with simulated graphs.
 
-The model adds its hidden rows over all ranks, like an expert layer shared by all ranks: a
+The model sums its hidden rows over all ranks, like an expert layer shared by all ranks: a
 collective that needs the same number of rows everywhere. Some ranks are idle in some steps and
 participate with padding rows. With ``--learn``, rank 0 learns from measured times and distributes
 its table.
@@ -73,13 +73,13 @@ def main() -> None:
         [graph_piece(up), eager_piece(over_ranks), graph_piece(down)],
         inputs,
         sizes=SIZES,
-        # Collectives of NCCL can be captured, those of gloo cannot.
+        # NCCL collectives can be captured, gloo collectives cannot.
         mode="FULL" if on_gpu else "PIECEWISE",
         policy=policy,
         options=RunnerOptions(device=device),
     )
     facts = {"model": "two layers", "weights": 0}
-    # An error on one rank leaves this block there and stops the other ranks, naming that rank.
+    # If a rank raises an error in this block, the other ranks stop with an error that names it.
     with RankAgreement(timeout=30.0, facts=facts) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()

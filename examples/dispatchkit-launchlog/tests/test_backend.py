@@ -1,4 +1,4 @@
-"""The kit for backends, and what this one adds to it."""
+"""Run the kit for backends, and test logging and delays."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_replay_is_logged_with_its_stream() -> None:
 
 def test_a_direct_launch_is_logged_too() -> None:
     class Direct:
-        """The tape, which launches past ``replay``."""
+        """Tape with direct launches."""
 
         def __init__(self) -> None:
             self.tape = resolve_backend("tape")

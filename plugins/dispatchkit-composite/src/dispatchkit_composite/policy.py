@@ -180,7 +180,7 @@ class CompositePolicy:
         return self._observe if any(_learns(one) for one in self._members) else None
 
     def _observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Pass the outcome to learning members, with ``won`` only for the one that decided."""
+        """Pass the outcome to learning members; ``won`` is true only for the deciding member."""
         who, _, rest = outcome.decision.policy.partition("/")
         updates = []
         for one in self._active():
@@ -207,7 +207,7 @@ class CompositePolicy:
         listed = ", ".join(f"{one.name}:{one.priority}" for one in self._members)
         return f"CompositePolicy({listed!r})"
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _active(self) -> Iterator[MemberState]:
         return (one for one in self._members if not one.suspended)

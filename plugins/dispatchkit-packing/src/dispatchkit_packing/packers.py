@@ -52,8 +52,8 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, max_items: int | None) -
 class CheapestPacking:
     """The cheapest of several first-fit decreasing packings, one for each captured size.
 
-    Its packings never cost more than those of ``first_fit_decreasing``, which are among those
-    compared.
+    A packing never costs more than that of ``first_fit_decreasing``, which is one of the
+    candidates.
 
     Args:
         cost: Function that returns the cost of a step from its number of tokens, in any unit, such

@@ -1,7 +1,7 @@
 """Convert a plan to settings of an engine.
 
-Engines count different units in their lists, and each emitter documents its unit: vLLM's sizes
-count tokens of any step, those of SGLang and TensorRT-LLM count requests of decode steps. With a
+Engines count different units in their lists, and each emitter documents its unit: sizes for vLLM
+count tokens of any step, sizes for SGLang and TensorRT-LLM count requests of decode steps. With a
 drafter, the two differ by a factor, the tokens per request.
 """
 

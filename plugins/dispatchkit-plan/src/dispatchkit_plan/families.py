@@ -225,7 +225,7 @@ def served_excess_pct(
 def _plan_for(
     plans: Mapping[tuple[bool | None, int | None], Sequence[int]], family: Family
 ) -> Sequence[int]:
-    """Return the sizes that serve a family: those of the smallest sufficient LoRA count."""
+    """Return the sizes for a family, from the plan with the smallest sufficient LoRA count."""
     exact = plans.get((family.uniform, family.loras))
     if exact is not None:
         return exact

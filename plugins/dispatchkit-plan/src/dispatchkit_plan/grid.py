@@ -7,8 +7,8 @@ than long ones, so each bucket needs its own sizes.
 
 ``plan_grid`` finds the best plan in two steps, both by dynamic programming: the best sizes of each
 count for each range of values (``optimal``), and then the best ranges within one number of graphs.
-The result is the exact optimum for the considered values and sizes. If the trace has more than
-those, a bound limits the distance of the plan from the optimum: no plan has a lower cost than the
+The result is the exact optimum for the considered values and sizes. If the trace has more values or
+sizes, a bound limits the distance of the plan from the optimum: no plan has a lower cost than the
 best plan for the same steps rounded down to considered values.
 """
 
@@ -171,7 +171,7 @@ def plan_grid(
         ConfigError: A setting is out of range.
         TraceError: The trace does not have the axis, or no step is within the limits.
 
-    Sizes are in rows. Values are in positions, or whatever the axis counts.
+    Sizes are in rows. Values are in the unit of the axis, such as positions.
     """
     graphs = check_count(graphs, "graphs")
     work = _Batches.of(trace, axis)

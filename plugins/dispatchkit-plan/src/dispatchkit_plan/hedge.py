@@ -2,8 +2,8 @@
 
 The optimal sizes of a trace overfit it. If they are planned on one minute and used in the next, an
 unseen size may be padded to the largest graph. The planner therefore optimizes for a mixture of
-three histograms: the trace's own, the same with each size spread over its neighborhood, and a small
-share of every size, proportional to 1/size.
+three histograms: the trace's histogram, this histogram with each size spread over its neighborhood,
+and a small share of every size, proportional to 1/size.
 
 The shares are found by validation. The trace is divided into blocks. Each mixture of a short list
 is planned on the first blocks and judged on the next one, and so on through the trace. The best
@@ -136,7 +136,7 @@ class HedgeChoice:
     """The hedge of a plan, and the reason for its choice.
 
     Attributes:
-        hedge: The mixture.
+        hedge: Chosen mixture.
         validated: Whether it was validated on held-out blocks of the trace.
         expected_excess_pct: (number of sizes, mean excess) pairs of the best mixture on the
             held-out blocks, in percent; empty if not validated.

@@ -47,7 +47,7 @@ class OwnSize:
     Attributes:
         size: Number of tokens.
         num_steps: Number of judged steps of exactly this size.
-        saved_us: Time that the graph saves on the judged steps, compared with all others alone.
+        saved_us: Time that the graph saves on the judged steps, in addition to all other graphs.
         num_bytes: Memory of the graph; None if the budget is a number of graphs.
     """
 
@@ -320,7 +320,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add the sizes that still fit, those with the best saving per price first."""
+    """Add sizes that still fit, in descending order of saving per price."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

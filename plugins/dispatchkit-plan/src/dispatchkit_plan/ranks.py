@@ -10,8 +10,8 @@ dispatcher decides. The simulation assumes the following:
 * An exchange is a chain of messages, each of which waits for the previous one: ``2 *
   ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its 256 bytes
   take no additional time.
-* Ranks reach the exchange at the same time, except for the time of their last step. This wait is
-  attributed to the slowest rank.
+* Differences in the time at which ranks reach the exchange come only from their last step. This
+  wait is attributed to the slowest rank.
 """
 
 from __future__ import annotations

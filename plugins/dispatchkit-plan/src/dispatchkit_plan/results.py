@@ -67,7 +67,7 @@ class Plan:
     """Capture sizes, their quality, and their assumptions.
 
     Attributes:
-        sizes: Sizes to capture, ascending, over all families. The largest candidate size is always
+        sizes: Sizes to capture for all families, ascending. The largest candidate size is always
             included.
         families: Sizes for each kind of step; one entry unless planned by kind.
         num_graphs: Number of graphs of all families.

@@ -204,7 +204,7 @@ def test_a_file_is_whole_or_not_there(account: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_report(account, path)
     assert path.read_text(encoding="utf-8").endswith("</html>\n")
-    with pytest.raises(ConfigError, match="a folder that exists"):
+    with pytest.raises(ConfigError, match="an existing folder"):
         write_report(account, tmp_path / "no" / "page.html")
     with pytest.raises(ConfigError, match="source must be"):
         write_report(3, path)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ class Predictive:
         """
         if self._runner is not None:
             hint = "Create one Predictive for each runner."
-            raise ConfigError("runner", runner, "the only one attached", hint)
+            raise ConfigError("runner", runner, "attached to a new Predictive", hint)
         keys = tuple(runner.registry)
         self._planner = CapturePlanner(
             KeyPredictor(keys, order=self._order, decay=self._decay),
@@ -172,7 +172,7 @@ class Predictive:
                 num_uploads=self._num_uploads,
             )
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _attached(self) -> tuple[GraphRunner, CapturePlanner]:
         if self._runner is None or self._planner is None:

@@ -82,7 +82,7 @@ def calibrate(
             or pieces.
         inputs: Static inputs, if ``step`` is not a runner.
         example: One tensor for each input, instead of ``inputs``.
-        sizes: Sizes to capture and replay; by default, those of the runner.
+        sizes: Sizes to capture and replay; by default, the runner's sizes.
         eager_sizes: Sizes to run eager; by default, ``sizes`` and larger ones up to
             ``max_num_tokens`` of the runner.
         make_inputs: Function that returns the inputs for a number of rows and, if the runner has an

@@ -99,7 +99,7 @@ def measuring_subject(
         step: Runner, or a step to create a runner for.
         inputs: Static inputs, if ``step`` is not a runner.
         example: One tensor for each input, instead of ``inputs``.
-        sizes: Sizes to capture; by default, those of the runner.
+        sizes: Sizes to capture; by default, the runner's sizes.
         eager_sizes: Further sizes that the runner must accept.
         every_size: Whether to declare every size in every mode, instead of the keys of the policy.
         settings: Further settings of the runner.

@@ -41,7 +41,7 @@ def calibrate(
     sizes: Annotated[
         str | None,
         typer.Option(
-            "--sizes", metavar="A,B,...", help="Sizes to measure; by default, those of the runner."
+            "--sizes", metavar="A,B,...", help="Sizes to measure; by default, the runner's sizes."
         ),
     ] = None,
     pace: Annotated[

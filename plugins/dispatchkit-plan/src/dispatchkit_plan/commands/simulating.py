@@ -82,7 +82,7 @@ def simulate(
         typer.Option(
             "--ranks",
             metavar="N",
-            help="Number of ranks; each runs one step at a time with the others.",
+            help="Number of ranks, which run each step together.",
         ),
     ] = 1,
     seed: Annotated[

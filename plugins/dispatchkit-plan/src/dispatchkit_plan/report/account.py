@@ -84,7 +84,7 @@ class AccountedDecision:
 
 @attrs.define
 class AccountBin:
-    """Number of steps in each mode, and tokens and padding, of consecutive steps."""
+    """Step counts by mode, tokens and padding of consecutive steps."""
 
     modes: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(RuntimeMode.__members__, 0))
     real_tokens: int = 0

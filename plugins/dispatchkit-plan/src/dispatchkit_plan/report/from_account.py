@@ -123,7 +123,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
         ),
         tiles=(
             Tile("Steps", f"{steps:,}", f"{account.num_graphs} graphs declared"),
-            Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} steps eager"),
+            Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} eager steps"),
             Tile("Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} padding tokens"),
             Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x the speed of eager"),
         ),
