@@ -23,6 +23,8 @@ def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[s
 
 _LONGEST_VALUE = 200
 _LONGEST_MESSAGE = 1000
+# Names that a message lists; of more it has only the closest.
+_MOST_NAMES = 40
 
 
 def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
@@ -121,9 +123,11 @@ class UnknownNameError(ConfigError, LookupError):
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
         self.nearest: tuple[str, ...] = nearest_names(name, self.known)
-        listing = ", ".join(self.known) or "none"
+        listing = f"one of: {', '.join(self.known) or 'none'}"
+        if len(self.known) > _MOST_NAMES:
+            listing = f"one of {len(self.known)} names"
         guess = did_you_mean(name, self.known)
-        super().__init__(kind, name, f"one of: {listing}", f"{guess} {hint}".strip())
+        super().__init__(kind, name, listing, f"{guess} {hint}".strip())
 
 
 class DescriptorError(DispatchkitError, ValueError):

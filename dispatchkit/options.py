@@ -15,7 +15,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys.checks import check_count, check_flag
+from dispatchkit.keys.checks import check_count, check_flag, naming_unknown, refuses_unknown_names
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.reading import read_flag, read_options, read_word
 from dispatchkit.keys.records import SettingInfo, or_none, setting, settings_repr
@@ -95,6 +95,7 @@ def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
 # -- the records --------------------------------------------------------------------------
 
 
+@refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class CaptureOptions:
     """Settings of captures.
@@ -121,6 +122,7 @@ class CaptureOptions:
     __repr__ = settings_repr
 
 
+@refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryOptions:
     """Memory limits, which are never exceeded, even while one graph replaces another.
@@ -148,6 +150,7 @@ class MemoryOptions:
     __repr__ = settings_repr
 
 
+@refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class BufferOptions:
     """Settings of static input and output buffers.
@@ -172,6 +175,7 @@ class BufferOptions:
     __repr__ = settings_repr
 
 
+@refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class LaneOptions:
     """Settings that distribute submitted steps over lanes.
@@ -192,6 +196,7 @@ class LaneOptions:
     __repr__ = settings_repr
 
 
+@refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class RunnerOptions:
     """Settings of a ``GraphRunner`` other than its own arguments.
@@ -381,11 +386,16 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
 
 
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function to reject moved keyword arguments and show the replacement."""
+    """Decorate a runner's ``__init__`` to reject keyword arguments that it does not have.
+
+    For a setting that belongs in its options, the error shows the replacement; for others, the
+    closest names.
+    """
+    named = naming_unknown(function, "GraphRunner")
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         refuse_moved(kwargs)
-        return function(*args, **kwargs)
+        return named(*args, **kwargs)
 
     return checked

@@ -14,7 +14,7 @@ import attrs
 from dispatchkit.dispatch.policy import policy_name
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.checks import whole_number
+from dispatchkit.keys.checks import refuses_unknown_names, whole_number
 
 #: Traits that a lane policy may claim, and that the test kit then checks. ``sticky``: steps of a
 #: key run on a lane that has its graph. ``spreads``: all lanes are used. ``balances``: no lane is
@@ -103,6 +103,7 @@ class PrioritizedLanePolicy(Protocol):
         ...
 
 
+@refuses_unknown_names
 @attrs.frozen
 class Lanes:
     """The lanes of a runner: their number, policy and memory.

@@ -41,6 +41,21 @@ from dispatchkit.registry import KeyState
 _Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
+def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
+    """Return keys as a tuple.
+
+    Raises:
+        ConfigError: They are not a list of keys.
+    """
+    if keys is None:
+        return None
+    found = tuple(keys) if isinstance(keys, Iterable) else ()
+    if not isinstance(keys, Iterable) or any(not isinstance(key, GraphKey) for key in found):
+        hint = "list(runner.registry) has the runner's keys."
+        raise ConfigError("keys", keys, "a list of GraphKeys", hint)
+    return found
+
+
 class Controls:
     """Capture, freeze, evict and inspect the graphs of a runner.
 
@@ -72,7 +87,7 @@ class Controls:
 
         See ``GraphRunner.capture``.
         """
-        chosen = self._placement.by_lane(None if keys is None else tuple(keys))
+        chosen = self._placement.by_lane(_checked(keys))
         with progress_shower(progress) as show, self._lock:
             self._turns.wait()
             report = CaptureReport.total(
@@ -109,8 +124,8 @@ class Controls:
                 set an attribute or a global that another run resets.
 
         Raises:
-            ConfigError: ``max_pause_us`` is not a positive number, or results are views of memory,
-                which the proof of a new graph may overwrite.
+            ConfigError: ``keys`` are not keys, ``max_pause_us`` is not a positive number, or
+                results are views of memory, which the proof of a new graph may overwrite.
             RegistryError: The runner is frozen, or a key is not declared.
         """
         if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
@@ -125,7 +140,7 @@ class Controls:
                 "A view could be read while a new graph is proven in the same memory. Use "
                 "capture() instead.",
             )
-        chosen = self._placement.by_lane(None if keys is None else tuple(keys))
+        chosen = self._placement.by_lane(_checked(keys))
         places: dict[GraphKey, list[int]] = {}
         for index, own in enumerate(chosen):
             lifecycle = self._executors[index].lifecycle
@@ -182,7 +197,7 @@ class Controls:
         Args:
             keys: The keys; by default all declared ones that are not switched off.
         """
-        chosen = self._placement.by_lane(None if keys is None else tuple(keys))
+        chosen = self._placement.by_lane(_checked(keys))
         for member, own in zip(self._executors, chosen, strict=True):
             for key in tuple(member.registry) if own is None else own:
                 entry = member.registry.get(key)

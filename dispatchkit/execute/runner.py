@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
@@ -26,12 +25,11 @@ from dispatchkit.execute.live.swap_requests import UNCHANGED
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.report import ladder
-from dispatchkit.execute.setup import RunnerSpec, merge_config
+from dispatchkit.execute.setup import RunnerSpec
 from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.observe.counters import RunnerStats
@@ -114,40 +112,25 @@ class GraphRunner:
         lanes: int | Lanes = 1,
         options: RunnerOptions | None = None,
     ) -> None:
-        options = RunnerOptions() if options is None else options
-        if not isinstance(options, RunnerOptions):
-            raise ConfigError("options", options, "RunnerOptions")
-        if isinstance(step, GraphRunner):
-            raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
-        if (inputs is None) == (example is None):
-            raise ConfigError("inputs", inputs, "given, or an example of them, and not both")
-        for name, by_name in (("inputs", inputs), ("example", example)):
-            if by_name is not None and not isinstance(by_name, Mapping):
-                allowed = "a dictionary by the names of the step's parameters"
-                raise ConfigError(name, type(by_name).__name__, allowed)
-        lazy = check_flag(lazy, "lazy")
-        if outputs not in ("owned", "view"):
-            raise ConfigError("outputs", outputs, "'owned' or 'view'")
-        config = merge_config(
-            options.config,
+        # The specification, from which copies, lanes and swaps are made.
+        spec = RunnerSpec.of(
+            step=step,
+            inputs=inputs,
+            example=example,
             sizes=sizes,
             max_num_tokens=max_num_tokens,
             mode=mode,
             axes=axes,
-        )
-        # The specification, from which copies, lanes and swaps are made.
-        spec = RunnerSpec(
-            step=step,
-            inputs=inputs,
-            example=example,
             policy=policy,
             backend=backend,
             outputs=outputs,
-            state=StepState.of(state),
+            state=state,
             lazy=lazy,
             lanes=lanes,
-            options=attrs.evolve(options, config=config),
+            options=options,
         )
+        if isinstance(step, GraphRunner):
+            raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
         check_lanes(spec)
         work = make_workload(spec)
         executors = make_executors(work)
@@ -320,6 +303,10 @@ class GraphRunner:
                 policy assigns to it.
             progress: Show a progress bar on stderr, or call this with (done, total, key).
             again: Also retry keys that failed too often, after the cause was fixed.
+
+        Raises:
+            ConfigError: ``keys`` are not a list of keys.
+            RegistryError: A key is not declared, or the runner is frozen.
         """
         return self.controls.capture(keys, progress=progress, again=again)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,18 +13,20 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
 from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.distributions import DEFAULT_POLICY
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.memory import MemoryGroup
 from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
+from dispatchkit.keys.axes import Axis
+from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
 from dispatchkit.keys.records import changed_settings
 from dispatchkit.options import RunnerOptions
-from dispatchkit.plugins import PluginSet, PolicyWithPlugins
+from dispatchkit.plugins import PluginSet, PolicyWithPlugins, load_plugins
 
 _OWN_DISTRIBUTION = "dispatchkit"
 
@@ -57,6 +59,57 @@ class RunnerSpec:
     lazy: bool
     lanes: int | Lanes
     options: RunnerOptions
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        step: Any,
+        inputs: Mapping[str, StaticInput | SlotState] | None,
+        example: Mapping[str, torch.Tensor] | None,
+        outputs: str,
+        state: StepState | Iterable[torch.Tensor],
+        lazy: bool,
+        options: RunnerOptions | None,
+        sizes: Sequence[int] | None,
+        max_num_tokens: int | None,
+        mode: CUDAGraphMode | str | None,
+        axes: Sequence[Axis] | None,
+        **others: Any,
+    ) -> RunnerSpec:
+        """Return the specification for the arguments of a runner.
+
+        Raises:
+            ConfigError: An argument is invalid, or two contradict each other.
+        """
+        options = RunnerOptions() if options is None else options
+        if not isinstance(options, RunnerOptions):
+            raise ConfigError("options", options, "RunnerOptions")
+        if (inputs is None) == (example is None):
+            raise ConfigError("inputs", inputs, "given, or an example of them, and not both")
+        for name, by_name in (("inputs", inputs), ("example", example)):
+            if by_name is not None and not isinstance(by_name, Mapping):
+                allowed = "a dictionary by the names of the step's parameters"
+                raise ConfigError(name, type(by_name).__name__, allowed)
+        if outputs not in ("owned", "view"):
+            raise ConfigError("outputs", outputs, "'owned' or 'view'")
+        config = merge_config(
+            options.config,
+            sizes=sizes,
+            max_num_tokens=max_num_tokens,
+            mode=mode,
+            axes=axes,
+        )
+        return cls(
+            step=step,
+            inputs=inputs,
+            example=example,
+            outputs=outputs,
+            state=StepState.of(state),
+            lazy=check_flag(lazy, "lazy"),
+            options=attrs.evolve(options, config=config),
+            **others,
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the runner."""
@@ -121,6 +174,28 @@ class RunnerSpec:
             policy=policy if self.plugins is None else self.plugins.with_policy(policy),
             options=attrs.evolve(self.options, policy_options=options or {}),
         )
+
+
+def check_names(spec: RunnerSpec) -> None:
+    """Reject a policy or backend that does not exist, without creating one.
+
+    Raises:
+        UnknownNameError: No plugin provides it.
+        ConfigError: An object is not a backend.
+    """
+    if isinstance(spec.named_policy, str):
+        (spec.plugins or load_plugins()).get_policy(spec.named_policy)
+    if not isinstance(spec.backend, str):
+        resolve_backend(spec.backend)
+    elif not _is_built_in(spec.backend):
+        registered = (spec.plugins or load_plugins()).backends
+        if spec.backend not in registered:
+            known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *registered}
+            raise UnknownNameError("backend", spec.backend, known)
+
+
+def _is_built_in(backend: str) -> bool:
+    return backend.partition(":")[0] in (AUTO, "cpu", *BUILT_IN_BACKENDS)
 
 
 def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
@@ -218,10 +293,7 @@ def make_backend(
         made = resolve_backend(backend)
         _check_device(made, device)
         return made
-    built_in = backend.partition(":")[0] in (AUTO, "cpu", *BUILT_IN_BACKENDS)
-    if plugins is None and not built_in:
-        from dispatchkit.plugins import load_plugins
-
+    if plugins is None and not _is_built_in(backend):
         plugins = load_plugins()
     factories = {}
     if plugins is not None:
@@ -269,8 +341,6 @@ def make_policy(
     if policy is not None and not isinstance(policy, str):
         return policy, "", plugins
     if plugins is None:
-        from dispatchkit.plugins import load_plugins
-
         plugins = load_plugins()
     if policy is None:
         policy = plugins.select_policy(config) or DEFAULT_POLICY

@@ -32,7 +32,7 @@ from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, Input
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.state import StepState, storage_of
-from dispatchkit.keys.checks import check_count, check_flag, whole_number
+from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_names, whole_number
 
 _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
@@ -47,6 +47,7 @@ class SlotInput(StaticInput):
     next_step = _SLOTS_OF
 
 
+@refuses_unknown_names
 @attrs.frozen
 class RawBank(StaticInput):
     """A bank that steps read and write themselves, with rows only for the slots.
@@ -131,8 +132,10 @@ class Bank:
         return self.tensor.index_select(self.dim, index)
 
     def put(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows of the bank's dtype."""
+        """Write rows of the bank's dtype, which may be a view of it."""
         tensor = self.tensor
+        if storage_of(rows) == storage_of(tensor):
+            rows = rows.clone()
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             # torch has no such copy for them.
             tensor, rows = tensor.view(torch.uint8), rows.view(torch.uint8)
@@ -216,13 +219,14 @@ class SlotRows:
             )
         bank.put(self.index, value)
         if self._watch is not None:
-            self._watch.note_assigned(name)
+            self._watch.note_assigned(name, value)
 
     def bank(self, name: str) -> torch.Tensor:
         """Return the whole of a bank, to write parts of its rows at ``index``."""
         return self._state.get_bank(name).tensor
 
 
+@refuses_unknown_names
 class SlotState:
     """State of sessions that join and leave: banks with a row per slot, and their assignment.
 
@@ -625,7 +629,8 @@ class RowWatch:
         self._banks = {storage_of(bank.tensor): (name, bank) for name, bank in banks.items()}
         self._watches = watches
         self._copies: dict[int, tuple[str, StorageWeakRef]] = {}
-        self._changed: dict[str, str] = {}
+        # The operation that changed a copy, by its storage.
+        self._changed: dict[int, str] = {}
 
     def __enter__(self) -> None:
         self._watches[threading.get_ident()] = self
@@ -633,8 +638,7 @@ class RowWatch:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         del self._watches[threading.get_ident()]
         if kind is None:
-            for name in list(self._changed):
-                self._check_assigned(name)
+            self._check_assigned()
 
     def check_write(self, written: torch.Tensor, operation: str) -> None:
         """Check an in-place write, before it is done.
@@ -651,9 +655,8 @@ class RowWatch:
                 f"write parts of them: slots.bank({name!r})[slots.index, ...] = value.",
                 reason="slot_written",
             )
-        copied, reference = self._copies.get(storage, ("", None))
-        if reference is not None and not reference.expired():
-            self._changed[copied] = operation
+        if self._is_copy(storage):
+            self._changed[storage] = operation
 
     def note_read(self, name: str, taken: torch.Tensor) -> None:
         """Note a copy of rows.
@@ -664,12 +667,31 @@ class RowWatch:
         self._check_assigned(name)
         self._copies[storage_of(taken)] = name, StorageWeakRef(taken.untyped_storage())
 
-    def note_assigned(self, name: str) -> None:
-        """Note that rows are assigned."""
-        self._changed.pop(name, None)
+    def note_assigned(self, name: str, value: torch.Tensor) -> None:
+        """Note that rows are assigned.
 
-    def _check_assigned(self, name: str) -> None:
-        if (operation := self._changed.get(name)) is not None:
+        A value that is no copy itself may be computed from any of them.
+
+        Raises:
+            CaptureError: It is a copy, and another one was changed.
+        """
+        storage = storage_of(value)
+        is_copy = self._is_copy(storage) and self._copies[storage][0] == name
+        for changed in [one for one in self._changed if self._copies[one][0] == name]:
+            if changed == storage or not is_copy:
+                del self._changed[changed]
+        self._check_assigned(name)
+
+    def _is_copy(self, storage: int) -> bool:
+        _, reference = self._copies.get(storage, ("", None))
+        return reference is not None and not reference.expired()
+
+    def _check_assigned(self, of: str | None = None) -> None:
+        """Refuse a changed copy that was not assigned, of one bank or of any."""
+        for storage, operation in self._changed.items():
+            name, _ = self._copies[storage]
+            if of is not None and name != of:
+                continue
             raise CaptureError(
                 f"The step changes rows of {name!r} in place, by {operation}, and does not assign "
                 f"them. They are a copy, so the change is lost. Assign them: slots[{name!r}] = "

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, DescriptorError
-from dispatchkit.keys.checks import check_count, whole_number
+from dispatchkit.keys.checks import check_count, refuses_unknown_names, whole_number
 
 #: The bucket of each axis, in order; None for a value outside all buckets of its axis.
 AxisBuckets = tuple[int | None, ...]
@@ -30,6 +30,7 @@ def _buckets(value: Any) -> tuple[int, ...]:
     return tuple(sorted({check_count(item, "buckets", minimum=0) for item in items}))
 
 
+@refuses_unknown_names
 @attrs.frozen
 class Axis:
     """A user-defined dimension of a batch that graphs are captured for.

@@ -1,13 +1,27 @@
-"""Validate whole numbers and flags."""
+"""Validate whole numbers, flags and names of arguments."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, UnknownNameError
 
-__all__ = ["check_count", "check_flag", "is_flag", "read_flag", "whole_number"]
+__all__ = [
+    "check_count",
+    "check_flag",
+    "is_flag",
+    "naming_unknown",
+    "read_flag",
+    "refuses_unknown_names",
+    "whole_number",
+]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _WORDS: Final = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -100,3 +114,45 @@ def read_flag(value: Any, setting: str) -> bool:
     if word not in _WORDS:
         raise ConfigError(setting, value, "true or false")
     return _WORDS[word]
+
+
+def refuses_unknown_names(kind: type[_T]) -> type[_T]:
+    """Decorate a class to name unknown and missing arguments, as ``naming_unknown`` does."""
+    made: Any = kind
+    made.__init__ = naming_unknown(made.__init__, kind.__name__)
+    return kind
+
+
+def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
+    """Return a function that names missing arguments, and the closest names to unknown ones.
+
+    Args:
+        function: The function.
+        owner: Whose settings its arguments are, for the message.
+
+    Raises:
+        UnknownNameError: Raised by the function returned, for an unknown keyword argument.
+        ConfigError: Raised by it for a missing argument.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            parameters = inspect.signature(function).parameters
+            known = {name for name in parameters if name != "self" and name[0] != "_"}
+            for name in kwargs:
+                if name not in known:
+                    raise UnknownNameError(f"setting of {owner}", name, known) from None
+            for name, one in parameters.items():
+                is_named = one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+                if is_named and one.default is one.empty and name not in bound(args, kwargs):
+                    raise ConfigError(name, None, f"given to {owner}") from None
+            raise
+
+    def bound(args: Any, kwargs: Any) -> set[str]:
+        """Return the names of the arguments that were given."""
+        return set(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
+
+    return checked

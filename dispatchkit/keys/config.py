@@ -11,7 +11,7 @@ import attrs
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.axes import Axis, Variants
 from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
-from dispatchkit.keys.checks import check_count, check_flag
+from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_names
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.keys.reading import read_axes, read_flag, read_number_or_numbers, read_numbers
 from dispatchkit.keys.records import SettingInfo, or_none, setting, setting_metadata, settings_repr
@@ -49,6 +49,7 @@ def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
     return check_capture_sizes(value, setting=name)
 
 
+@refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.

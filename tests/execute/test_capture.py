@@ -10,10 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
+    BatchDescriptor,
     BufferOptions,
     CaptureOptions,
+    GraphKey,
     GraphRunner,
     RunnerOptions,
+    RuntimeMode,
     StaticInput,
     eager_piece,
     graph_piece,
@@ -461,6 +464,19 @@ def test_idle_moments_capture_what_was_most_asked_for(make_runner, keys, quiet):
     assert runner.controls.capture_next() == keys.full(4)
     assert runner.controls.capture_next() is None
     assert runner.controls.has(keys.full(8))
+
+
+@pytest.mark.parametrize("keys", [["x"], "x", 3, [[1]]])
+def test_what_is_no_key_is_refused_with_how_to_list_keys(make_runner, keys):
+    runner = make_runner(double)
+    how = r"keys must be a list of GraphKeys.*list\(runner\.registry\)"
+    for wrong in (runner.capture, runner.controls.capture_in_background, runner.controls.ready):
+        with pytest.raises(ConfigError, match=how):
+            wrong(keys)
+    other = GraphKey(RuntimeMode.FULL, BatchDescriptor(999))
+    for wrong in (lambda: runner.capture([other]), lambda: runner.evict(other)):
+        with pytest.raises(RegistryError, match=r"tokens=999 is not declared.*list\(runner\."):
+            wrong()
 
 
 def test_frozen_runner_captures_nothing(make_runner, keys):

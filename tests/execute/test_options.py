@@ -7,24 +7,30 @@ import inspect
 import pickle
 import warnings
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import dispatchkit  # noqa: E402
 from dispatchkit import (  # noqa: E402
+    Axis,
+    BufferOptions,
+    CaptureOptions,
     DispatchConfig,
+    GraphMemory,
     GraphRunner,
     LaneOptions,
     Lanes,
     MemoryOptions,
     RunnerOptions,
+    SlotState,
     StaticInput,
     StepState,
     graphed,
     load_plugins,
 )
-from dispatchkit.errors import ConfigError  # noqa: E402
+from dispatchkit.errors import ConfigError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
 INPUTS = {"x": StaticInput((None, 2), "float32")}
@@ -127,9 +133,84 @@ def test_graphed_refuses_them_before_the_first_call():
         graphed(double, options={"strict": True})
 
 
-def test_other_keywords_are_unknown():
-    with pytest.raises(TypeError, match="polcy"):
-        make(polcy="vllm")
+WRONG = {
+    "outputs": ["viw", 3],
+    "mode": ["FUL", 3],
+    "lazy": ["yes", 1],
+    "lanes": [0, "2", Lanes(0)],
+    "sizes": ["x", 1.5, [0], []],
+    "max_num_tokens": [0, "x"],
+    "axes": [3, ["length"]],
+    "policy": ["vlm"],
+    "backend": ["tpe", 3],
+    "state": [3, "x"],
+    "options": [3],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_a_wrong_value_is_refused_at_once_by_both_front_doors(name, value):
+    """Not at the first call, which may come much later."""
+    problems = []
+    for wrong in (
+        lambda: make(**{name: value}),
+        lambda: graphed(double, **{name: value}),
+        lambda: graphed(**{name: value}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            wrong()
+        problems.append(str(caught.value))
+    assert len(set(problems)) == 1
+
+
+@pytest.mark.parametrize("value", ["rows", 1.5, {"x": "0"}, [0]])
+def test_a_wrong_batch_dim_is_refused_at_once(value):
+    with pytest.raises(ConfigError, match="batch_dims must be the index of a dimension, None"):
+        graphed(double, batch_dims=value)
+
+
+def test_lanes_of_graphed_may_be_an_object():
+    memory = GraphMemory()
+    fast = graphed(double, lanes=Lanes(2, memory=memory))
+    fast(torch.ones(2))
+    assert fast.graphed.memory is memory
+    assert len(fast.graphed.runners[0].lanes) == 2
+    with pytest.raises(ConfigError, match="given in only one place"):
+        graphed(double, lanes=Lanes(1, memory=memory), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("made_with", "typo", "nearest"),
+    [
+        (make, "size", "sizes"),
+        (make, "polcy", "policy"),
+        (lambda **typo: graphed(double, **typo), "size", "sizes"),
+        (RunnerOptions, "strickt", "strict"),
+        (CaptureOptions, "warmup", "warmups"),
+        (MemoryOptions, "max_graph", "max_graphs"),
+        (BufferOptions, "rowcount", "row_count"),
+        (LaneOptions, "policy", "lane_policy"),
+        (DispatchConfig, "max_tokens", "max_num_tokens"),
+        (StepState, "tensor", "tensors"),
+        (Lanes, "counts", "count"),
+        (GraphMemory, "sleep", "sleeps"),
+        (lambda **typo: Axis("length", [4], **typo), "exactly", "exact"),
+        (lambda **typo: StaticInput((None,), "int64", **typo), "hosts", "host"),
+        (
+            lambda **typo: SlotState({"h": StaticInput((None,), "int64")}, 2, **typo),
+            "dev",
+            "device",
+        ),
+        (lambda **typo: attrs.evolve(RunnerOptions(), **typo), "strickt", "strict"),
+    ],
+)
+def test_a_misspelt_keyword_is_refused_with_the_nearest(made_with, typo, nearest):
+    with pytest.raises(UnknownNameError) as caught:
+        made_with(**{typo: 1})
+    assert nearest in caught.value.nearest
+    assert "_" not in {name[0] for name in caught.value.known}
 
 
 # -- what is kept -----------------------------------------------------------------------------

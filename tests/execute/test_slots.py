@@ -395,7 +395,30 @@ def change_a_clone(x, slots):
     return before.zero_()
 
 
-@pytest.mark.parametrize("step", [add_and_forget, write_a_column, read_again])
+def assign_another_copy(x, slots):
+    first, second = slots["total"], slots["total"]
+    first.add_(x)
+    slots["total"] = second
+    return x * 1
+
+
+def assign_a_view_of_another_changed_copy(x, slots):
+    first, second = slots["total"], slots["total"]
+    first.add_(x)
+    slots["total"] = second.add_(1)[:]
+    return x * 1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        add_and_forget,
+        write_a_column,
+        read_again,
+        assign_another_copy,
+        assign_a_view_of_another_changed_copy,
+    ],
+)
 def test_a_change_of_copied_rows_that_is_lost_is_refused(step):
     """Where rows are gathered, what is read is a copy."""
     state = state_of()
@@ -407,7 +430,23 @@ def test_a_change_of_copied_rows_that_is_lost_is_refused(step):
         assert "Assign them: slots['total'] = rows" in problem
 
 
-@pytest.mark.parametrize("step", [add_and_assign, change_a_clone])
+def assign_what_is_computed(x, slots):
+    first, second = slots["total"], slots["total"]
+    first.add_(x)
+    slots["total"] = first + second * 0
+    return x * 1
+
+
+def assign_the_changed_of_two(x, slots):
+    first, second = slots["total"], slots["total"]
+    first.add_(x)
+    slots["total"] = first
+    return second * 1
+
+
+@pytest.mark.parametrize(
+    "step", [add_and_assign, change_a_clone, assign_what_is_computed, assign_the_changed_of_two]
+)
 def test_a_change_of_copied_rows_that_is_assigned_is_kept(step):
     """In-place operations are allowed where their result reaches the bank, or is not to."""
     state = state_of()
@@ -416,6 +455,44 @@ def test_a_change_of_copied_rows_that_is_assigned_is_kept(step):
     for _ in range(2):
         runner(x=torch.ones(1, 2), slots=[0])
     assert totals(state) == {"a": 2}
+
+
+def test_a_change_that_is_not_in_what_is_computed_is_lost():
+    """As it is in eager: only an assigned copy tells that another copy's change is not wanted."""
+
+    def step(x, slots):
+        first, second = slots["total"], slots["total"]
+        first.add_(x)
+        slots["total"] = second + 10
+        return x * 1
+
+    state = state_of()
+    state.join("a")
+    runner_of(state, step, options=RunnerOptions(strict=True))(x=torch.ones(1, 2), slots=[0])
+    assert totals(state) == {"a": 10}
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_may_be_assigned_to_themselves(compact):
+    def step(x, slots):
+        slots["total"] = slots["total"]
+        slots["total"] = slots["total"] + x
+        slots["total"] = slots.bank("total")[: len(x)] if compact else slots["total"][:]
+        return slots["total"] * 1
+
+    state = state_of(compact=compact)
+    for name in "abc":
+        state.join(name)
+    runner = runner_of(state, step, options=RunnerOptions(strict=True))
+    for rows in (3, 2, 3):
+        runner(x=torch.ones(rows, 2), slots=list(range(rows)))
+    assert totals(state) == {"a": 3, "b": 3, "c": 2}
+
+
+def test_a_state_without_banks_is_refused():
+    for wrong, missing in (({"host": True}, "banks"), ({"banks": {}}, "num_slots")):
+        with pytest.raises(ConfigError, match=f"{missing} must be given to SlotState"):
+            SlotState(**wrong)
 
 
 def test_padding_that_changes_rows_is_found_with_slots_too():

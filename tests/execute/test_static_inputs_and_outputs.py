@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest.mock import Mock
 
 import pytest
@@ -541,6 +542,14 @@ class TestStaticInput:
         with pytest.raises(UnknownNameError) as caught:
             StaticInput((None,), "int46")
         assert "int4" in caught.value.nearest or "int16" in caught.value.nearest
+        with pytest.raises(UnknownNameError) as caught:
+            StaticInput((None,), "flot32")
+        assert re.fullmatch(
+            r"dtype must be one of \d+ names, got 'flot32'\. Did you mean 'float32'.*\? "
+            r"Common ones: bool, int32, .*",
+            str(caught.value),
+        )
+        assert "float8_e4m3fn" in caught.value.known
 
     @pytest.mark.parametrize(
         ("fill", "dtype"),

@@ -161,7 +161,7 @@ def test_uniform_sizes_are_named_in_their_own_error():
 
 def test_unknown_setting_is_refused():
     """A misspelt setting never passes without effect."""
-    with pytest.raises(TypeError, match="max_tokens"):
+    with pytest.raises(UnknownNameError, match="got 'max_tokens'"):
         DispatchConfig(max_tokens=8)
 
 

@@ -66,7 +66,10 @@ class LiveGraphs:
         """
         entry = self._registry.get(key)
         if entry is None:
-            raise RegistryError(f"{key} is not declared in this runner.")
+            raise RegistryError(
+                f"{key} is not declared in this runner; list(runner.registry) has its "
+                f"{len(self._registry)} keys."
+            )
         return entry
 
     def evict(self, key: GraphKey, reason: str = "requested") -> None:

@@ -611,12 +611,17 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The given memory is invalid.
     """
-    group, options = MemoryGroup.of(settings.get("memory")), settings["options"]
+    lanes, options = settings.get("lanes", 1), settings["options"]
+    lanes = lanes if isinstance(lanes, Lanes) else Lanes(lanes)
+    given = settings.get("memory")
+    if given is not None and lanes.memory is not None:
+        raise ConfigError("memory", given, "given in only one place", "lanes= also has one.")
+    group = MemoryGroup.of(lanes.memory if given is None else given)
     if group is None:
         limits = options.memory
         group = GraphMemory(max_bytes=limits.max_bytes).group("graphed")
         options = attrs.evolve(options, memory=attrs.evolve(limits, max_bytes=None))
-    lanes = Lanes(settings.get("lanes", 1), memory=group)
+    lanes = attrs.evolve(lanes, memory=group)
     others = {name: value for name, value in settings.items() if name != "memory"}
     return {**others, "lanes": lanes, "options": options}
 

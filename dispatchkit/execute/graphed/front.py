@@ -9,18 +9,22 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dispatchkit.dispatch import Policy
+from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
+from dispatchkit.execute.lanes.build import check_lanes
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.keys.checks import check_flag
+from dispatchkit.execute.setup import RunnerSpec, check_names
+from dispatchkit.keys.capture_sizes import CaptureSizeWarning
+from dispatchkit.keys.checks import check_flag, whole_number
 from dispatchkit.keys.records import changed_settings
-from dispatchkit.options import RunnerOptions, refuse_moved
+from dispatchkit.options import DERIVED, RunnerOptions, refuse_moved
 
 
 class GraphedFunction:
@@ -57,7 +61,7 @@ def graphed(
     *,
     sizes: Sequence[int] | None = None,
     policy: str | Policy | None = None,
-    lanes: int | None = None,
+    lanes: int | Lanes | None = None,
     outputs: str = "owned",
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     batch_dims: int | Mapping[str, int | None] | str | None = "derived",
@@ -107,16 +111,19 @@ def graphed(
         if "mode" in settings or "mode" in changed_settings(options.config):
             raise ConfigError("pieces", pieces, "given without a mode", "It is mode='PIECEWISE'.")
         settings["mode"] = "PIECEWISE"
+    if isinstance(sizes, Iterable) and not isinstance(sizes, str):
+        sizes = tuple(sizes)
     given = {
         "lazy": True,
         **settings,
         "options": options,
         "outputs": outputs,
-        **({} if sizes is None else {"sizes": sizes if isinstance(sizes, int) else tuple(sizes)}),
+        **({} if sizes is None else {"sizes": sizes}),
         **({} if policy is None else {"policy": policy}),
         **({} if lanes is None else {"lanes": lanes}),
         **({} if memory is None else {"memory": memory}),
     }
+    _check_values(given, batch_dims)
     if module_or_function is None:
         given.pop("outputs")
         return functools.partial(
@@ -145,6 +152,29 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         if name not in known:
             own = inspect.signature(graphed).parameters
             raise UnknownNameError("setting of graphed", name, known.union(own) - {"settings"})
+
+
+def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
+    """Reject values that every runner of the calls would reject.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
+    arguments = {name: value for name, value in settings.items() if name != "memory"}
+    bound = inspect.signature(GraphRunner).bind(None, {}, **arguments)
+    bound.apply_defaults()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # each runner warns at its first call
+        spec = RunnerSpec.of(**bound.arguments)
+    check_lanes(spec)
+    check_names(spec)
+    MemoryGroup.of(settings.get("memory"))
+    dims = batch_dims.values() if isinstance(batch_dims, Mapping) else [batch_dims]
+    for dim in dims:
+        if dim is None or whole_number(dim) is not None or (dim is batch_dims and dim == DERIVED):
+            continue
+        allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary of such by name"
+        raise ConfigError("batch_dims", batch_dims, allowed)
 
 
 def _check_example(example: Any) -> None:

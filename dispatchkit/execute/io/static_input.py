@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
-from dispatchkit.keys.checks import whole_number
+from dispatchkit.keys.checks import refuses_unknown_names, whole_number
 
 
 def parse_dtype(value: Any) -> torch.dtype:
@@ -26,7 +26,10 @@ def parse_dtype(value: Any) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         known = {n for n in vars(torch) if isinstance(getattr(torch, n), torch.dtype)}
-        raise UnknownNameError("dtype", name, known)
+        hint = (
+            "Common ones: bool, int32, int64, float16, bfloat16, float32; a torch.dtype works too."
+        )
+        raise UnknownNameError("dtype", name, known, hint)
     return found
 
 
@@ -72,6 +75,7 @@ def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
         return False
 
 
+@refuses_unknown_names
 @attrs.frozen
 class StaticInput:
     """The declaration of one static input.

@@ -27,7 +27,7 @@ from dispatchkit.errors import ConfigError, ReplayError
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.pool_group import PoolGroup
 from dispatchkit.execute.memory.turns import Turns
-from dispatchkit.keys.checks import check_count, check_flag
+from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_names
 
 #: Name of the default group of runners.
 DEFAULT_GROUP = "default"
@@ -39,6 +39,7 @@ _INSTEAD = (
 )
 
 
+@refuses_unknown_names
 class GraphMemory:
     """The memory of the graphs of several runners: ``lanes=Lanes(memory=memory)``.
 

@@ -34,6 +34,7 @@ from dispatchkit.backends.watching.dispatch_mode import (
 )
 from dispatchkit.backends.watching.host_sync import run_composite
 from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.keys.checks import refuses_unknown_names
 
 
 def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
@@ -41,6 +42,8 @@ def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
     if isinstance(value, torch.Tensor):
         hint = f"Put it into one: {name}=[cache]."
         raise ConfigError(name, type(value).__name__, "a list of tensors", hint)
+    if not isinstance(value, Iterable):
+        raise ConfigError(name, value, "a list of tensors")
     tensors = tuple(value)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -60,6 +63,8 @@ def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator,
     if isinstance(generators, torch.Generator):
         hint = "Put it into one: generators=[generator]."
         raise ConfigError("generators", "Generator", "a list of generators", hint)
+    if not isinstance(generators, Iterable):
+        raise ConfigError("generators", generators, "a list of torch.Generator")
     found = tuple(generators)
     for generator in found:
         if not isinstance(generator, torch.Generator):
@@ -67,6 +72,7 @@ def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator,
     return found
 
 
+@refuses_unknown_names
 @attrs.frozen(eq=False, repr=False)
 class StepState:
     """The state that a step changes besides its outputs, as declared by the user.
