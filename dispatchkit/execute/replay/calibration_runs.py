@@ -1,4 +1,4 @@
-"""Calibration runs: steps timed for a learning policy right after a capture."""
+"""CalibrationRuns: time steps for a learning policy after a capture."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from dispatchkit.observe.counters import StepCounters
 
 
 class CalibrationRuns:
-    """Times the runs that a dispatcher's policy requests.
+    """A runner of the calibration runs that a policy requests.
 
     Args:
         dispatcher: The dispatcher of the policy.
-        planner: Creates the plans of graphs that run ahead.
-        lifecycle: The graphs.
-        timings: Receives the measurements.
+        planner: The planner, for replays of the largest graph.
+        lifecycle: The lane's graphs.
+        timings: The measured steps.
         lane: The lane of the runs.
-        warmups: Has the state that the step changes.
+        warmups: The warmups, which record the state that the step changes.
         inputs: The static inputs.
-        counters: Counters, which do not change.
-        is_off: Nothing is measured here, as in check mode.
+        counters: The step counters, which calibration runs do not change.
+        is_off: Whether calibration is off, as in check mode.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class CalibrationRuns:
         self._backend = lane.backend
 
     def run(self) -> int:
-        """Run what the policy requests; the caller holds the runner's lock.
+        """Run the steps that the policy requests, under the runner's lock.
 
-        ``calibration_runs(graphs)`` of the policy returns runs (batch, decision, number) until it
-        has learned enough. Each is run twice as often, on dummy rows: first with an idle stream,
-        then right after the previous one; eager also after the largest graph, so that the device is
-        not done before everything is submitted. Runs are not counted, and state that the step
-        changes is restored. With axes nothing is run, since only the dispatcher translates them for
-        the policy.
+        The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each
+        requested run is made twice, on dummy rows: on an idle stream, and then directly after the
+        previous step. An eager run follows a replay of the largest graph the second time, so that
+        the device is still busy when the submission ends. The runs are not counted, and state that
+        the step changes is restored. With axes there are no calibration runs, because only the
+        dispatcher translates axes for the policy.
 
         Returns:
             The number of steps run.
 
         Raises:
-            PolicyError: The policy raised. Captured graphs stay.
+            PolicyError: The policy raised or returned an invalid run. Captured graphs stay in use.
         """
         wants = self._dispatcher.policy_parts.calibration_runs
         if wants is None or self._is_off or self._dispatcher.config.axes:
@@ -83,8 +83,8 @@ class CalibrationRuns:
                 try:
                     steps += self._run_all(runs)
                 except ReplayError:
-                    # Its graph is marked as failed, its changes are undone, and no step of the
-                    # caller was lost, so the capture does not fail.
+                    # The graph is marked as failed and state is restored. No step of the caller
+                    # failed, so neither does the capture.
                     break
         return steps
 
@@ -99,7 +99,9 @@ class CalibrationRuns:
             raise PolicyError(name, "calibration_runs", problem, origin=origin) from error
         for run in runs:
             if not isinstance(run, CalibrationRun):
-                problem = f"returned {run!r:.60}; return CalibrationRuns (of dispatchkit.dispatch)."
+                problem = (
+                    f"returned {run!r:.60}; return dispatchkit.dispatch.CalibrationRun objects."
+                )
                 raise PolicyError(name, "calibration_runs", problem, origin=origin, value=run)
         return runs
 
@@ -109,7 +111,7 @@ class CalibrationRuns:
         largest = max(live.items(), key=lambda item: item[0].num_tokens, default=None)
         for run in runs:
             if any(key not in self._lifecycle.live() for key in run.decision.keys):
-                continue  # in a lazy runner, nothing is captured for this
+                continue  # not captured for calibration in a lazy runner
             ceiling, uniform, loras, num_tokens = cell_of_batch(dispatcher.config, run.batch)
             tensors = self._sample(num_tokens)
             ahead: Callable[[], Any] | None = None

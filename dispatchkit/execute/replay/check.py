@@ -1,7 +1,7 @@
-"""Check mode: compare replays with eager, and overwrite views of earlier results.
+"""Check mode: compare replays with eager, and overwrite earlier views.
 
-A checked step runs twice, from the same state and the same random numbers. Results and state are
-compared, and eager's are kept. A graph that differed is not used again.
+A checked step runs twice, with the same state and the same random numbers. Results and state are
+compared, and those of the eager run are kept. A graph that differed is not used again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import FIRST
 
-# A bucket has a different shape than the batch, and different kernels may compute it, so results
-# differ by rounding. The errors that check mode looks for (old values, wrong rows) differ by far
-# more.
+# Different kernels may compute a bucket and the batch itself, so results may differ by rounding.
+# The errors that check mode must detect (outdated values, wrong rows) are much larger.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
-
-#: Compare the first replay of each graph and its first padded replay, nothing later.
 
 
 class CheckWarning(RuntimeWarning):
@@ -44,17 +41,18 @@ class CheckWarning(RuntimeWarning):
 
 
 class Checker:
-    """Compares sampled replays with eager.
+    """A checker that compares some replays with eager.
 
     Args:
-        every: Compare one replay in this many, 1 for all, or ``FIRST``.
-        snapshot: Returns a snapshot of all state that the step is known to change.
-        state: Returns that state, for comparison.
-        facts: Returns the current addresses and numbers of the step.
-        save_rows: Saves the rows of a step's sessions, if there are slots.
+        every: Compare every n-th replay, or with ``FIRST`` the first replay and the first padded
+            replay of each graph.
+        snapshot: Function that returns a snapshot of the state known to change in a step.
+        state: Function that returns that state.
+        facts: Function that returns the current addresses and numbers used by the step.
+        save_rows: Function that saves the rows of a step's sessions, if there are slots.
 
     Raises:
-        ConfigError: ``every`` is neither.
+        ConfigError: ``every`` is invalid.
     """
 
     def __init__(
@@ -74,15 +72,15 @@ class Checker:
         self._every, self._snapshot, self._facts = number, snapshot, facts
         self._state = StateCheck(state, RELATIVE, ABSOLUTE)
         self._save_rows = save_rows
-        #: Whether eager steps are recorded, too: only if every replay is compared.
+        #: Whether eager steps are also recorded, which requires comparing every replay.
         self.notes_eager: bool = number == 1 and not self._is_first_alone
-        # Steps compared already: unpadded, padded.
+        # Captured keys compared so far: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedKey], ...] = (WeakSet(), WeakSet())
         self._count = 0
         self._handed_out: list[torch.Tensor] = []
 
     def is_due(self, step: CapturedKey, num_tokens: int) -> bool:
-        """Return whether to compare this replay."""
+        """Return whether the next replay must be compared."""
         is_padded = num_tokens != step.key.num_tokens
         if self._is_first_alone:
             if step in self._compared[is_padded]:
@@ -99,22 +97,23 @@ class Checker:
         eager: Callable[[], Any],
         tensors: Sequence[Any] | None,
     ) -> tuple[Any, str]:
-        """Run a step both ways, from the same state.
+        """Run a step by replay and eager from the same state, and compare.
 
-        A graph that also draws random numbers for padding draws different ones than eager, so only
-        the graph runs then.
+        A graph that also draws random numbers for padding draws other numbers than eager. In that
+        case only the graph runs.
 
         Args:
-            step: The captured key. Outputs in the lane's memory are overwritten before, which
+            step: The captured key. Its outputs in the lane's memory are overwritten first, which
                 reveals outputs that the graph does not write.
-            num_tokens: Rows of the batch.
-            replay: Runs the graph and returns results in separate memory. Nothing is compared if
-                the step ran eager.
-            eager: Runs the step eager.
-            tensors: The call; None for a step in place.
+            num_tokens: Number of rows of the batch.
+            replay: Function that replays the graph and returns a copy of the results. If the step
+                runs eager instead, nothing is compared.
+            eager: Function that runs the step eager.
+            tensors: The inputs; None for an in-place step.
 
         Returns:
-            Eager's result, if it ran, and a description of the difference (empty if none).
+            The eager result, or that of the replay if nothing was compared, and a description of
+            the difference (empty if there is none).
         """
         step.lane.order()
         before = self._snapshot()
@@ -124,9 +123,9 @@ class Checker:
                 leaf.fill_(_poison(leaf.dtype))
         hits = step.hits
         got = replay()
-        if step.hits == hits:  # it ran eager: a value was replaced, or the launch failed
+        if step.hits == hits:  # it ran eager because a guard or the launch failed
             return got, ""
-        # Read after the replay, since for unwatched graphs the first replay determines it.
+        # Only known after the first replay if the capture was not watched.
         is_padded = num_tokens != step.key.num_tokens
         if is_padded and any(one.has_random_state for one in step.graphs):
             return got, ""
@@ -135,7 +134,10 @@ class Checker:
         before.restore()
         if rows is not None:
             rows.restore()
-        notes, self.notes_eager = self.notes_eager, False  # known anyway for this one
+        notes, self.notes_eager = (
+            self.notes_eager,
+            False,
+        )  # the difference() call below records this step
         try:
             want = eager()
         finally:
@@ -154,23 +156,23 @@ class Checker:
         return want, self._moved(step)
 
     def note_eager(self, run: Callable[[], Any]) -> Any:
-        """Run a step that no graph serves, and record what its rows change."""
+        """Run an eager step, and record the state that its rows change."""
         before = self._state.now()
         result = run()
         self._state.note(before)
         return result
 
     def _moved(self, step: CapturedKey) -> str:
-        """Report a graph whose correct result came from memory that is no longer in use."""
+        """Describe inputs of a graph that moved since the capture; empty if none did."""
         where = (
             "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))
         )
         return f"The results agree for now, but since the capture: {where}." if where else ""
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return copies of views for the caller, overwriting those of the previous call.
+        """Return copies of views, and overwrite those of the previous call.
 
-        An earlier view then reads as NaN, or the largest number of its dtype, rather than plausible
+        An outdated view then contains NaN, or the largest number of its dtype, instead of plausible
         values of another call.
         """
         if self._is_first_alone:
@@ -183,7 +185,7 @@ class Checker:
 
 
 def _assert_close(got: Any, want: Any) -> None:
-    """Raise a description of how two results differ, with a tolerance for one-byte floats."""
+    """Raise AssertionError with a description if two results differ."""
     ours, structure = flatten(got)
     theirs, other_structure = flatten(want)
     if structure != other_structure:
@@ -202,13 +204,13 @@ def _assert_close(got: Any, want: Any) -> None:
 def _assert_rows_close(
     replayed: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise a description of how the rows of sessions differ."""
+    """Raise AssertionError with a description if rows of sessions differ."""
     for name, rows in replayed.items():
         _assert_tensors_close(rows, wanted[name], f"{name}: ")
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, floats within tolerance."""
+    """Return whether two values are equal, or floats close enough."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or one != one != other
     return is_same_value(one, other)

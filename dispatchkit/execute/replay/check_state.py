@@ -1,9 +1,9 @@
-"""Compare the state that a step changes, for check mode.
+"""Compare the state that a step changes, in check mode.
 
 Padding rows may write to a sink that no row of a batch uses, and eager does not write there. The
-sink need not be declared: it is the elements that only padding has ever changed. If both have
-changed an element, the fill of some input refers to a place that is in use. Changes in steps that
-are not checked (``check`` above 1 or ``"first"``, other runners) do not count.
+sink need not be declared: it consists of the elements that only padding has changed. If rows of a
+batch have also changed an element, the fill value of some input points to state in use. Changes in
+unchecked steps (``check`` above 1 or ``"first"``, other runners) are not recorded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 from dispatchkit.execute.step.state import Snapshot, typed
 
-#: Storages that a step changes, by name, with the dtype of their contents.
+#: The storages that a step changes, by name, with their dtype.
 State = Mapping[str, tuple[torch.UntypedStorage, torch.dtype]]
 
-#: Elements compared at a time, which bounds the memory of a comparison.
+#: Number of elements compared at a time, which limits the memory of a comparison.
 _CHUNK: Final = 1 << 22
 
 
@@ -29,9 +29,9 @@ class _Wrong:
     """Differences between a replay and eager.
 
     Attributes:
-        number: Number of elements.
-        first: Index of the first.
-        is_any_by_rows: Eager changed one of them in this step.
+        number: Number of elements that differ.
+        first: Index of the first element that differs.
+        is_any_by_rows: Whether the eager run changed any of them in this step.
     """
 
     number: int = 0
@@ -39,7 +39,7 @@ class _Wrong:
     is_any_by_rows: bool = False
 
     def add(self, wrong: torch.Tensor, by_rows: torch.Tensor, offset: int) -> None:
-        """Count the differences in one part, which starts at an offset."""
+        """Add the differences of a chunk that starts at an offset."""
         number = int(torch.count_nonzero(wrong))
         if number and not self.number:
             self.first = offset + int(wrong.view(torch.uint8).argmax())
@@ -48,19 +48,19 @@ class _Wrong:
 
 
 class StateCheck:
-    """Compares the state after a replay with the state after the same step in eager.
+    """A comparison of the state after a replay and after the same step in eager.
 
-    State of dtypes that torch cannot compare (quantized, bits, four-bit floats) is left out.
+    State of dtypes that torch cannot compare (quantized, bits, four-bit floats) is skipped.
 
     Args:
-        state: Returns the state that the step is known to change.
+        state: Function that returns the state known to change in a step.
         relative: Relative tolerance for floats.
         absolute: Absolute tolerance for floats.
     """
 
     def __init__(self, state: Callable[[], State], relative: float, absolute: float) -> None:
         self._state, self._relative, self._absolute = state, relative, absolute
-        # For each element, whether rows of a batch have ever changed it.
+        # For each element, whether rows of a batch have changed it so far.
         self._changed: dict[str, torch.Tensor] = {}
 
     def now(self) -> dict[str, torch.Tensor]:
@@ -74,12 +74,12 @@ class StateCheck:
     def difference(
         self, before: Snapshot, replayed: Mapping[str, torch.Tensor], *, is_padded: bool
     ) -> str:
-        """Describe how the state differs from that after the replay; empty if equal.
+        """Describe differences of the current state from the replay's; empty if equal.
 
         Args:
-            before: The state before the step, from which both ran.
+            before: The state before the step, from which both runs started.
             replayed: The result of ``now`` after the replay.
-            is_padded: The replay had padding rows.
+            is_padded: Whether the replay had padding rows.
         """
         found = []
         for name, (storage, dtype) in self._state().items():
@@ -99,12 +99,12 @@ class StateCheck:
                 )
                 if not wrong.is_any_by_rows:
                     found.append(
-                        "Padding rows changed state that rows of a batch use: give them a sink."
+                        "Padding rows changed state that rows of a batch use. Give them a sink."
                     )
         return " ".join(found)
 
     def note(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Record what rows have changed in a step that ran only eager.
+        """Record the elements that a step changed that ran only eager.
 
         Args:
             before: The result of ``now`` before the step.
@@ -116,7 +116,7 @@ class StateCheck:
                     self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
-        """Report differing sizes, and reset the record of changed elements."""
+        """Describe differing sizes, and reset the record of changed elements."""
         changed = self._changed.get(name)
         before = old if changed is None else changed
         sizes = [one.numel() for one in (before, old, got, want)]
@@ -159,18 +159,18 @@ class StateCheck:
 
 
 def is_coarse(value: Any) -> bool:
-    """Return whether a value is a tensor of floats of one byte."""
+    """Return whether a value is a tensor of one-byte floats."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1
 
 
 def tolerance(dtype: torch.dtype, relative: float) -> float:
-    """Return the relative tolerance of a dtype: neighbouring one-byte floats are far apart."""
+    """Return the relative tolerance of a dtype, larger for one-byte floats."""
     is_float = dtype.is_floating_point and dtype.itemsize == 1
     return max(relative, torch.finfo(dtype).eps) if is_float else relative
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a comparable tensor, converting one-byte floats and half complex."""
+    """Return a tensor that torch can compare, converted if necessary."""
     if tensor.dtype is torch.complex32:
         return tensor.to(torch.complex64)
     return tensor.float() if is_coarse(tensor) else tensor

@@ -1,4 +1,4 @@
-"""Launch a captured step's graph: directly through the runtime, or by its own replay."""
+"""Launch the graph of a captured step directly through the runtime."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dispatchkit.execute.lane import Chain, Lane
 
 
 def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, Any] | str:
-    """Return the function and the handle for a direct launch, or why ``replay`` is needed.
+    """Return the launch function and graph handle, or why ``replay`` is needed.
 
-    A graph that draws random numbers needs torch, which passes it the generator's state. A graph
-    whose operations were not watched counts as one until its first replay shows otherwise.
+    A graph that draws random numbers must be replayed by torch, which sets the generator's state. A
+    graph whose operations were not watched counts as drawing random numbers until its first replay.
     """
     if step.pieces is not None:
         return "made of pieces"
@@ -25,8 +25,8 @@ def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, A
         return "may draw random numbers"
     launches = features_of(backend).direct_launches
     if launches is None:
-        return "this backend has no direct launch"
-    return launches.direct_launch(graph) or "the backend launches this graph only by replay"
+        return "the backend has no direct launch"
+    return launches.direct_launch(graph) or "the backend cannot launch this graph directly"
 
 
 def launch_path(backend: GraphBackend, step: CapturedKey) -> str:
@@ -36,13 +36,13 @@ def launch_path(backend: GraphBackend, step: CapturedKey) -> str:
 
 
 def refused(code: int, step: CapturedKey) -> LaunchError:
-    """Return the error for a direct launch that returned an error code."""
+    """Return the exception for the error code of a direct launch."""
     cause = ReplayError(f"The launch of {step.key} failed with CUDA error {code}.")
     return LaunchError(cause, has_effect=step.has_effect)
 
 
 def noting(launch: LaunchCall, staging: StagingBuffers, lane: Lane) -> LaunchCall:
-    """Return a launch that also records until when the pinned memory of host inputs is read."""
+    """Return a launch function that also records the read of staging memory."""
 
     def launch_and_note(graph: Any, stream: Any) -> int | None:
         code = launch(graph, stream)
@@ -54,13 +54,13 @@ def noting(launch: LaunchCall, staging: StagingBuffers, lane: Lane) -> LaunchCal
 
 
 def in_turn(launch: LaunchCall, chain: Chain, lane: Lane) -> LaunchCall:
-    """Return a launch that takes turns with the steps of all lanes."""
+    """Return a launch function that waits for its turn among all lanes."""
 
     def launch_in_turn(graph: Any, stream: Any) -> int | None:
         own = chain.begin(lane)
         try:
             return launch(graph, stream)
-        finally:  # a failed launch may have queued a part
+        finally:  # a failed launch may have queued some of the work
             chain.end(own)
 
     return launch_in_turn

@@ -1,4 +1,4 @@
-"""EagerRunner: runs steps eager, and disables graphs that must no longer be used."""
+"""EagerRunner: runs steps eager and disables failed graphs."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 
 _ABOUT_PADDING = (
-    " Or its rows depend on each other, so that padding counts: then declare fill values, use "
+    " If its rows depend on each other, padding changes the result: declare fill values, use "
     "row_count, or capture the exact sizes."
 )
 
 
 class EagerRunner:
-    """Runs the step eager, with a counted reason.
+    """The runner of eager steps, which counts a reason for each.
 
-    It is the only interface that plans need: steps that no graph serves run here, and graphs whose
-    replay failed or differed from eager are disabled here.
+    Plans call it for steps without a graph, and to disable graphs whose replay failed or differed
+    from eager.
 
     Args:
-        warmups: What is known about the step and the state it changes.
-        inputs: Its static inputs; with axes, at their smallest buckets.
-        axes: Its axes, if any.
-        row_count: Name of the input with the true number of rows.
-        lane: Orders eager steps with replays.
-        lifecycle: The graphs of the lane.
-        counters: Counters of steps.
+        warmups: The warmups, which record the state that the step changes.
+        inputs: The static inputs; with axes, those of the smallest buckets.
+        axes: The inputs with axes, if any.
+        row_count: Name of the input that receives the number of real rows, if any.
+        lane: The lane, which orders eager steps and replays.
+        lifecycle: The lane's graphs.
+        counters: The step counters.
         checker: The checker, if check mode is on.
-        strict: A downgrade to eager raises.
+        strict: Whether a downgrade to eager raises.
 
     Attributes:
-        strict: As given; it may change while serving.
-        exact: The only decision by which the current step may run; None: any.
+        strict: As given; may be changed while serving.
+        exact: The only decision that the current step may run under; None for any.
         num_runs: Number of steps that ran eager.
     """
 
@@ -83,10 +83,10 @@ class EagerRunner:
         self.num_runs: int = 0
 
     def is_plain(self) -> bool:
-        """Return whether an eager step is only a call of the step without gradients.
+        """Return whether an eager step is only a call of the step, without gradients.
 
-        That is, no input is copied to the device, no state is ordered with other streams, and
-        nothing compares results or refuses eager steps.
+        This is the case if no input is copied to the device, no state must be ordered between
+        streams, results are not compared, and eager steps are allowed.
         """
         return (
             self._axes is None
@@ -100,7 +100,10 @@ class EagerRunner:
         )
 
     def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run a checked call without counting; None runs the contents of the static inputs."""
+        """Run a validated call without counting it.
+
+        ``tensors`` is None for a step on the contents of the static inputs.
+        """
         self._lane.tick += 1
         self.num_runs += 1
         if self._axes is not None:
@@ -121,17 +124,17 @@ class EagerRunner:
     def run_for(
         self, reason: str, tensors: Sequence[Any] | None, num_tokens: int, missed: GraphKey | None
     ) -> Any:
-        """Run a checked call, counted with a reason and warned about.
+        """Run a validated call; count the reason, and warn about a downgrade.
 
         Args:
-            reason: Why no graph runs.
-            tensors: The call; None runs the contents of the static inputs.
-            num_tokens: Its rows.
-            missed: The graph that would have run.
+            reason: The reason why no graph runs.
+            tensors: The inputs; None for the contents of the static inputs.
+            num_tokens: Number of rows.
+            missed: Key of the graph that would have run, if any.
 
         Raises:
             NoGraphError: The runner is strict and the reason is a downgrade.
-            ReplayError: The step may run only as decided.
+            ReplayError: The step must run as decided.
         """
         self.refuse_if_exact(reason)
         if reason in DOWNGRADES:
@@ -143,19 +146,19 @@ class EagerRunner:
         return result
 
     def run_inside_capture(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run a checked call inside a capture that the caller began, which records it.
+        """Run a validated call inside a capture of the caller, which records it.
 
         Raises:
-            InputError: There are host inputs, whose current values every replay of the caller's
-                graph would use.
+            InputError: There are host inputs, and replays of the caller's graph would use their
+                current values.
         """
         if self._inputs.host:
             name = self._inputs.names[self._inputs.host[0]]
             raise InputError(
                 name,
-                f"Host input {name!r} was given inside a capture that is not the runner's own: "
-                "every replay would use the value at its capture. Declare it without "
-                "host=True and give a device tensor, or call the runner outside the capture.",
+                f"Host input {name!r} cannot be used inside another capture, because every replay "
+                "would use its value at the capture. Declare it without host=True and pass a "
+                "device tensor, or call the runner outside the capture.",
             )
         return self.run_for(Reason.INSIDE_CAPTURE, tensors, num_tokens, None)
 
@@ -186,13 +189,13 @@ class EagerRunner:
         )
 
     def _is_under_way(self, reason: str, missed: GraphKey | None) -> bool:
-        """Return whether the graph that a step would use is being captured in the background."""
+        """Return whether the step's graph is being captured in the background."""
         if reason != Reason.NOT_CAPTURED or missed is None:
             return False
         return self._lifecycle.is_under_way(missed)
 
     def _what_to_do(self, reason: str, missed: GraphKey | None) -> str:
-        """Return what to do about a downgrade, with details if a key has no graph."""
+        """Return the next step for a downgrade, with details of a failed key."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
         if (what == reason and reason in REFUSED) or (found and reason == Reason.CAPTURE_FAILED):
@@ -212,10 +215,10 @@ class EagerRunner:
             )
 
     def refuse_if_exact(self, why: str) -> None:
-        """Raise if a step may run only as decided.
+        """Raise if the step must run as decided.
 
         Raises:
-            ReplayError: The step may run only as decided.
+            ReplayError: The step must run as decided.
         """
         if self.exact is not None:
             raise ReplayError(
@@ -224,7 +227,7 @@ class EagerRunner:
             )
 
     def replaced(self, step: CapturedKey) -> str:
-        """Invalidate all graphs if a value built into them was replaced.
+        """Invalidate graphs if a value built into them was replaced.
 
         Returns:
             The reason to run eager; empty if nothing was replaced.
@@ -234,10 +237,10 @@ class EagerRunner:
     def replay_failed(
         self, step: CapturedKey, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
     ) -> Any:
-        """Disable a graph whose launch failed; run eager if the step has had no effect.
+        """Disable a graph whose launch failed; run eager if that is safe.
 
         Raises:
-            ReplayError: Part of the step may have taken effect.
+            ReplayError: The step may have changed state, so it cannot run again.
         """
         if isinstance(error.cause, DifferentResultError):
             return self._call_differs(step, error.cause, error.has_effect, tensors, num_tokens)
@@ -246,9 +249,9 @@ class EagerRunner:
         self._lifecycle.graphs.fail_step(step, problem)
         if error.has_effect:
             raise ReplayError(
-                f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
-                "have done so in part, so it was not run again, and its graph is no longer used. "
-                "Restore the state before the next step."
+                f"Replay of {step.key} failed: {error.cause}. The step may have changed part of "
+                "its state, so it was not run again, and its graph is no longer used. Restore the "
+                "state before the next step."
             ) from error.cause
         return self.run_for(Reason.REPLAY_FAILED, tensors, num_tokens, step.key)
 
@@ -260,20 +263,21 @@ class EagerRunner:
         tensors: Sequence[Any] | None,
         num_tokens: int,
     ) -> Any:
-        """Run a step eager because a call between segments differed from the capture.
+        """Run a step eager, because an eager call differed from the capture.
 
         Raises:
-            ReplayError: Part of the step has taken effect.
+            ReplayError: The step has changed state, so it cannot run again.
         """
         self._counters.differing_calls[different.line] += 1
         if has_effect:
             raise ReplayError(
                 f"A replay of {step.key} stopped at {different.line}: {different.problem}. The "
-                "step changes state and has done so in part, so it was not run again."
+                "step has changed part of its state, so it was not run again. Restore the state "
+                "before the next step."
             ) from different
         if self._once.first(different.line):
             warn_at_call(
-                f"What runs eager at {different.line} returned something different in the capture "
+                f"The eager call at {different.line} returned something else during the capture "
                 f"({different.problem}), so a step of {counted(num_tokens, 'token')} ran eager. "
                 "Return the same shapes, types and strides every time, or run more of the step "
                 "eager there. Warned once for each line; runner.stats().differing_calls counts "
@@ -283,15 +287,15 @@ class EagerRunner:
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)
 
     def check_failed(self, step: CapturedKey, difference: str, result: Any, num_tokens: int) -> Any:
-        """Disable a graph whose result differed from eager; return eager's result."""
+        """Disable a graph that differed from eager; return the eager result."""
         self._lifecycle.graphs.fail_step(step, f"{Reason.CHECK_FAILED}: {difference}")
         count = self._counters.of_eager(Reason.CHECK_FAILED, step.key)
         count.steps += 1
         count.tokens += num_tokens
         warn_at_call(
             f"Replay of {step.key} differed from eager for {counted(num_tokens, 'token')}, and "
-            f"the graph is no longer used: {difference} A graph has Python values built in, and "
-            "reads the memory of its capture; call invalidate() after replacing what it reads."
+            f"the graph is no longer used: {difference} A graph keeps the Python values and "
+            "addresses of its capture; call invalidate() after you replace a value or tensor."
             + _ABOUT_PADDING
             * (num_tokens < step.key.num_tokens),
             CheckWarning,
@@ -299,13 +303,13 @@ class EagerRunner:
         return result
 
     def _run_in_order(self, given: dict[str, Any], num_tokens: int) -> Any:
-        """Run the step, ordered with other steps that change the same state."""
+        """Run the step in order with other steps that change the same state."""
         if self._row_count is not None:
             given[self._row_count] = torch.full(
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device
             )
         had_grad = torch.is_grad_enabled()
-        try:  # two C calls: a Python context could be interrupted before its end
+        try:  # C calls, because a signal could interrupt a Python context manager
             torch._C._set_grad_enabled(had_grad and self._warmups.needs_gradients)
             return self._run_on_lane(given)
         except RuntimeError as error:
@@ -320,11 +324,11 @@ class EagerRunner:
         chain = lane.chain
         if chain is None and (handle == lane.handle or not self._warmups.writes()):
             return self._step(given)
-        # Inside a capture, outside work cannot be waited for; the capturing code orders it.
+        # A capture cannot wait for work outside of it; the capturing code orders the work.
         if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
             return self._step(given)
         if handle != lane.handle:
-            lane.switch(handle)  # replays change the same state, and a capture restores it
+            lane.switch(handle)  # replays change the same state, and captures restore it
         if chain is None or chain.disjoint_state:
             return self._step(given)
         stream = chain.begin(lane)

@@ -1,4 +1,4 @@
-"""Planner: creates the plan of each cell of the table."""
+"""Planner: creates the plans of table cells."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from dispatchkit.registry import KeyState
 
 
 class Planner:
-    """Creates the plan of each decision that the dispatcher stores in its table.
+    """A factory of plans for the decisions in the dispatcher's table.
 
     Args:
-        dispatcher: The dispatcher, referenced weakly, since its table holds the plans.
-        lifecycle: The graphs.
-        lane: Their lane.
-        eager: Runs steps that no graph serves.
-        guard: Reads the modes that graphs are captured under.
-        counters: Counters of steps.
-        timings: Measures steps if a decision requests it.
-        checker: The checker, if check mode is on; then nothing is measured, since steps run twice.
-        inputs: The static inputs, or those with axes.
+        dispatcher: The dispatcher; a weak reference, because its table holds the plans.
+        lifecycle: The lane's graphs.
+        lane: The lane.
+        eager: The runner of eager steps.
+        guard: The guard, which reads the modes that affect a capture.
+        counters: The step counters.
+        timings: The measured steps.
+        checker: The checker, in check mode. Nothing is measured then, because steps run twice.
+        inputs: The static inputs, or the inputs with axes.
         axes: Names of the axes.
-        slots: Checks the slots of steps, if any.
-        asked_mode: The requested mode, of which the one in force may be a downgrade.
-        is_owned: Each call returns tensors of its own.
+        slots: The slots of steps, or None.
+        asked_mode: The requested mode; the mode in force may be a downgrade.
+        is_owned: Whether each call returns new tensors.
 
     Attributes:
         asked_mode: As given; a swap changes it.
@@ -86,7 +86,7 @@ class Planner:
         self.asked_mode = asked_mode
 
     def plan(self, decision: Decision, batch: Batch) -> Plan | SplitPlan | LazySplitPlan | SlotPlan:
-        """Return the plan of a cell; called under the dispatcher's lock, changes nothing."""
+        """Return the plan of a decision; called under the dispatcher's lock."""
         plan = self._plan(decision, batch)
         return plan if self._slots is None else SlotPlan(plan, self._slots, batch.num_tokens)
 
@@ -116,9 +116,9 @@ class Planner:
         return self._run_eager(num_tokens, reason, count, first, retry, timer)
 
     def refusal(self, decision: Decision, num_tokens: int) -> str:
-        """Return why a batch runs eager although a graph was chosen; empty if it does not.
+        """Return why a batch must run eager although a graph was chosen.
 
-        It does if padding would change the graph's results.
+        The reason is empty if the graph may run, and not empty if padding would change the results.
         """
         if decision.parts:
             return self._refusal_of_parts(decision)
@@ -156,9 +156,9 @@ class Planner:
         """Return the decision by which a batch would run now, with the reason to count.
 
         Args:
-            decision: The dispatcher's.
-            num_tokens: Of the batch.
-            missed: The smallest key that could have served it, if any.
+            decision: The decision of the dispatcher.
+            num_tokens: Number of tokens of the batch.
+            missed: The smallest key that could have served the batch, if any.
         """
         if reason := self.obstacle(decision, num_tokens):
             return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=reason, parts=())
@@ -167,7 +167,7 @@ class Planner:
     def replay(
         self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
     ) -> ReplayPlan:
-        """Return the plan that replays a captured step, measured or compared if requested."""
+        """Return the plan that replays a captured step."""
         count, is_owned = self._counters.of_keys(key), self._is_owned
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
         timed: TimeablePlan = replay if timer is None else TimedPlan(replay, timer)
@@ -175,7 +175,7 @@ class Planner:
             timed = ValuesPlan(timed, step, num_tokens, self._lifecycle)
         if not self._axes and self._checker is None:
             return timed
-        # Compared results are already cut, and cutting is not part of the time.
+        # Results are cut before they are compared; timings exclude the cut.
         plan = AxisPlan(timed, step, self._axes, is_owned=is_owned) if self._axes else timed
         if self._checker is None:
             return plan
@@ -217,7 +217,7 @@ class Planner:
         )
 
     def _part(self, rows: RowsOfBatch, step: CapturedKey, *, is_last: bool) -> PartPlan:
-        """Return a part of a split batch; the last one's results are read in place."""
+        """Return the plan of a part; results of the last part are not copied."""
         count, num_tokens = StepCount(), rows.num_tokens
         is_owned = not is_last
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
@@ -227,7 +227,7 @@ class Planner:
         return PartPlan(rows, plan, step, count)
 
     def _refusal_of_parts(self, decision: Decision) -> str:
-        """Return why a batch is not split although that was chosen; empty if it is."""
+        """Return why a batch must not be split; empty if it may be."""
         layouts = []
         for part in decision.parts:
             entry = self._registry.get(part.key)
@@ -242,10 +242,10 @@ class Planner:
         return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
     def own_reason(self, reason: str, missed: GraphKey | None = None) -> str:
-        """Return a more detailed reason than the dispatcher's.
+        """Return the dispatcher's reason, or a more specific one.
 
         Args:
-            reason: Of a decision to run eager.
+            reason: The reason of an eager decision.
             missed: The smallest key that could have served the batch, if any.
         """
         dispatcher = self._dispatcher()

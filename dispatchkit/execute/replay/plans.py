@@ -1,7 +1,7 @@
-"""Plans: callables that run the steps of one cell of the table.
+"""Plans, which run the steps of a table cell.
 
-The dispatcher binds each decision to a plan once; a step then only calls the plan. A plan is for an
-exact number of tokens, so that views of static inputs and outputs can be cached.
+The dispatcher binds each decision to a plan once, and a step then only calls the plan. A plan is
+for an exact number of tokens, so it can cache views of static inputs and outputs.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from dispatchkit.observe.counters import StepCount
 
 
 class _Again:
-    """A plan's result if the table must be consulted again; nothing has run."""
+    """The result of a plan that has not run the step: look up the decision again."""
 
 
 AGAIN: Final = _Again()
 
-# Means a result that must be built.
+# Marks a result that must be built in each step.
 _NOT_READY: Final = object()
 
-# A third of the price of asking for one device type.
+# Three times as fast as a query for one device type.
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class EagerPlan:
-    """Runs the step eager, at its exact size.
+    """A plan that runs the step eager, at its exact size.
 
     Args:
-        eager: Runs it.
-        lifecycle: The graphs, one of which may be captured again first.
-        lane: The lane whose static inputs steps in place write.
-        num_tokens: Rows of the cell.
-        reason: The reason, for counters.
-        count: The counter of the step.
-        missed: The smallest graph that could have served it, if any.
-        retry: A failed or stale key that may be captured again, if any.
-        timer: Measures it if the decision requests it.
+        eager: The runner of eager steps.
+        lifecycle: The lane's graphs, to retry a capture first if one is due.
+        lane: The lane, whose static inputs hold the rows of in-place steps.
+        num_tokens: Number of rows of the cell.
+        reason: The reason to count.
+        count: The counter of such steps.
+        missed: Key of the smallest graph that could have served the step, if any.
+        retry: A failed or stale key that may be captured again, or None.
+        timer: The timer, if the decision requests measurements.
 
     Attributes:
-        eager: The same.
-        count: The same.
+        eager: As given.
+        count: As given.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EagerPlan:
         self._is_downgrade = reason in DOWNGRADES
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Run a checked call.
+        """Run a validated call.
 
         Raises:
             NoGraphError: The runner is strict and the reason is a downgrade.
@@ -106,7 +106,7 @@ class EagerPlan:
         return result
 
     def num_plain(self) -> int:
-        """Return how many of the next steps may run directly, only counted."""
+        """Return how many of the next steps may bypass the plan."""
         if self._timer is not None or not self.eager.is_plain():
             return 0
         if not self._is_downgrade or self._retry is None:
@@ -114,7 +114,7 @@ class EagerPlan:
         return self._lifecycle.steps_until_retry(self._retry)
 
     def note_plain(self, num_steps: int) -> None:
-        """Count steps that ran without the plan."""
+        """Record steps that bypassed the plan."""
         if self._is_downgrade and self._missed is not None:
             self._lifecycle.note_missed(self._missed, num_steps)
             if self._retry is not None:
@@ -125,15 +125,15 @@ class EagerPlan:
 def inputs_kept(
     lane: Lane, tensors: Sequence[Any] | None, num_tokens: int
 ) -> Iterator[Sequence[Any] | None]:
-    """Yield the inputs of a step, and preserve rows in place across a capture.
+    """Yield the inputs of a step, and restore in-place rows afterwards.
 
-    None for a step in place that is larger than the buffers.
+    Yield None for an in-place step that is larger than the buffers.
     """
     buffers = lane.buffers
     if tensors is None and num_tokens <= buffers.num_rows:
         with buffers.preserved(num_tokens):
             yield buffers.copies(num_tokens)
-    elif tensors is not None and buffers.are_shared:  # a call may pass values in there
+    elif tensors is not None and buffers.are_shared:  # the call's inputs may be in these buffers
         with buffers.preserved(buffers.num_rows):
             yield buffers.copy_overlapping(tensors)
     else:
@@ -141,14 +141,14 @@ def inputs_kept(
 
 
 class LazyPlan:
-    """A key without a graph yet: captures it, or runs eager until it is due.
+    """A plan for a key without a graph: it captures the key when due, or runs eager.
 
     Args:
-        eager: Runs the step until then.
-        lifecycle: Captures the key.
-        lane: The lane whose static inputs steps in place write.
-        key: The key.
-        num_tokens: Rows of the cell.
+        eager: The runner of eager steps, for steps before the capture.
+        lifecycle: The lane's graphs.
+        lane: The lane, whose static inputs hold the rows of in-place steps.
+        key: The key to capture.
+        num_tokens: Number of rows of the cell.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class LazyPlan:
         self._key, self._num_tokens = key, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Capture and consult the table again, or run eager."""
+        """Capture the key and return ``AGAIN``, or run eager."""
         self.eager.refuse_if_exact("it has no graph yet")
         with inputs_kept(self._lane, tensors, self._num_tokens) as sample:
             reason = self._lifecycle.capture_if_due(self._key, sample)
@@ -174,13 +174,13 @@ class LazyPlan:
 
 
 class OpenPlan:
-    """A graph for which integer inputs have not yet shown whether padding changes its rows.
+    """A plan that proves with a call's integers that padding does not change rows.
 
     Args:
-        plan: Replays it.
+        plan: The plan that replays the graph.
         step: The captured key.
-        lifecycle: Runs the proof.
-        num_tokens: Rows of the cell.
+        lifecycle: The lane's graphs, which run the proof.
+        num_tokens: Number of rows of the cell.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class OpenPlan:
         self._lifecycle, self._num_tokens = lifecycle, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Run the proof with this call and consult the table again, or replay."""
+        """Run the proof with this call and return ``AGAIN``, or replay."""
         step, lane = self._step, self._step.lane
         if step.released:
             return AGAIN
-        # No single rank may run the collectives of a trial alone.
+        # A trial on one rank would run collectives without the other ranks.
         if step.rows.open_calls and self.eager.exact is None:
             with inputs_kept(lane, tensors, self._num_tokens) as sample:
                 is_found = sample is not None and self._lifecycle.prove_rows(step, sample)
@@ -209,23 +209,22 @@ class OpenPlan:
 
 
 class GraphPlan:
-    """Replays a captured step: the path that nearly every step takes.
+    """A plan that replays a captured step: the hot path.
 
-    Everything possible is prepared at the first run and cached: views of inputs and outputs at the
-    real size, how the graph is launched, how the result is built. A step then checks what may have
-    changed, copies in, launches and counts.
+    The first run prepares and caches views of inputs and outputs at the unpadded size, the launch
+    function, and the function that builds the result. Each later step runs the guards, copies the
+    inputs, launches the graph and counts.
 
     Args:
         step: The captured key.
-        num_tokens: Rows of the cell, at most the size of the graph.
-        count: The counter of the step.
-        eager: Runs the step if the graph must not, or if its launch fails.
-        guard: Compares the current modes with those of the capture.
-        is_owned: Each call returns tensors of its own.
+        num_tokens: Number of rows of the cell, at most the size of the graph.
+        count: The counter of such steps.
+        eager: The runner of eager steps, used if a guard or the launch fails.
+        guard: The guard, which compares the current modes with those of the capture.
+        is_owned: Whether each call returns new tensors.
 
     Attributes:
-        transport: Copies the inputs in; None until the first run, and again if there are too many
-            plans.
+        transport: The transport of the inputs; None before the first run, and after ``forget``.
     """
 
     def __init__(
@@ -247,12 +246,12 @@ class GraphPlan:
         self._lane, self._values = step.lane, step.values
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = guard.watched(step.guard)
-        # None: by its own replay. Storing a bound method of the plan would create a reference
-        # cycle.
+        # None for a launch by the graph's replay(). A bound method of the plan would create a
+        # reference cycle.
         self._launch: LaunchCall | None = None
         self._graph: Any = None
         self._chain: Chain | None = None
-        self._may_go_direct = True  # whether it draws random numbers, which its first replay shows
+        self._may_go_direct = True  # the first replay shows whether the graph draws random numbers
         self._ready: Any = _NOT_READY
         self._make: Callable[[], Any] | None = None
         self._leaves: list[Any] | None = None
@@ -261,17 +260,17 @@ class GraphPlan:
         self._has_mutable_values = any(one.is_mutable_value for one in step.layout.leaves)
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Copy a checked call in, launch, and return its own rows of the outputs.
+        """Copy the inputs of a call, launch the graph, and return the call's rows.
 
         Args:
-            tensors: The inputs; None if the rows are in the buffers already.
+            tensors: The inputs; None if the rows are already in the buffers.
             stream: Raw handle of the current stream.
             readable: As returned by the check of the inputs.
         """
         step, lane = self.step, self._lane
         if step.released:
             return AGAIN
-        # If readable, the check of the inputs has seen that autocast is off.
+        # If readable, the check of the inputs has verified that autocast is off.
         may_differ = self._had_autocast or (not readable and _is_any_autocast_enabled())
         for module, training, place_now, place in self._modules:
             if module.training is not training or place_now() != place:
@@ -323,13 +322,13 @@ class GraphPlan:
         self._launch, self._graph, self._padded = None, None, ()
 
     def guard_reason(self) -> str:
-        """Return the property that differs from the capture, as a reason; empty if none does."""
+        """Return the reason why a guard fails; empty if all guards hold."""
         return difference(self.step.guard, self._guard.now())
 
-    # -- what is found once -------------------------------------------------------------
+    # -- preparation --------------------------------------------------------------------
 
     def prepare(self) -> Transport:
-        """Prepare and cache everything possible; return the transport of the inputs."""
+        """Prepare and cache the launch and the result; return the transport."""
         step = self.step
         self._choose_launch()
         if step.pads_draws(self.num_tokens):
@@ -362,7 +361,7 @@ class GraphPlan:
         self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
-        """Cache the result itself if every call may have the same one, or how to build it."""
+        """Cache the result if all calls can return the same one, or its builder."""
         structure = self.step.layout.structure
         if self._is_owned and any(self.step.clones):
             if structure.is_leaf:
@@ -370,23 +369,23 @@ class GraphPlan:
         elif not self._has_mutable_values and (structure.is_leaf or structure.is_flat_tuple):
             self._ready = self._build(leaves)
 
-    # -- launches that are not direct ---------------------------------------------------
+    # -- replay without a direct launch -------------------------------------------------
 
     def _replay(self) -> None:
-        """Launch by the graph itself; the first replay may allow direct launches."""
+        """Launch with the graph's ``replay``; later launches may be direct."""
         step, lane, chain = self.step, self._lane, self._chain
         staging = step.input_path.staging
         stream = None if chain is None else chain.begin(lane)
         try:
             if staging is not None and step.pieces is not None:
-                staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
+                staging.queue_copy(step.key.num_tokens)  # not part of a graph; before all pieces
             padded = step.launch(self.num_tokens)
             if staging is not None and lane.last_stream is not None:
                 staging.record_launch(lane.last_stream)
-        finally:  # a failed launch may have queued a part
+        finally:  # a failed launch may have queued some of the work
             if chain is not None:
                 chain.end(stream)
-        if not step.leaves:  # not kept longer than the graph, if the graph has them
+        if not step.leaves:  # outputs of a graph must not outlive it
             self._padded = padded
         if self._may_go_direct:
             self._choose_launch()
@@ -413,16 +412,16 @@ class GraphPlan:
 
 
 class ValuesPlan:
-    """Replays a captured step that returns Python values, at fewer rows than its size.
+    """A plan for padded steps of a graph that returns Python values.
 
-    A replay runs no Python, so these values are measured before the first replay at a number of
-    rows.
+    A replay runs no Python code, so these values are measured before the first replay at each
+    number of rows.
 
     Args:
-        plan: Replays it.
+        plan: The plan that replays the graph.
         step: The captured key.
-        num_tokens: Rows of the cell.
-        lifecycle: Measures.
+        num_tokens: Number of rows of the cell.
+        lifecycle: The lane's graphs, which measure the values.
     """
 
     def __init__(
@@ -433,7 +432,7 @@ class ValuesPlan:
         self._lifecycle = lifecycle
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Replay like any other step."""
+        """Measure the values if necessary, and replay the graph."""
         step, num_tokens = self._step, self._num_tokens
         if num_tokens not in step.row_values and not step.released:
             with inputs_kept(step.lane, tensors, num_tokens):
@@ -442,13 +441,13 @@ class ValuesPlan:
 
 
 class TimedPlan:
-    """Replays a captured step that is measured when it is due.
+    """A plan that replays a captured step and measures it when due.
 
-    Its other steps cost one comparison more than steps that are never timed.
+    Steps that are not due cost one more comparison than steps that are never timed.
 
     Args:
-        plan: Replays it.
-        timer: Measures it.
+        plan: The plan that replays the graph.
+        timer: The timer of the step.
     """
 
     def __init__(self, plan: GraphPlan, timer: Timer) -> None:
@@ -458,14 +457,14 @@ class TimedPlan:
         self._is_always_due = timer.is_always_due
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Replay like any other step, and measure it if due."""
+        """Replay the graph, and measure the step if due."""
         lane, plan = self._lane, self._plan
         if lane.tick < self._timings.due and not self._is_always_due:
             return plan.run(tensors, stream, readable)
         step = plan.step
         if step.released:
             return AGAIN
-        # Neither waiting for another stream nor one-time preparation is part of the step.
+        # Do not measure the wait for another stream, or one-time preparation.
         if stream != lane.handle:
             lane.switch(stream)
         if plan.transport is None:
@@ -477,20 +476,20 @@ class TimedPlan:
             self._timings.fail(measurement)
             raise
         if step.hits == hits:
-            self._timings.fail(measurement)  # it did not run as planned
+            self._timings.fail(measurement)  # the step ran eager
         else:
             self._timings.finish(measurement)
         return result
 
 
 class AxisPlan:
-    """Replays a captured step of a runner with axes, and cuts the results to their values.
+    """A plan for runners with axes that cuts the results to the axis values.
 
     Args:
-        plan: Replays it.
+        plan: The plan that replays the graph.
         step: The captured key.
         axes: Names of the axes.
-        is_owned: Each call returns tensors of its own.
+        is_owned: Whether each call returns new tensors.
     """
 
     def __init__(
@@ -505,10 +504,10 @@ class AxisPlan:
         self._plan, self._step, self._axes, self._is_owned = plan, step, axes, is_owned
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Replay like any other step.
+        """Replay the graph, and cut the results.
 
         Raises:
-            InputError: The step runs in place.
+            InputError: The step is in place.
         """
         if tensors is None:
             raise in_place_error(self._axes)
@@ -527,13 +526,13 @@ class AxisPlan:
 
 
 class CheckedPlan:
-    """Replays a captured step that check mode may compare with eager.
+    """A plan for check mode, which compares replays with eager.
 
     Args:
-        plan: Replays it; with axes, the plan that cuts its results.
-        replay: The replay itself.
-        checker: Compares.
-        is_owned: Each call returns tensors of its own.
+        plan: The plan that replays the graph and, with axes, cuts the results.
+        replay: The plan of the replay alone.
+        checker: The checker.
+        is_owned: Whether each call returns new tensors.
     """
 
     def __init__(
@@ -548,7 +547,7 @@ class CheckedPlan:
         self._plan, self._replay, self._checker, self._is_owned = plan, replay, checker, is_owned
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
-        """Replay like any other step, and compare it if due."""
+        """Replay the graph, and compare the results with eager if due."""
         replay, eager, checker = self._replay, self.eager, self._checker
         step, num_tokens, count = replay.step, replay.num_tokens, replay.count
         if step.released:
@@ -556,7 +555,9 @@ class CheckedPlan:
         if replay.guard_reason() or not checker.is_due(step, num_tokens):
             hits = step.hits
             result = self._plan.run(tensors, stream, readable)
-            if self._is_owned or step.hits == hits:  # nothing is returned, or it ran eager
+            if (
+                self._is_owned or step.hits == hits
+            ):  # the results are not views, or the step ran eager
                 return result
             return step.layout.structure.build(checker.hand_out(leaves_of(result)))
         steps, tokens = count.steps, count.tokens
@@ -568,13 +569,13 @@ class CheckedPlan:
             tensors,
         )
         if found:
-            # The caller gets eager's result, so that is counted.
+            # The caller gets the eager result, so the step counts as eager.
             count.steps, count.tokens = steps, tokens
             return eager.check_failed(step, found, result, num_tokens)
         return result
 
     def _own(self, result: Any) -> Any:
-        """Return a result in separate memory."""
+        """Return a result that is not in the memory of the graphs."""
         step, leaves = self._replay.step, leaves_of(result)
         if self._is_owned or len(leaves) != len(step.clones):
             return result
@@ -582,8 +583,8 @@ class CheckedPlan:
         return step.layout.structure.build(own)
 
 
-#: A plan that replays a captured step, possibly measured.
+#: A plan that replays a captured step and returns its results.
 TimeablePlan = GraphPlan | TimedPlan | ValuesPlan
-#: Such a plan, possibly with processing of its results.
+#: Such a plan, or a plan that processes its results.
 ReplayPlan = TimeablePlan | AxisPlan | CheckedPlan
 Plan = EagerPlan | LazyPlan | OpenPlan | ReplayPlan

@@ -1,8 +1,8 @@
-"""Plans of split batches: several graphs compute rows of one batch, joined in order.
+"""Plans of split batches, whose rows several graphs compute.
 
-The parts run one after the other on the caller's stream, each with its own plan. Their results are
-joined by one ``cat`` per output, into the caller's own memory: the graphs of a lane write to the
-same memory, so that all parts but the last are copied out before the next one runs.
+The parts run in order on the caller's stream, each with its own plan, and one ``cat`` per output
+joins their results in new memory. The graphs of a lane write to the same memory, so the results of
+each part but the last are copied before the next part runs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dispatchkit.registry import GraphRegistry, KeyState
 
 @attrs.frozen(eq=False)
 class RowsOfBatch:
-    """The rows of one part of a batch.
+    """The rows of a part of a batch.
 
     Attributes:
-        key: The graph that serves them.
+        key: Key of the graph that serves the rows.
         start: Index of the first row.
         num_tokens: Number of rows.
     """
@@ -46,13 +46,13 @@ class RowsOfBatch:
 
 @attrs.frozen(eq=False)
 class PartPlan:
-    """One part, ready to run.
+    """The plan of a part of a batch.
 
     Attributes:
-        rows: Its rows.
-        plan: Replays them.
+        rows: The rows of the part.
+        plan: The plan that replays the graph.
         step: The captured key.
-        count: The plan's own counter of replays.
+        count: The counter of the plan's replays.
     """
 
     rows: RowsOfBatch
@@ -62,21 +62,21 @@ class PartPlan:
 
 
 class SplitPlan:
-    """Replays the parts of a batch and joins their results.
+    """A plan that replays the parts of a batch and joins their results.
 
-    A part whose graph turns out to be unusable runs eager, with equal results.
+    A part whose graph cannot be used runs eager, with equal results.
 
     Args:
-        parts: The parts in their order.
-        num_tokens: Rows of the batch.
-        count: The counter of steps of these graphs.
-        counters: Counters of its parts if one of them ran eager.
-        inputs: The static inputs, or those with axes.
-        eager: Runs rows that no graph serves.
-        lifecycle: Determines with a call's integers whether rows are independent.
+        parts: The parts, in order.
+        num_tokens: Number of rows of the batch.
+        count: The counter of steps with these graphs.
+        counters: The step counters, which count the parts separately if one runs eager.
+        inputs: The static inputs, or the inputs with axes.
+        eager: The runner of eager steps, for parts whose graph cannot be used.
+        lifecycle: The lane's graphs, which prove with a call's integers that rows are independent.
         lane: The lane.
-        timer: Measures the whole step if the decision requests it.
-        checker: The checker, if check mode is on.
+        timer: The timer of the whole step, if the decision requests measurements.
+        checker: The checker, in check mode.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class SplitPlan:
         self._timer, self._checker = timer, checker
         self._layout = parts[0].step.layout
         static = inputs.smallest if isinstance(inputs, AxisInputs) else inputs
-        # Rows of contiguous memory are contiguous only along the first dimension.
+        # A slice of contiguous memory is contiguous only along the first dimension.
         self._stays_readable = all(dim == 0 for _, dim in static.batched)
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Run a checked call.
+        """Run a validated call.
 
         Args:
-            tensors: The inputs; None if the rows are in the buffers already.
+            tensors: The inputs; None if the rows are already in the buffers.
             stream: Raw handle of the current stream.
-            readable: As the check of the inputs returned it.
+            readable: As returned by the check of the inputs.
 
         Raises:
-            InputError: A step in place is larger than the buffers, or there are axes.
+            InputError: The step is in place, and there are axes or it is larger than the buffers.
         """
         parts, lane = self._parts, self._lane
         if any(part.step.released for part in parts):
@@ -130,11 +130,13 @@ class SplitPlan:
         return self._run(tensors, stream, readable)
 
     def _is_found_out(self, tensors: Any) -> bool:
-        """Run open proofs with the integers of a call; return whether anything was found.
+        """Run open proofs with a call's integers; return whether one ended.
 
-        Before the first part runs, since a graph refused in between would end the step.
+        Proofs run before the first part, because a graph refused later would end the step.
         """
-        if self.eager.exact is not None:  # no single rank may run a trial alone
+        if (
+            self.eager.exact is not None
+        ):  # a trial on one rank would run collectives without the others
             return False
         found = False
         for part in self._parts:
@@ -175,7 +177,7 @@ class SplitPlan:
         return self._joined(results)
 
     def _count_parts(self) -> None:
-        """Count parts that replayed separately; the others are counted as eager."""
+        """Count each replayed part separately; eager parts are already counted."""
         for part in self._parts:
             count = self._counters.of_keys(part.rows.key)
             count.steps += part.count.steps
@@ -186,7 +188,7 @@ class SplitPlan:
             part.count.steps = part.count.tokens = 0
 
     def _joined(self, results: Sequence[Sequence[Any]]) -> Any:
-        """Return the outputs of the whole batch."""
+        """Join the outputs of the parts."""
         leaves: list[Any] = []
         for index, one in enumerate(self._layout.leaves):
             if one.kind == "rows":
@@ -206,7 +208,7 @@ class SplitPlan:
             timings.fail(measurement)
             raise
         if self._count.steps == steps:
-            timings.fail(measurement)  # a part did not run as planned
+            timings.fail(measurement)  # a part ran eager
         else:
             timings.finish(measurement)
         return result
@@ -222,21 +224,21 @@ class SplitPlan:
             tensors,
         )
         if found:
-            count.steps, count.tokens = steps, tokens  # the caller gets eager's result
+            count.steps, count.tokens = steps, tokens  # the caller gets the eager result
             return eager.check_failed(first, found, result, self._num_tokens)
         return result
 
 
 class LazySplitPlan:
-    """A batch with parts without a graph: captures them, or runs eager until they are due.
+    """A plan for parts without a graph: it captures them when due, or runs eager.
 
     Args:
         parts: All parts.
-        num_tokens: Rows of the batch.
-        inputs: The static inputs, or those with axes.
-        registry: The registry of their graphs.
-        eager: Runs the step until then.
-        lifecycle: Captures.
+        num_tokens: Number of rows of the batch.
+        inputs: The static inputs, or the inputs with axes.
+        registry: The registry of keys and graphs.
+        eager: The runner of eager steps, for steps before the captures.
+        lifecycle: The lane's graphs.
         lane: The lane.
     """
 
@@ -256,13 +258,13 @@ class LazySplitPlan:
         self._lifecycle, self._lane = lifecycle, lane
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Capture and consult the table again, or run eager."""
+        """Capture the parts and return ``AGAIN``, or run eager."""
         eager, num_tokens = self.eager, self._num_tokens
-        eager.refuse_if_exact("a part of it has no graph yet")
+        eager.refuse_if_exact("part of the batch has no graph yet")
         reason, missed = "", self._parts[0].key
         most = self._lifecycle.budget.max_graphs
         if most is not None and most < len({rows.key for rows in self._parts}):
-            # Each capture would evict another part's graph, at every step.
+            # Each step would capture graphs and evict those of other parts.
             return eager.run_for(Reason.EVICTED, tensors, num_tokens, missed)
         with inputs_kept(self._lane, tensors, num_tokens) as kept:
             given: Any = kept
@@ -274,14 +276,14 @@ class LazySplitPlan:
                 if found and not reason:
                     reason, missed = found, rows.key
         if not reason and (left := self._without_graph()):
-            # Its capture failed or evicted another part, which would repeat at every step.
+            # A capture failed or evicted the graph of another part, as it would in each step.
             reason, missed = Reason.EVICTED, left[0].key
         if not reason:
             return AGAIN
         return eager.run_for(reason, tensors, num_tokens, missed)
 
     def _without_graph(self) -> list[RowsOfBatch]:
-        """Return the parts without a graph, one per graph."""
+        """Return the parts without a graph, one for each key."""
         found: dict[GraphKey, RowsOfBatch] = {}
         for rows in self._parts:
             entry = self._registry.get(rows.key)
@@ -291,10 +293,12 @@ class LazySplitPlan:
 
 
 def in_place(inputs: InputSet | AxisInputs, lane: Lane, num_tokens: int) -> Sequence[Any]:
-    """Return a step in place as a call, since its parts overwrite the buffers.
+    """Return copies of the inputs of an in-place step.
+
+    The parts of a split batch overwrite the buffers.
 
     Raises:
-        InputError: It is larger than the buffers, or there are axes.
+        InputError: The step is larger than the buffers, or there are axes.
     """
     if isinstance(inputs, AxisInputs):
         raise in_place_error(inputs.names)

@@ -1,4 +1,4 @@
-"""Slots of steps: validated before a step runs, and saved if check mode runs it twice."""
+"""Validate the slots of steps, and save their rows for check mode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dispatchkit.execute.slots import SavedRows, SlotState
 
 
 class StepSlots:
-    """Reads the slots of steps from calls or static inputs.
+    """A reader of steps' slots, from calls or static inputs.
 
     Args:
-        name: The input of slots.
+        name: Name of the input with the slots.
         state: The state of the slots.
-        inputs: The static inputs; with axes, at their smallest buckets.
-        lane: The lane whose buffers hold them for steps in place.
+        inputs: The static inputs; with axes, those of the smallest buckets.
+        lane: The lane, whose buffers hold the slots of in-place steps.
     """
 
     def __init__(self, name: str, state: SlotState, inputs: InputSet, lane: Lane) -> None:
@@ -30,7 +30,7 @@ class StepSlots:
         self._index = inputs.names.index(name)
 
     def check(self, tensors: Sequence[Any] | None, num_tokens: int) -> None:
-        """Check that a step's slots belong to distinct sessions.
+        """Validate that a step's slots belong to distinct sessions.
 
         Raises:
             DescriptorError: The slots are invalid.
@@ -38,30 +38,30 @@ class StepSlots:
         self._state.check_slots(self._read(tensors, num_tokens), self._name)
 
     def save(self, tensors: Sequence[Any] | None, num_tokens: int) -> SavedRows:
-        """Save the rows of a checked step's sessions."""
+        """Save the rows of the sessions of a validated step."""
         slots = self._read(tensors, num_tokens)
         own = torch.from_numpy(slots[slots < self._state.num_slots])
         return SavedRows(self._state, own.to(self._state.device))
 
     def _read(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Return the slots of a step as an array (B,), waiting for slots on the device."""
+        """Return the slots of a step as an array (B,); wait for device tensors."""
         if tensors is not None:
             slots = tensors[self._index]
         else:
             buffers = self._lane.buffers
-            rows = min(num_tokens, buffers.num_rows)  # a larger step is refused behind this
+            rows = min(num_tokens, buffers.num_rows)  # larger steps are refused later
             host = dict(buffers.host_rows(rows))
             slots = host[self._index] if host else buffers.tensors[self._index][:rows]
         return slots.cpu().numpy() if isinstance(slots, torch.Tensor) else slots
 
 
 class SlotPlan:
-    """Checks the slots of a step and runs it.
+    """A plan that validates the slots of a step before it runs.
 
     Args:
-        plan: Runs it.
-        slots: Reads and checks its slots.
-        num_tokens: Rows of the cell.
+        plan: The plan that runs the step.
+        slots: The reader of slots.
+        num_tokens: Number of rows of the cell.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class SlotPlan:
         self._plan, self._slots, self._num_tokens = plan, slots, num_tokens
 
     def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
-        """Run a checked call.
+        """Validate the slots, and run the plan.
 
         Raises:
-            DescriptorError: A slot is free, out of range or named twice.
+            DescriptorError: A slot is free, out of range, or given twice.
         """
         self._slots.check(tensors, self._num_tokens)
         return self._plan.run(tensors, stream, readable)

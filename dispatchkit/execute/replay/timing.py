@@ -1,7 +1,7 @@
-"""Timed steps: events around a whole step, read later without waiting.
+"""Measure steps with events that are read later, without waiting.
 
-The time covers all device work of a step, including copies in and out, since that is what a choice
-between a graph and eager affects.
+The time covers all device work of a step, including copies of inputs and outputs, because the
+choice between a graph and eager affects all of it.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_count
 
-# Measured steps that wait to be read; older ones are dropped unread.
+# Most unread measurements; the oldest are dropped.
 MAX_PENDING = 256
-#: One in this many of the steps whose steady decision is timed is measured.
+#: Every how many steps with a timed, steady decision one is measured.
 SAMPLE_EVERY = 16
 
-#: Share of the host's time that counts if the host is slower than the device: occasionally there
-#: is work ahead, and the device does not wait for the host.
+#: Fraction of the host time that is a step's time if the host is slower than the device. It is
+#: below 1 because the device does not always wait for the host.
 HOST_SHARE = 0.9
 
-# Times kept per graph, and per size of eager steps; for explanations, not for policies.
+# Times kept per graph and per size of eager steps, for explanations.
 KEPT_TIMES = 64
 
-# Host times kept per graph, and of eager, of steps submitted without waiting.
+# Host times kept per graph and for eager steps, of submissions that did not wait.
 KEPT_SUBMITS = 16
 
 T = TypeVar("T")
 
 
-def _ran(decision: Decision, batch: Batch) -> tuple[GraphKey, ...] | int:
-    """Return the key of steps that take equal time: the graphs, or the size of eager ones."""
+def _times_key(decision: Decision, batch: Batch) -> tuple[GraphKey, ...] | int:
+    """Return the key under which the times of a decision are stored."""
     return decision.keys or batch.num_tokens
 
 
 @attrs.define(eq=False)
 class Measurement:
-    """A step that is being measured, or waits to be read.
+    """The measurement of a step.
 
     Attributes:
-        start: Before its first copy.
-        end: After its last.
-        batch: The cell it ran for.
-        decision: The decision it ran under.
-        step: Number of steps begun, including this one.
-        queued: Other work was ahead of it on its stream.
-        is_first: It is the first eager run of its size.
-        begun_ns: Host time at which submission began, in nanoseconds.
-        submit_us: Host time of the submission, in microseconds.
-        was_ahead: The host finished submitting before the device reached it.
+        start: Event before the first copy.
+        end: Event after the last copy.
+        batch: The batch of the step's cell.
+        decision: The decision of the step.
+        step: Number of steps so far, including this step.
+        queued: Whether earlier work was pending on the stream.
+        is_first: Whether this is the first eager run of its size.
+        begun_ns: Host time at the start of the submission, in nanoseconds.
+        submit_us: Duration of the submission on the host, in microseconds.
+        was_ahead: Whether the submission finished before the device reached the step.
     """
 
     start: Event
@@ -76,18 +76,20 @@ class Measurement:
 
 
 class Timings:
-    """Measured steps of one runner that have not been read yet.
+    """The measurements of a runner, and the times read from them.
 
     Args:
-        backend: Creates the events; without device timing, times are host times.
-        dispatcher: Learns each outcome when it is read; its policy may request a slower pace. It is
-            referenced weakly, since its table holds the plans, which reference this object.
-        lane: Counts the steps.
-        sample_every: One in this many of the steps whose steady decision is timed is measured.
+        backend: The backend, which creates the events. Without device timing, times are host times.
+        dispatcher: The dispatcher, which receives each outcome and whose policy may request a
+            slower pace. The reference is weak, because the dispatcher's table holds the plans,
+            which reference this object.
+        lane: The lane, which counts the steps.
+        sample_every: Every how many steps with a timed, steady decision one is measured.
 
     Attributes:
-        due: The lane's tick from which on the next such step is measured.
-        is_held: Outcomes are not passed on after a step, since learning would slow the next one.
+        due: Tick of the lane from which the next such step is measured.
+        is_held: Whether outcomes are held back after a step, because learning would delay the next
+            step.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class Timings:
         """Mark the start of a step on the current stream.
 
         Raises:
-            PolicyError: In strict mode, the policy's answer to an earlier outcome was invalid. The
-                step has not begun.
+            PolicyError: In strict mode, the policy raised or returned an invalid update for an
+                earlier outcome. The step has not run.
         """
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -134,13 +136,16 @@ class Timings:
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
     def first_eager_step(self, batch: Batch) -> int:
-        """Return the step that first ran eager at the batch's size, or the next one if none has."""
+        """Return the number of the first eager step of the batch's size.
+
+        If there was no such step, the next step is recorded as the first.
+        """
         return self._first_eager.setdefault(batch.num_tokens, self._lane.tick + 1)
 
     def finish(self, measurement: Measurement) -> None:
-        """Mark the end of a step; then pass on earlier outcomes that are done.
+        """Mark the end of a step, and pass on outcomes of finished steps.
 
-        The device has work at that moment, so that learning delays it least.
+        The device has work at that moment, so learning delays it least.
         """
         measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.was_ahead = measurement.queued and not measurement.start.query()
@@ -152,47 +157,48 @@ class Timings:
         try:
             self.drain()
         except PolicyError as fault:
-            self._fault = fault  # this step has run: its result belongs to the caller
+            self._fault = fault  # raised by the next step: this step's result must be returned
 
     def fail(self, measurement: Measurement) -> None:
-        """Record that a step did not run as decided or did not complete."""
+        """Record that a step failed or did not run as decided."""
         batch, decision, step = measurement.batch, measurement.decision, measurement.step
         try:
-            self._tell(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
+            self._pass_on(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
         except PolicyError as fault:
-            self._fault = fault  # the step has its own result or error
+            self._fault = fault  # raised by the next step: this step has a result or error
 
     def drain(self, *, wait: bool = False) -> int:
-        """Pass on the outcomes of finished measured steps, oldest first.
+        """Pass on the outcomes of finished steps, oldest first.
 
         Args:
-            wait: Block until all are done; otherwise stop at the first that is not.
+            wait: Whether to block until all steps are finished; otherwise stop at the first
+                unfinished step.
 
         Returns:
             The number of outcomes passed on.
         """
-        told = 0
+        num_read = 0
         while True:
             with self._lock:
                 if not self._pending:
-                    return told
+                    return num_read
                 head = self._pending[0]
             if wait:
-                head.end.synchronize()  # without the lock, which concurrent steps need
+                head.end.synchronize()  # without the lock, so that other steps can begin
             elif not head.end.query():
-                return told
+                return num_read
             with self._lock:
                 if not self._pending or self._pending[0] is not head:
-                    continue  # another thread passed it on, or it was dropped
+                    continue  # passed on by another thread, or dropped
                 self._pending.popleft()
             elapsed = self._elapsed_us(head)
             latest = self._read.setdefault(
-                (_ran(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
+                (_times_key(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
             )
             latest.append(elapsed)
             with self._lock:
                 self._spare.append((head.start, head.end))
-            self._tell(
+            self._pass_on(
                 Outcome(
                     head.batch,
                     head.decision,
@@ -203,13 +209,13 @@ class Timings:
                     is_first=head.is_first,
                 )
             )
-            told += 1
+            num_read += 1
 
     def _elapsed_us(self, done: Measurement) -> float:
-        """Return the time of a step: the device's, or the host's if that is longer.
+        """Return the time of a step: device time, or host time if longer.
 
-        Behind other work, the events measure the device alone. If all steps ran that way, the
-        device would soon catch up with a slower host.
+        If earlier work is pending, the events measure only the device. A device that is faster than
+        the host would soon have no pending work, and then wait for the host.
         """
         elapsed = done.start.elapsed_us(done.end)
         if self._clock != "device":
@@ -217,11 +223,11 @@ class Timings:
         return max(elapsed, HOST_SHARE * self._host_us(done))
 
     def _host_us(self, done: Measurement) -> float:
-        """Return the time that the host needed to submit a step.
+        """Return the time that the host took to submit a step.
 
-        A stream holds about a thousand launches. A host that is that far ahead waits inside a
-        launch for earlier steps to run, so the time is known only from steps that the device had
-        reached meanwhile.
+        A stream holds about a thousand launches. A host that is so far ahead waits inside a launch
+        until earlier steps have run. Only submissions during which the device reached the step have
+        a reliable time.
         """
         known = self._submits.setdefault(done.decision.keys, deque(maxlen=KEPT_SUBMITS))
         if not done.was_ahead:
@@ -231,18 +237,18 @@ class Timings:
         return done.submit_us
 
     def _pace(self) -> int:
-        """Return the factor by which the policy currently wants fewer steps measured."""
+        """Return the factor by which the policy requests fewer measurements."""
         dispatcher = self._dispatcher()
         return 1 if dispatcher is None else dispatcher.pace
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _pass_on(self, outcome: Outcome) -> None:
         dispatcher = self._dispatcher()
         if dispatcher is not None:
             dispatcher.observe(outcome)
 
     def of(self, decision: Decision, batch: Batch) -> tuple[MeasuredTime, ...]:
-        """Return the times of steps that ran as decided, separately for idle and queued."""
-        ran = _ran(decision, batch)
+        """Return the times of a decision, separately for idle and busy streams."""
+        ran = _times_key(decision, batch)
         return tuple(
             MeasuredTime(
                 steps=len(times),
@@ -255,7 +261,7 @@ class Timings:
         )
 
     def clear(self) -> None:
-        """Drop all unread measurements, and a fault that was not raised yet."""
+        """Drop unread measurements, and a fault that was not raised yet."""
         with self._lock:
             self._pending.clear()
         self._fault = None
@@ -265,10 +271,10 @@ class Timings:
 
 
 class Timer:
-    """Measures the steps of one decision when they are due.
+    """A timer that measures the steps of a decision when they are due.
 
     Attributes:
-        is_always_due: It measures every step, since the decision is one-shot.
+        is_always_due: Whether every step is measured because the decision is one-shot.
     """
 
     timings: Timings
@@ -277,10 +283,10 @@ class Timer:
         self.timings, self._decision, self._batch = timings, decision, batch
         self.is_always_due: bool = decision.one_shot
         if not decision.keys and not decision.one_shot:
-            timings.first_eager_step(batch)  # the plan is created in the step that runs it
+            timings.first_eager_step(batch)  # the step that creates the plan also runs it
 
     def is_due(self, tick: int) -> bool:
-        """Return whether the step after a number of steps must be measured."""
+        """Return whether the step after a tick is measured."""
         return self.is_always_due or tick >= self.timings.due
 
     def begin(self) -> Measurement:
@@ -288,7 +294,7 @@ class Timer:
         return self.timings.begin(self._batch, self._decision)
 
     def measure(self, run: Callable[[], T]) -> T:
-        """Run and measure a step; one that raises is recorded as not completed."""
+        """Run and measure a step; if it raises, record it as not completed."""
         measurement = self.begin()
         try:
             result = run()
