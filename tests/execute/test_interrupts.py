@@ -143,7 +143,7 @@ def test_a_table_that_was_told_of_no_change_is_asked_anew(change, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.registry, "_tell", interrupt)
+        patch.setattr(runner.registry, "_notify", interrupt)
         with pytest.raises(KeyboardInterrupt):
             runner.capture() if change == "captured" else runner.evict(key)
     assert torch.equal(call_elsewhere(lambda: runner(x=X)), X @ WEIGHT)

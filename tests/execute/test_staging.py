@@ -83,7 +83,7 @@ def test_host_inputs_inside_somebody_elses_capture_are_refused(make_runner, back
     runner.capture()
     runner(*call(3))
     for run in (lambda: runner(*call(3)), lambda: runner.run_in_place(3)):
-        with pytest.raises(CaptureError, match="'tokens' cannot be used inside another capture") as caught:
+        with pytest.raises(CaptureError, match="'tokens' cannot be used inside") as caught:
             backend.capture(run, stream=backend.new_stream(), pool=backend.new_pool())
         assert isinstance(caught.value.__cause__, InputError)
     same(runner(*call(3))[0], torch.tensor(call(3)[0]) * 2)

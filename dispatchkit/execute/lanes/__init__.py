@@ -1,1 +1,1 @@
-"""Several streams behind one runner."""
+"""Lanes: several streams of one runner."""

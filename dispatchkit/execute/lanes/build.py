@@ -1,4 +1,4 @@
-"""Create the lanes of a runner: an executor for each, under one lock."""
+"""Create the lanes of a runner."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def check_lanes(spec: RunnerSpec) -> None:
             "check",
             spec.options.check,
             "0 with several lanes",
-            "Steps are compared on a single lane, so omit lanes.",
+            "Check mode needs a single lane. Omit check, or omit lanes.",
         )
     if isinstance(spec.named_policy, LearningPolicy):
         raise ConfigError(
             "policy",
             policy_name(spec.named_policy),
             "given by name with several lanes",
-            "It learns, and each lane learns separately.",
+            "The policy learns, and each lane needs its own instance.",
         )
 
 
 def make_executors(work: Workload) -> tuple[Executor, ...]:
-    """Return an executor for each lane, all under one lock.
+    """Create an executor for each lane; all share one lock.
 
     Raises:
-        ConfigError: The device has fewer streams.
+        ConfigError: The device has fewer independent streams.
     """
     number, backend = work.spec.num_lanes, work.backend
     limit = backend.capabilities.max_streams
@@ -74,7 +74,7 @@ def make_executors(work: Workload) -> tuple[Executor, ...]:
 
 
 def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
-    """Return the pool of each lane, shared with other runners if possible."""
+    """Return the memory pool of each lane, shared with other runners if possible."""
     group, backend, lock = work.spec.memory_group, work.backend, threading.RLock()
     turns = Turns(lock, backend.torch_device)
     if group is None:
@@ -89,16 +89,16 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 
 
 def _why_apart(work: Workload, number: int) -> str:
-    """Return why lanes must not share a pool with those of other runners; empty if they may.
+    """Return why lanes must not share a pool with other runners; empty if they may.
 
-    Steps of such lanes would overlap, or their results would be read from the pool while another
-    runner's steps write there.
+    The steps of such lanes would overlap, or their results would be read while steps of another
+    runner overwrite them.
     """
     options = work.spec.options
     if number > 1:
         return "several lanes"
     if work.step.can_split:
-        return "eager pieces between graphs"  # which may call another runner
+        return "eager pieces between graphs"  # these may call another runner
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
         return "views of outputs in the pool"
     if options.memory.max_bytes is not None:
@@ -107,12 +107,13 @@ def _why_apart(work: Workload, number: int) -> str:
 
 
 def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyPlacement]:
-    """Make executors the lanes of one runner; return the lane chooser, and keys' lanes.
+    """Join executors as lanes; return the lane chooser and key placement.
 
     Raises:
-        ConfigError: Streams of the device are not distinct.
-        UnknownNameError: There is no lane policy of that name.
-        PolicyError: The lane policy returns something invalid.
+        ConfigError: The device has fewer distinct streams, or the lane policy is given twice or is
+            invalid.
+        UnknownNameError: No lane policy has the given name.
+        PolicyError: The lane policy returns an invalid answer.
     """
     first, number = executors[0], len(executors)
     spec, backend = first.spec, first.work.backend
@@ -121,7 +122,7 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyPl
     if number == 1 and not (has_policy or options.lane_policy or options.lane_policy_options):
         return None, KeyPlacement(None, first.registry, 1)
     policy, origin, plugins = _lane_policy(spec, first.plugins)
-    if number == 1:  # nothing to choose from, but an unknown name must raise immediately
+    if number == 1:  # no choice to make, but an unknown name must raise
         return None, KeyPlacement(None, first.registry, 1)
     placement = KeyPlacement(policy, first.registry, number, origin=origin)
     placement.by_key()  # raise for an invalid answer before the first capture
@@ -162,7 +163,7 @@ def _lane_policy(
     if isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None:
         policy = spec.lanes.policy
         if options.lane_policy is not None or options.lane_policy_options:
-            hint = "Lanes already has a policy."
+            hint = "Lanes already has a policy. Omit lane_policy and lane_policy_options."
             raise ConfigError("lane_policy", options.lane_policy, "given in only one place", hint)
         if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
             raise ConfigError("lane policy", policy, "an object with choose()")

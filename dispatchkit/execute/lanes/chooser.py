@@ -1,4 +1,4 @@
-"""LaneChooser: chooses the lane of each step."""
+"""LaneChooser: asks the lane policy for the lane of each step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dispatchkit.errors import PolicyError
 
 
 class LaneChooser:
-    """Asks a lane policy for the lane of each step, and validates the answer.
+    """A lane policy with validation of its answers.
 
     Args:
         policy: The lane policy.
-        origin: Where it comes from, for error messages.
-        router: For policies that need the key of a step: a dispatcher that decides as if every
-            declared graph were captured. It determines where a key belongs, not what runs.
+        origin: Source of the lane policy, for error messages.
+        router: For lane policies that need keys: a dispatcher that decides as if every declared
+            graph were captured. Its keys are used only to choose lanes.
     """
 
     def __init__(self, policy: LanePolicy, origin: str, router: Dispatcher | None) -> None:
@@ -31,7 +31,7 @@ class LaneChooser:
     def choose(
         self, batch: tuple[int, int, int, int, int], priority: int, lanes: Sequence[LaneState]
     ) -> int:
-        """Return the number of a lane.
+        """Return the index of the lane for a step.
 
         Raises:
             PolicyError: The policy raised or returned an invalid lane.

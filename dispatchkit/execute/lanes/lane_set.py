@@ -1,15 +1,15 @@
-"""LaneSet: submits steps to lanes and returns their handles.
+"""LaneSet: submits steps to lanes and returns futures.
 
-Each lane has its own executor: stream, pool, static buffers, graphs and table. Only the step, the
-tensors it reads, and declared state are shared; for state see ``Chain``. The host submits steps to
-lanes one at a time, under one lock; the device runs them concurrently.
+Each lane has its own executor, with a stream, pool, static inputs, graphs and table. Lanes share
+only the step, the tensors it reads, and state (see ``Chain``). The host submits steps one at a
+time, under one lock, and the device runs them concurrently.
 
-Results belong to the caller, or are views of the lane's memory, which a handle refuses to return
-once a later step of the lane may have overwritten them.
+Results are new tensors, or views of the lane's memory. A future raises instead of returning a view
+that a later step of the lane may have overwritten.
 
-Events order both directions: the lane waits for work queued on the caller's stream at submission,
-and waiting for the handle waits for the lane. The inputs are copied on the lane, so that the
-caller's stream does not wait for the lane; they are kept alive until then.
+Events order the streams: the lane waits for work queued on the caller's stream at submission, and
+waiting for the future waits for the lane. Inputs are copied on the lane's stream, so the caller's
+stream does not wait, and are kept alive until then.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.once import Once, warn_at_call
 from dispatchkit.registry import KeyState
 
-#: Tokens, requests, kind, adapters and allowed modes of a step, as ``dispatch`` takes them.
+#: Arguments of ``dispatch``: tokens, requests, kind, adapters and allowed modes of a step.
 _Batch = tuple[int, int, int, int, int]
 
 
 class LanePolicyWarning(RuntimeWarning):
-    """A lane policy raised or returned an invalid lane; its steps run on the least busy one."""
+    """A lane policy raised or returned an invalid lane.
+
+    The affected steps run on the least busy lane.
+    """
 
 
 class StepFuture:
-    """A submitted step, queued on its lane.
+    """The future result of a submitted step.
 
     Args:
-        result: What the step returned; its data is there when the step is done.
-        in_flight: The step in flight.
-        lane: Number of the lane.
-        is_device: Its tensors are memory of a CUDA device.
-        memory: The lane, if the result may be in memory that its next step overwrites.
+        result: Return value of the step, whose data is available when the step is done.
+        in_flight: The record of the step in flight.
+        lane: Index of the lane.
+        is_device: Whether its tensors are in memory of a CUDA device.
+        memory: The lane, if its next step may overwrite the result.
 
     Thread safety: any number of threads may wait for it.
     """
@@ -75,14 +78,14 @@ class StepFuture:
         self.lane: int = lane
 
     def is_done(self) -> bool:
-        """Return whether the step has run, without blocking."""
+        """Return whether the step has finished, without blocking."""
         return self._in_flight.done.query()
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for the step, without blocking the host.
+        """Make later work on a stream wait for the step, without blocking the host.
 
         Args:
-            stream: A stream of torch or of the backend; by default the current one.
+            stream: A stream of torch or of the backend; by default the current stream.
         """
         if stream is not None and not isinstance(getattr(stream, "handle", None), int):
             from dispatchkit.backends.cuda.streams import CudaStream
@@ -93,17 +96,18 @@ class StepFuture:
             self._keep_for(stream)
 
     def synchronize(self) -> None:
-        """Block the host until the step has run."""
+        """Block the host until the step has finished."""
         self._in_flight.done.synchronize()
 
     def result(self) -> Any:
-        """Return the step's result, after making the current stream wait for it.
+        """Make the current stream wait for the step, and return its result.
 
-        It may be used on the current stream immediately. For another stream, call ``wait`` with it.
-        With ``outputs="view"`` it is valid until the next step of its lane.
+        The result can be used immediately on the current stream. To use it on another stream, call
+        ``wait`` with that stream. With ``outputs="view"``, it is valid until the next step of the
+        lane.
 
         Raises:
-            ReplayError: With ``outputs="view"``: a later step was submitted to its lane.
+            ReplayError: With ``outputs="view"``, a later step was submitted to the lane.
         """
         memory = None if self._memory is None else self._memory()
         if memory is not None and memory.tick != self._tick:
@@ -116,7 +120,7 @@ class StepFuture:
         return self._result
 
     def _keep_for(self, stream: Any) -> None:
-        """Tell the allocator which stream reads the result in the lane's memory."""
+        """Record with the allocator which stream reads the result."""
         raw: Any = None if stream is None else stream.raw
         for leaf in leaves_of(self._result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -129,15 +133,15 @@ class StepFuture:
 
 @attrs.frozen
 class LaneStats:
-    """Statistics of one lane.
+    """Statistics of a lane.
 
     Attributes:
-        index: Number of the lane.
-        num_steps: Steps submitted to it.
-        num_tokens: Tokens of them.
-        num_unfinished: Submitted steps that have not finished.
-        num_graphs: Live graphs.
-        num_bytes: Bytes of its graphs and of its static inputs.
+        index: Index of the lane.
+        num_steps: Number of submitted steps.
+        num_tokens: Number of tokens of submitted steps.
+        num_unfinished: Number of submitted steps that have not finished.
+        num_graphs: Number of live graphs.
+        num_bytes: Bytes of graphs and static inputs.
     """
 
     index: int
@@ -150,14 +154,14 @@ class LaneStats:
 
 @attrs.frozen
 class LaneCost:
-    """The expected memory of a way to assign keys to lanes.
+    """The expected memory of an assignment of keys to lanes.
 
     Attributes:
         way: ``every lane``: each lane has all keys. ``assigned lanes``: each key is on the lanes
             that the lane policy returns for it.
-        num_graphs: Graphs on all lanes.
-        graph_bytes: Their pools and outputs.
-        static_bytes: Static inputs of all lanes, those at every bucket of the axes too.
+        num_graphs: Number of graphs on all lanes.
+        graph_bytes: Bytes of their pools and outputs.
+        static_bytes: Bytes of static inputs on all lanes, for all buckets of axes.
     """
 
     way: str
@@ -167,16 +171,16 @@ class LaneCost:
 
 
 class InFlight:
-    """A step in flight, and what it still reads; shared by its lane and its handle.
+    """A step in flight and its inputs, shared by its lane and its future.
 
-    Creating and destroying an event takes longer than recording it, so once neither lane nor handle
-    references the step, its event is reused.
+    The event is reused when neither the lane nor the future references this object, because
+    creating and destroying events takes longer than recording them.
 
     Args:
-        done: Recorded behind the step.
-        num_tokens: Its tokens.
-        tensors: The tensors it reads; released when it is done.
-        unused: Takes the event back when it is no longer needed.
+        done: Event recorded after the step.
+        num_tokens: Number of tokens.
+        tensors: The tensors that the step reads; released when it is done.
+        unused: List to which the event is returned for reuse.
     """
 
     __slots__ = ("_unused", "done", "num_tokens", "tensors")
@@ -190,24 +194,23 @@ class InFlight:
 
 
 class LaneQueue:
-    """The unfinished steps of one lane, and the lane policy's view of it.
+    """The unfinished steps of a lane; implements ``LaneState``.
 
     Args:
-        index: Number of the lane.
-        executor: Runs its steps.
+        index: Index of the lane.
+        executor: The executor of the lane.
     """
 
     def __init__(self, index: int, executor: Executor) -> None:
         self.index = index
         self.executor = executor
         self.stream: Stream = executor.lane.stream
-        # The memory of results that are views; a weak reference, since handles may outlive the
-        # runner.
+        # Owner of the memory of views; a weak reference, because futures may outlive the runner.
         is_view = executor.spec.outputs == "view"
         self.memory: weakref.ref[Lane] | None = weakref.ref(executor.lane) if is_view else None
         self.handle: int = self.stream.handle
         self.is_on_cuda: bool = executor.work.inputs.device.type == "cuda"
-        # Marks the work on the caller's stream that the lane waits for.
+        # Recorded on the caller's stream; the lane waits for it.
         self.arrived: Event = executor.work.backend.new_event()
         self._unused: list[Event] = []
         self._registry = executor.registry
@@ -218,18 +221,18 @@ class LaneQueue:
 
     @property
     def num_unfinished(self) -> int:
-        """Steps submitted to the lane that have not finished on the device."""
+        """Number of submitted steps that have not finished on the device."""
         self.reap()
         return len(self._in_flight)
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens of those steps, before padding."""
+        """Number of tokens of unfinished steps, before padding."""
         self.reap()
         return self._num_tokens
 
     def holds(self, key: GraphKey) -> bool:
-        """Return whether the lane has a graph of a key now."""
+        """Return whether the lane has a captured graph for a key."""
         entry = self._registry.get(key)
         return entry is not None and entry.state is KeyState.CAPTURED
 
@@ -237,21 +240,22 @@ class LaneQueue:
         """Release the tensors that finished steps read.
 
         Args:
-            at_most: Most steps to check; querying a device takes more than a microsecond.
+            at_most: Largest number of steps to check, because each query of the device takes more
+                than a microsecond.
         """
         in_flight = self._in_flight
         while at_most and in_flight and in_flight[0].done.query():
             step = in_flight.popleft()
             self._num_tokens -= step.num_tokens
-            step.tensors = None  # the handle keeps the step alive, and must not keep these
+            step.tensors = None  # the future may outlive the step, but must not keep its inputs
             at_most -= 1
 
     def push(self, num_tokens: int, tensors: Any) -> InFlight:
-        """Record a step that was just queued on the lane's stream."""
+        """Add a step that was just launched on the lane's stream."""
         done = self._unused.pop() if self._unused else self.executor.work.backend.new_event()
         done.record(self.stream)
-        # Two for each new one: all are eventually released, and the next lane does not wait while
-        # the host checks all finished steps of this one.
+        # Check two steps for each new one. All are eventually released, without checking many of
+        # them in one submission.
         self.reap(2)
         step = InFlight(done, num_tokens, tensors, self._unused)
         self._in_flight.append(step)
@@ -262,19 +266,19 @@ class LaneQueue:
 
 
 class LaneSet(Sequence[Executor]):
-    """The lanes of a runner, and the chooser among them.
+    """The lanes of a runner, with the lane chooser.
 
-    As a sequence it has the executor of each lane.
+    The items of this sequence are the executors of the lanes.
 
     Args:
-        executors: Those of all lanes.
-        chooser: The lane policy; one lane needs none.
+        executors: The executor of each lane.
+        chooser: The lane chooser; None for a single lane.
         placement: The lanes on which keys are captured.
-        reader: Binds and checks the inputs of steps.
+        reader: The reader, which binds and validates the inputs of steps.
         lock: Held while the host submits a step.
 
     Attributes:
-        num_faults: Steps for which the lane policy raised or returned an invalid lane.
+        num_faults: Number of steps for which the lane policy raised or returned an invalid lane.
     """
 
     num_faults: int
@@ -321,7 +325,9 @@ class LaneSet(Sequence[Executor]):
         priority: int = 0,
         **inputs: Any,
     ) -> StepFuture:
-        """Queue one step on a lane and return immediately; it runs exactly once.
+        """Submit a step to a lane, and return without waiting.
+
+        The step runs exactly once.
 
         See ``GraphRunner.submit``.
         """
@@ -337,18 +343,18 @@ class LaneSet(Sequence[Executor]):
         if caller and self._is_capturing():
             raise ReplayError(
                 "submit() was called inside a capture, which cannot wait for lanes. Call the "
-                "runner itself there, or submit outside."
+                "runner inside the capture, or submit() outside of it."
             )
         batch = (num_tokens, num_reqs, uniform, loras, ceiling)
         with self._lock:
             queue = self._choose(batch, priority)
             if not reader.has_host:
-                return self._give(queue, caller, batch, tensors, readable)
+                return self._launch(queue, caller, batch, tensors, readable)
         staging = queue.executor.lane.buffers.staging
         if staging is not None:
-            staging.wait()  # without the lock, so that steps can be submitted to other lanes
+            staging.wait()  # without the lock, so that other lanes are not blocked
         with self._lock:
-            return self._give(queue, caller, batch, tensors, readable)
+            return self._launch(queue, caller, batch, tensors, readable)
 
     def stats(self) -> tuple[LaneStats, ...]:
         """Return the statistics of each lane."""
@@ -366,10 +372,10 @@ class LaneSet(Sequence[Executor]):
             )
 
     def costs(self) -> tuple[LaneCost, ...]:
-        """Return the expected memory of the lanes' graphs before they are captured.
+        """Return the expected memory of the lanes before the graphs are captured.
 
-        The largest graph of each lane is rehearsed, or warmed up where the backend cannot
-        rehearse; smaller ones reuse its memory.
+        The largest graph of each lane is rehearsed, or warmed up if the backend does not support
+        rehearsals. Smaller graphs reuse its memory.
         """
         with self._lock:
             first, number = self._first, len(self)
@@ -429,13 +435,13 @@ class LaneSet(Sequence[Executor]):
             LanePolicyWarning,
         )
 
-    def _give(
+    def _launch(
         self, queue: LaneQueue, caller: int, batch: _Batch, tensors: Any, readable: bool
     ) -> StepFuture:
-        """Queue a checked step on a lane; under the lock."""
+        """Launch a validated step on a lane, under the lock."""
         executor, stream = queue.executor, queue.stream
         if self._turns.is_under_way:
-            self._turns.wait()  # it captures on the stream of the lane
+            self._turns.wait()  # a capture is using the stream of the lane
         if caller != queue.handle:
             if self._caller is None or self._caller[0] != caller:
                 self._caller = (caller, self._backend.current_stream())
@@ -450,7 +456,7 @@ class LaneSet(Sequence[Executor]):
                     )
         except Exception:
             executor.counters.failed_steps += 1
-            stream.synchronize()  # it no longer reads the caller's tensors
+            stream.synchronize()  # afterwards, the step no longer reads the caller's tensors
             raise
         in_flight = queue.push(batch[0], tensors)
         return StepFuture(result, in_flight, queue.index, queue.is_on_cuda, queue.memory)
