@@ -538,13 +538,15 @@ class Dispatcher:
     def decide(self, batch: Batch) -> Decision:
         """Return a new, validated decision of the policy, without using the table.
 
+        Unlike ``dispatch``, it accepts any number of requests.
+
         Raises:
             DescriptorError: The value is not a Batch, or is outside the configured limits.
         """
         if not isinstance(batch, Batch):
             raise DescriptorError("batch", batch, "a Batch", "Dispatcher.batch(...) returns one.")
         if not self._reason_for_all(batch):
-            cell_of_batch(self.config, batch)
+            cell_of_batch(self.config, attrs.evolve(batch, num_reqs=None))
         try:
             with self._lock:
                 return self._limited(self._decide(batch), batch)

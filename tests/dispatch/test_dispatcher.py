@@ -1367,6 +1367,8 @@ def test_only_a_batch_within_the_limits_is_decided_anew():
         dispatcher.decide(3)
     unlimited = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8,)))
     assert unlimited.decide(Batch(9)).reason == Reason.ABOVE_LARGEST
+    # vLLM's manager has batches with more requests than tokens; its facade decides them anew.
+    assert isinstance(dispatcher.decide(Batch(3, num_reqs=5)), Decision)
 
 
 def test_an_error_above_the_table_names_the_size_of_the_batch():
