@@ -53,7 +53,7 @@ STAGES = {
 
 
 @attrs.define
-class Ready:
+class CheckedModel:
     """A checked model, and the variants to measure.
 
     Attributes:
@@ -127,7 +127,7 @@ def _largest(model: Model) -> dict[str, torch.Tensor]:
     return max(model.calls, key=lambda call: call[name].shape[shape.index(None)])
 
 
-def check(name: str, device: torch.device) -> Ready:
+def check(name: str, device: torch.device) -> CheckedModel:
     """Compare all calls of a model with eager, and create the variants to measure."""
     torch.manual_seed(0)
     model = MODELS[name](device)
@@ -176,7 +176,7 @@ def check(name: str, device: torch.device) -> Ready:
     except Exception as error:  # noqa: BLE001 - only the comparison is missing
         _print_line(f"failed runner of {name}", error=_error_text(error))
         runner = None
-    return Ready(name, model, fast, runner)
+    return CheckedModel(name, model, fast, runner)
 
 
 def _reasons(fast: Any) -> set[str]:
@@ -206,7 +206,7 @@ def _median_us(run: Any, calls: list[Any], device: torch.device) -> float:
     return statistics.median(rounds[1:])
 
 
-def measure(ready: Ready, device: torch.device) -> None:
+def measure(ready: CheckedModel, device: torch.device) -> None:
     """Measure the warm calls of a model: eager, graphed, and with a runner."""
     model, runner = ready.model, ready.runner
     eager = _median_us(lambda call: model.call(model.module, call), model.calls, device)
@@ -228,7 +228,7 @@ def measure(ready: Ready, device: torch.device) -> None:
     )
 
 
-def compile_one(ready: Ready, device: torch.device) -> None:
+def compile_one(ready: CheckedModel, device: torch.device) -> None:
     """Compile a model with reduce-overhead for its largest batch."""
     if ready.name not in COMPILED or device.type != "cuda":
         return
@@ -240,7 +240,7 @@ def compile_one(ready: Ready, device: torch.device) -> None:
     ready.compiled, ready.compile_s = compiled, time.perf_counter() - start
 
 
-def measure_compiled(ready: Ready, device: torch.device) -> None:
+def measure_compiled(ready: CheckedModel, device: torch.device) -> None:
     """Measure a compiled model, graphed and eager, at its largest batch."""
     if ready.compiled is None:
         return
@@ -263,12 +263,12 @@ def measure_compiled(ready: Ready, device: torch.device) -> None:
     )
 
 
-class _Work:
+class _WorkerStages:
     """The models of one worker, processed in stages."""
 
     def __init__(self, names: list[str], device: torch.device, ends: dict[str, float]) -> None:
         self._device, self._ends = device, ends
-        self._names, self._ready = names, list[Ready]()
+        self._names, self._ready = names, list[CheckedModel]()
         self._missing: set[str] = set()
 
     def run(self, stage: str) -> None:
@@ -302,7 +302,7 @@ class _Work:
 def work(names: list[str], ends: dict[str, float]) -> None:
     """Run the stages that are read from stdin, and print a line after each."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    own = _Work(names, device, ends)
+    own = _WorkerStages(names, device, ends)
     with torch.no_grad():
         for line in sys.stdin:
             own.run(line.strip())

@@ -52,7 +52,7 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 BACKEND = "cuda" if HAS_GPU else "tape"
 SCALE = 1 if HAS_GPU else 8  # sizes are divided by this on a CPU
 MIB = 1 << 20
-_begun = time.monotonic()
+_start_time = time.monotonic()
 
 
 class Unet(torch.nn.Module):
@@ -108,7 +108,7 @@ def ready(make: Callable[..., torch.nn.Module], *sizes: int) -> torch.nn.Module:
 
 def seconds_left(options: argparse.Namespace) -> float:
     """Return the remaining seconds, counted from the start of the process."""
-    return options.seconds - (time.monotonic() - _begun)
+    return options.seconds - (time.monotonic() - _start_time)
 
 
 def eight() -> dict[str, tuple[torch.nn.Module, tuple[int | None, ...], tuple[int, ...]]]:

@@ -47,10 +47,10 @@ import pytest
 from mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = str(ROOT / "dispatchkit")
-ROOMS = ("keys", "registry", "dispatch")
+ROOT_PACKAGE = str(ROOT / "dispatchkit")
+PACKAGES = ("keys", "registry", "dispatch")
 #: The tests of a file run first, because they kill most mutants.
-OWN = {
+TESTS_OF_FILE = {
     "keys/axes.py": "tests/keys/test_axes.py",
     "keys/batch.py": "tests/keys/test_batch.py",
     "keys/capture_sizes.py": "tests/keys/test_capture_sizes.py",
@@ -77,7 +77,7 @@ ALL = (
 )
 #: Tests that are slow here and have a faster equivalent, or that import the module unchanged in
 #: another process.
-LEFT_OUT = (
+EXCLUDED_TESTS = (
     "test_hundred_thousand_keys",
     "another_process",
     "loads_no_torch",
@@ -85,8 +85,8 @@ LEFT_OUT = (
 )
 #: Tests of the kit itself with faulty policies, which take half of the time. The kit's tests of
 #: correct policies run.
-LEFT_OUT_OF_KIT = "test_policy_kit.py::test_"
-ANEW = 77  # exit status if the code cannot be replaced
+EXCLUDED_KIT_TESTS = "test_policy_kit.py::test_"
+NOT_REPLACEABLE = 77  # exit status if the code cannot be replaced
 
 Function = tuple[str, str, int]  # file, qualified name, first line
 
@@ -107,7 +107,7 @@ class Task:
 
 
 @attrs.frozen
-class Reached:
+class TestReach:
     """The functions that a test calls, and its duration."""
 
     test: str
@@ -118,7 +118,7 @@ class Reached:
 # -- functions that tests reach --------------------------------------------------------------
 
 
-class Recorder:
+class CallRecorder:
     """Pytest plugin that records the functions called by each test, and outside tests."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Recorder:
     def note(self, frame: Any, event: str, argument: object) -> None:
         """Record a call; this is the profile function."""
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
+        if event == "call" and code.co_filename.startswith(ROOT_PACKAGE):
             self._now.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     @pytest.hookimpl(wrapper=True)
@@ -146,19 +146,19 @@ class Recorder:
 
 def record(target: Path) -> None:
     """Run all tests unchanged, and write the functions that they reach."""
-    recorder = Recorder()
+    recorder = CallRecorder()
     threading.setprofile(recorder.note)
     sys.setprofile(recorder.note)
-    code = run_pytest(Selection(), recorder)
+    code = run_pytest(TestSelection(), recorder)
     sys.setprofile(None)
     if code != pytest.ExitCode.OK:
         raise SystemExit("The tests fail without mutants; fix them first.")
     target.write_text(json.dumps({"tests": recorder.tests, "outside": [*recorder.outside]}))
 
 
-def order(tests: Iterable[Reached], path: Path) -> list[str]:
+def order(tests: Iterable[TestReach], path: Path) -> list[str]:
     """Return the tests for a file's mutant: its own first, fast ones before slow ones."""
-    own = OWN.get(f"{path.parent.name}/{path.name}", DISPATCHER)
+    own = TESTS_OF_FILE.get(f"{path.parent.name}/{path.name}", DISPATCHER)
     ranked = sorted(tests, key=lambda one: (not one.test.startswith(own), one.seconds))
     return [one.test for one in ranked]
 
@@ -166,7 +166,7 @@ def order(tests: Iterable[Reached], path: Path) -> list[str]:
 # -- one mutant ------------------------------------------------------------------------------
 
 
-class Selection:
+class TestSelection:
     """Pytest plugin that selects and orders the given tests, or all fast ones by default."""
 
     def __init__(self, chosen: list[str] | None = None) -> None:
@@ -174,8 +174,8 @@ class Selection:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Remove and sort tests."""
-        left_out = (*LEFT_OUT, LEFT_OUT_OF_KIT)
-        kept = [one for one in items if not any(word in one.nodeid for word in left_out)]
+        excluded = (*EXCLUDED_TESTS, EXCLUDED_KIT_TESTS)
+        kept = [one for one in items if not any(word in one.nodeid for word in excluded)]
         if self.chosen is not None:
             place = {name: number for number, name in enumerate(self.chosen)}
             kept = sorted(
@@ -184,7 +184,7 @@ class Selection:
         items[:] = kept
 
 
-class StopsAtOnce:
+class FailFast:
     """Pytest plugin that ends the process at the first failure."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -193,18 +193,18 @@ class StopsAtOnce:
             os._exit(pytest.ExitCode.TESTS_FAILED)
 
 
-class Exchanger:
+class MutantRunner:
     """Pytest plugin that runs each mutant in a fork with the function's code replaced."""
 
     def __init__(
         self,
         tasks: list[Task],
-        tests: list[Reached],
+        tests: list[TestReach],
         outside: set[Function],
         on_result: Callable[[Task, str, float], None],
     ) -> None:
         self.tasks, self.outside, self.on_result = tasks, outside, on_result
-        self.tests: dict[Function, list[Reached]] = {}
+        self.tests: dict[Function, list[TestReach]] = {}
         for one in tests:
             for function in one.functions:
                 self.tests.setdefault(function, []).append(one)
@@ -232,16 +232,18 @@ class Exchanger:
                     for function in live[task.function]:
                         function.__code__ = new
                 except (KeyError, ValueError):  # not referenced, or other free variables
-                    return ANEW
-                session.config.pluginmanager.register(StopsAtOnce())
+                    return NOT_REPLACEABLE
+                session.config.pluginmanager.register(FailFast())
                 for item in chosen:
                     item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
                 return pytest.ExitCode.OK
 
             start = time.monotonic()
-            result = forked(run, sum(one.seconds for one in reached))
+            result = test_in_fork(run, sum(one.seconds for one in reached))
             # A function that runs during collection may have had an effect there.
-            if result != "anew" and not (result == "survived" and task.function in self.outside):
+            if result != "not replaceable" and not (
+                result == "survived" and task.function in self.outside
+            ):
                 self.on_result(task, result, time.monotonic() - start)
         return True
 
@@ -281,7 +283,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.tree, str(self.path), "exec"), module.__dict__)  # noqa: S102 - its task
 
 
-def imported(task: Task, tests: list[Reached]) -> str:
+def imported(task: Task, tests: list[TestReach]) -> str:
     """Return the result of a mutant that is imported."""
 
     def run() -> int:
@@ -289,10 +291,10 @@ def imported(task: Task, tests: list[Reached]) -> str:
         sys.meta_path.insert(0, finder)
         # Import it now, because pytest's importer would be used for dispatchkit, a pytest plugin.
         importlib.import_module(finder.module)
-        selection = Selection(order(tests, task.path))
-        return run_pytest(selection, StopsAtOnce())
+        selection = TestSelection(order(tests, task.path))
+        return run_pytest(selection, FailFast())
 
-    return forked(run, sum(one.seconds for one in tests))
+    return test_in_fork(run, sum(one.seconds for one in tests))
 
 
 def run_pytest(*plugins: object) -> int:
@@ -302,8 +304,8 @@ def run_pytest(*plugins: object) -> int:
     return int(pytest.main([*arguments, *ALL], plugins=[*plugins]))
 
 
-def forked(run: Callable[[], int], seconds: float) -> str:
-    """Run in a fork without output; return "killed", "survived", "timeout" or "anew".
+def test_in_fork(run: Callable[[], int], seconds: float) -> str:
+    """Run in a fork without output; return "killed", "survived", "timeout" or "not replaceable".
 
     Args:
         run: Function that returns pytest's exit status.
@@ -328,8 +330,8 @@ def forked(run: Callable[[], int], seconds: float) -> str:
     if os.WIFSIGNALED(status):
         return "timeout"
     code = os.WEXITSTATUS(status)
-    if code == ANEW:
-        return "anew"
+    if code == NOT_REPLACEABLE:
+        return "not replaceable"
     return "survived" if code == pytest.ExitCode.OK else "killed"
 
 
@@ -340,7 +342,7 @@ def silence() -> None:
         os.dup2(nothing.fileno(), 2)
 
 
-def apart(run: Callable[[], object], *, quiet: bool) -> None:
+def in_fork(run: Callable[[], object], *, quiet: bool) -> None:
     """Run in a fork, to keep this process unchanged; exit if it fails."""
     child = os.fork()
     if child == 0:
@@ -370,8 +372,8 @@ def tasks() -> list[Task]:
     Their names do not contain line numbers, so results stay valid after edits elsewhere in a file.
     """
     found = []
-    for room in ROOMS:
-        for path in sorted((ROOT / "dispatchkit" / room).glob("*.py")):
+    for package in PACKAGES:
+        for path in sorted((ROOT / "dispatchkit" / package).glob("*.py")):
             seen: Counter[str] = Counter()
             for mutant in mutants(ast.parse(path.read_text(encoding="utf-8"))):
                 name = f"{path.relative_to(ROOT)}: {mutant.what} #{seen[mutant.what]}"
@@ -440,14 +442,14 @@ def test(wanted: list[Task], results: Path, reached: Path) -> None:
         if result != "killed":
             print(f"{task.mutant.line}: {result}: {task.name}", flush=True)
 
-    apart(lambda: record(reached), quiet=False)
+    in_fork(lambda: record(reached), quiet=False)
     found = json.loads(reached.read_text())
     outside = {tuple(each) for each in found["outside"]}
-    tests = [Reached(*each[:2], frozenset(map(tuple, each[2]))) for each in found["tests"]]
-    exchanger = Exchanger(wanted, tests, outside, on_result)
+    tests = [TestReach(*each[:2], frozenset(map(tuple, each[2]))) for each in found["tests"]]
+    runner = MutantRunner(wanted, tests, outside, on_result)
     results.touch()
     start_at = results.stat().st_size
-    apart(lambda: run_pytest(Selection(), exchanger), quiet=True)
+    in_fork(lambda: run_pytest(TestSelection(), runner), quiet=True)
     with results.open(encoding="utf-8") as file:
         file.seek(start_at)
         done = {json.loads(line)["id"] for line in file}
@@ -459,11 +461,11 @@ def test(wanted: list[Task], results: Path, reached: Path) -> None:
 
 def report(wanted: list[Task], results: dict[str, str]) -> None:
     """Print the number of mutants with each result, by folder."""
-    for room in ROOMS:
+    for package in PACKAGES:
         counts = Counter(
-            results.get(task.name, "not run") for task in wanted if task.path.parent.name == room
+            results.get(task.name, "not run") for task in wanted if task.path.parent.name == package
         )
-        print(f"{room}/: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
+        print(f"{package}/: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ def main(names: list[str]) -> int:
     """Return 0 if every distribution was built and installed and passes its tests."""
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:
-        say(f"Unknown distribution {unknown[0]!r}; choose from {', '.join(SOURCES)}.")
+        log(f"Unknown distribution {unknown[0]!r}; choose from {', '.join(SOURCES)}.")
         return 2
     problem = versions_disagree()
     if problem:
-        say(problem)
+        log(problem)
         return 1
     shutil.rmtree(DIST, ignore_errors=True)
     for name, folder in SOURCES.items():
-        say(f"== build {name}")
+        log(f"== build {name}")
         build = [sys.executable, "-m", "hatchling", "build", "-d", str(DIST)]
         if subprocess.run(build, cwd=folder, check=False).returncode:
             return 1
@@ -53,7 +53,7 @@ def main(names: list[str]) -> int:
         tests = {name: copy_tests(name, Path(place)) for name in names or SOURCES}
         python = install(Path(place))
         failed = [name for name, folder in tests.items() if not passes(name, python, folder)]
-    say(f"FAILED: {', '.join(failed)}" if failed else "All built, installed and passed.")
+    log(f"FAILED: {', '.join(failed)}" if failed else "All built, installed and passed.")
     return int(bool(failed))
 
 
@@ -124,7 +124,7 @@ def copy_tests(name: str, place: Path) -> Path:
 
 def passes(name: str, python: Path, folder: Path) -> bool:
     """Run copied tests, including slow ones if all are slow; return whether they pass."""
-    say(f"== test {name}")
+    log(f"== test {name}")
     code = run_tests(name, python, folder, "not slow and not gpu")
     if code == NO_TESTS:
         code = run_tests(name, python, folder, "not gpu")
@@ -144,7 +144,7 @@ def run_tests(name: str, python: Path, folder: Path, marks: str) -> int:
     return done.returncode
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line without buffering, because subprocesses also print."""
     print(text, flush=True)
 

@@ -24,7 +24,7 @@ FILES = (
 FOLDER = Path(__file__).resolve().parent.parent / ".rivals"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line without buffering."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -49,9 +49,9 @@ def main() -> None:
     for release in RELEASES:
         target = FOLDER / f"vllm-{release}"
         if all((target / name).is_file() for name in FILES):
-            say(f"{target}: already fetched")
+            log(f"{target}: already fetched")
             continue
-        say(f"vllm {release}: downloading the wheel (several hundred MB)")
+        log(f"vllm {release}: downloading the wheel (several hundred MB)")
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", folder]
@@ -63,7 +63,7 @@ def main() -> None:
                     "Linux on x86-64; try again there."
                 )
             unpack(wheels[0], target)
-        say(f"{target}: {len(FILES)} files")
+        log(f"{target}: {len(FILES)} files")
 
 
 if __name__ == "__main__":

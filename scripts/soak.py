@@ -32,7 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_parts import SINK, Faults, Model, SoakError, Verdict, faulty_device, plugins_with_faults
+from soak_parts import (
+    SINK,
+    Comparison,
+    Faults,
+    Model,
+    SoakError,
+    faulty_device,
+    plugins_with_faults,
+)
 
 from dispatchkit import (
     DispatchConfig,
@@ -56,11 +64,11 @@ MAX_GRAPHS = 10
 CEILINGS = (2,) * 16 + (1,) * 3 + (0,)
 # The first policy learns, and needs hundreds of measured steps to compare its graphs.
 POLICIES = (
-    "moody:20, adaptive:10, vllm",
-    "moody:20, vllm",
-    "moody:20, threshold:10, vllm",
-    "moody:5, vllm@0.11",
-    "grumpy",
+    "flaky-member:20, adaptive:10, vllm",
+    "flaky-member:20, vllm",
+    "flaky-member:20, threshold:10, vllm",
+    "flaky-member:5, vllm@0.11",
+    "flaky-policy",
 )
 #: Events between two steps; the number of repetitions is the relative frequency.
 EVENTS = (
@@ -120,14 +128,14 @@ class Soak:
         ).to(device)
         self.streams = [self.backend.current_stream(), *(self.backend.new_stream() for _ in "ab")]
         self.stream = self.streams[0]
-        self.verdict, self.state_verdict = Verdict(device), Verdict(device)
+        self.comparison, self.state_comparison = Comparison(device), Comparison(device)
         self.steps = self.storms = self.swaps = self.raised = 0
         self.repair_after = -1
         self.recent: collections.deque[str] = collections.deque(maxlen=16)
 
     def _policy(self, members: str) -> Any:
-        if members == "grumpy":
-            return self.plugins.create_policy("grumpy")
+        if members == "flaky-policy":
+            return self.plugins.create_policy("flaky-policy")
         return self.plugins.create_policy("composite", members=members, plugins=self.plugins)
 
     # -- steps ----------------------------------------------------------------------------
@@ -155,7 +163,7 @@ class Soak:
             return
         want = self.mine(slots, values)
         self.steps += 1
-        self.verdict.compare(got, want, self.steps)
+        self.comparison.compare(got, want, self.steps)
 
     # -- events -----------------------------------------------------------------------------
 
@@ -283,13 +291,13 @@ class Soak:
 
         def work(number: int) -> None:
             try:
-                verdict, rng = Verdict(self.device), random.Random(seed + number)
+                comparison, rng = Comparison(self.device), random.Random(seed + number)
                 for turn, rows in enumerate((1, 3, 8, 5)):
                     at = rng.randrange(1000)
                     x = self.rows[at : at + 2 * rows].reshape(rows, 4)
                     got = self.laned.submit(x, num_reqs=rows, uniform=True).result()
-                    verdict.compare(got, torch.relu(x @ self.laned_weight), turn)
-                verdict.ask(f"storm {self.storms}: submitted step")
+                    comparison.compare(got, torch.relu(x @ self.laned_weight), turn)
+                comparison.raise_if_wrong(f"storm {self.storms}: submitted step")
             except BaseException as error:  # noqa: BLE001 - raised again by the main thread
                 errors.append(error)
 
@@ -360,9 +368,9 @@ class Soak:
     def check(self) -> None:
         """Raise ``SoakError`` unless results, counts, budget and reasons are correct."""
         runner, stats = self.runner, self.runner.stats()
-        self.verdict.ask(f"seed {self.seed}: step")
-        self.state_verdict.compare(self.theirs.state(), self.mine.state(), self.steps)
-        self.state_verdict.ask("the state after step")
+        self.comparison.raise_if_wrong(f"seed {self.seed}: step")
+        self.state_comparison.compare(self.theirs.state(), self.mine.state(), self.steps)
+        self.state_comparison.raise_if_wrong("the state after step")
         eager = stats.eager_by_reason
         if stats.steps != self.steps:
             raise SoakError(

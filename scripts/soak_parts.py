@@ -66,7 +66,7 @@ class Faults:
             self._armed.clear()
         self.at_operation = -1
 
-    def takes(self, what: str) -> bool:
+    def use(self, what: str) -> bool:
         """Return whether a fault is armed; disarm and count it if so."""
         if what not in self._armed:
             return False
@@ -98,7 +98,7 @@ class FaultyGraph:
 
     def replay(self) -> None:
         """Launch the graph, unless the launch fails."""
-        if self.backend.faults.takes("launch refused"):
+        if self.backend.faults.use("launch refused"):
             raise PlannedError("planted at a launch")
         self.backend.launches += 1
         self.graph.replay()
@@ -173,7 +173,7 @@ def faulty_device(device: str, faults: Faults) -> Any:
             launch, handle = found
 
             def launch_unless_refused(graph: Any, stream: Any) -> int:
-                if faults.takes("launch refused"):
+                if faults.use("launch refused"):
                     faults.done["direct launch refused"] += 1
                     return _UNKNOWN_ERROR
                 return launch(graph, stream)
@@ -195,7 +195,7 @@ class Model:
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self.weight = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], device=device)
 
-    def trip(self) -> None:
+    def fault_point(self) -> None:
         """Let a planned fault occur between two operations."""
         if self.faults is not None and self.backend is not None:
             faults, backend = self.faults(), self.backend()
@@ -204,13 +204,13 @@ class Model:
 
     def project(self, slots: torch.Tensor, values: torch.Tensor) -> Any:
         """Write the cache."""
-        self.trip()
+        self.fault_point()
         self.counter.add_(1)
-        self.trip()
+        self.fault_point()
         hidden = values @ self.weight
-        self.trip()
+        self.fault_point()
         self.cache.index_copy_(0, slots, hidden)
-        self.trip()
+        self.fault_point()
         return hidden, values.abs()
 
     def attend(self, pair: Any) -> Any:
@@ -219,9 +219,9 @@ class Model:
 
     def finish(self, pair: Any, slots: torch.Tensor) -> Any:
         """Read the cache."""
-        self.trip()
+        self.fault_point()
         mixed = pair[0] + self.cache[slots]
-        self.trip()
+        self.fault_point()
         return {"mixed": mixed, "more": [pair[1] * 2, self.counter + 0]}
 
     def __call__(self, slots: torch.Tensor, values: torch.Tensor) -> Any:
@@ -233,8 +233,8 @@ class Model:
         return self.cache[:SINK], self.counter
 
 
-class Verdict:
-    """Comparison on the device, which is synchronized only by ``ask``.
+class Comparison:
+    """Comparison on the device, which is synchronized only by ``raise_if_wrong``.
 
     Args:
         device: Device of the tensors.
@@ -261,7 +261,7 @@ class Verdict:
         is_wrong = ~((first - second).abs() <= 1e-4 + 1e-5 * second.abs()).all()
         self._first = torch.where(is_wrong & (self._first < 0), number, self._first)
 
-    def ask(self, what: str) -> None:
+    def raise_if_wrong(self, what: str) -> None:
         """Wait for the device.
 
         Raises:
@@ -275,8 +275,8 @@ class Verdict:
 def plugins_with_faults(faults: Faults) -> PluginSet:
     """Return the installed plugins and one whose policies and observers sometimes raise."""
 
-    class Moody:
-        name = "moody"
+    class FlakyMember:
+        name = "flaky-member"
         traits = frozenset[str]()
 
         def declare(self, config: Any) -> list[Any]:
@@ -285,19 +285,19 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
 
         def decide(self, batch: Any, graphs: Any) -> Decision | None:
             """Leave every batch to other policies, or raise."""
-            if faults.takes("policy raised"):
+            if faults.use("policy raised"):
                 raise PlannedError("planted in a policy")
             return None
 
         def observe(self, outcome: Any) -> None:
             """Learn nothing, or raise."""
-            if faults.takes("learning raised"):
+            if faults.use("learning raised"):
                 raise PlannedError("planted in what a policy learns")
 
-    class Grumpy(Moody):
+    class FlakyPolicy(FlakyMember):
         """Policy that decides by itself, so no other policy decides if it raises."""
 
-        name = "grumpy"
+        name = "flaky-policy"
 
         def __init__(self) -> None:
             self.base = plugins.create_policy("vllm")
@@ -315,10 +315,10 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
 
     @hookimpl
     def dispatchkit_register_policies() -> list[PolicySpec]:
-        return [PolicySpec("moody", Moody), PolicySpec("grumpy", Grumpy)]
+        return [PolicySpec("flaky-member", FlakyMember), PolicySpec("flaky-policy", FlakyPolicy)]
 
     def raise_if_due(event: Any) -> None:
-        if faults.takes("observer raised"):
+        if faults.use("observer raised"):
             raise PlannedError("planted in an observer")
 
     module.dispatchkit_register_policies = dispatchkit_register_policies

@@ -115,7 +115,7 @@ def test_histograms_add_up(tmp_path):
     keyed = "num_tokens,uniform_decode,num_active_loras,count\n8,1,2,3\n8,0,0,1\n"
     histogram = read_histogram(write(tmp_path / "k.csv", keyed))
     assert histogram.counts == {StepKind(8, True, 2): 3, StepKind(8, False, 0): 1}
-    assert histogram.knows_uniform
+    assert histogram.has_uniform
     assert histogram.num_steps == 4
 
 
@@ -143,7 +143,7 @@ def test_a_histogram_of_a_trace_counts_its_steps():
     trace = read_trace(TRACES / "step_azure_conv_lora.csv.gz")
     histogram = SizeHistogram.from_trace(trace)
     assert histogram.num_steps == len(trace)
-    assert histogram.knows_uniform
+    assert histogram.has_uniform
     assert max(kind.num_active_loras for kind in histogram.counts) == 8
 
 

@@ -119,9 +119,9 @@ def forecast_memory(
     _check(taken, wanted)
     pairs = list(itertools.pairwise(taken))
     grown = {after.size: after.reserved_bytes - before.reserved_bytes for before, after in pairs}
-    knows_held = all(sample.held_bytes is not None for sample in taken)
+    has_held = all(sample.held_bytes is not None for sample in taken)
     kept = dict(grown)
-    if knows_held:
+    if has_held:
         kept = {b.size: max(0, (b.held_bytes or 0) - (a.held_bytes or 0)) for a, b in pairs}
     increments = sorted(kept.items())
     first, last = taken[0].reserved_bytes, taken[-1].reserved_bytes

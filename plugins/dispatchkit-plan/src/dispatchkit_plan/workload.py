@@ -126,7 +126,7 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
             num_tokens=np.array([kind.num_tokens for kind in kinds], dtype=np.int64),
             counts=np.array([data.counts[kind] for kind in kinds], dtype=np.int64),
             uniform=np.array([kind.uniform for kind in kinds], dtype=np.int64)
-            if data.knows_uniform
+            if data.has_uniform
             else None,
             num_active_loras=np.array([k.num_active_loras for k in kinds], dtype=np.int64),
             ordered=False,

@@ -38,10 +38,10 @@ from dispatchkit.execute import GraphRunner, StaticInput, preserved_state, sampl
 from dispatchkit.keys import GraphKey, RuntimeMode, check_count
 
 from dispatchkit_plan.calibration.graph_memory import (
+    MeasuredRunner,
     MemoryMeter,
-    Subject,
-    measuring_subject,
-    quietly,
+    make_measured_runner,
+    suppressed_warnings,
 )
 from dispatchkit_plan.costs import CostModel
 
@@ -106,11 +106,11 @@ def calibrate(
         raise ConfigError("pace", pace, "'queued' or 'waited'")
     samples = check_count(samples, "samples")
     asked = () if eager_sizes is None else [check_count(n, "eager_sizes") for n in eager_sizes]
-    with quietly():
-        subject = measuring_subject(
+    with suppressed_warnings():
+        measured = make_measured_runner(
             step, inputs=inputs, example=example, sizes=sizes, eager_sizes=asked, **settings
         )
-        runner = subject.runner
+        runner = measured.runner
         if not len(runner.registry):
             raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
         axes = runner.config.axes
@@ -126,7 +126,7 @@ def calibrate(
                 for value, found in graphs.items()
                 for key in found.captured
             ]
-            make = functools.partial(_inputs, subject, make_inputs)
+            make = functools.partial(_inputs, measured, make_inputs)
             times = _measure(runner, arms, make, pace, samples, progress)
         source = _source(runner, graphs, times, pace, samples)
         runner.clear()
@@ -154,22 +154,22 @@ def _values(runner: GraphRunner) -> Sequence[int]:
 
 
 def _inputs(
-    subject: Subject,
+    measured: MeasuredRunner,
     make: Callable[..., Mapping[str, torch.Tensor]] | None,
     size: int,
     value: int,
 ) -> dict[str, Any]:
     """Return the arguments of a call with ``size`` rows, including the value of the axis."""
-    axes = subject.runner.config.axes
+    axes = measured.runner.config.axes
     if make is not None:
         return {**make(size, value), axes[0].name: value} if axes else dict(make(size))
-    device = torch.device(subject.runner.backend.torch_device)
+    device = torch.device(measured.runner.backend.torch_device)
     if not axes:
-        return dict(sample_inputs(subject.specs, size, device))
+        return dict(sample_inputs(measured.specs, size, device))
     name = axes[0].name
     specs = {
         key: attrs.evolve(spec, shape=tuple(value if dim == name else dim for dim in spec.shape))
-        for key, spec in subject.specs.items()
+        for key, spec in measured.specs.items()
     }
     return {**sample_inputs(specs, size, device), name: value}
 

@@ -37,12 +37,12 @@ from dispatchkit_plan.memory import (
     spread_sizes,
 )
 
-__all__ = ["MemoryMeter", "Subject", "forecast_graph_memory", "measuring_subject"]
+__all__ = ["MeasuredRunner", "MemoryMeter", "forecast_graph_memory", "make_measured_runner"]
 
 _GRAPH_MODES = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
 
 
-class EverySize:
+class EverySizePolicy:
     """Policy that declares every size in every mode that the step can run in."""
 
     name = "measure"
@@ -71,7 +71,7 @@ class EverySize:
 
 
 @attrs.frozen
-class Subject:
+class MeasuredRunner:
     """A runner to measure, and its inputs.
 
     Attributes:
@@ -83,7 +83,7 @@ class Subject:
     specs: Mapping[str, StaticInput]
 
 
-def measuring_subject(
+def make_measured_runner(
     step: Any,
     *,
     inputs: Mapping[str, StaticInput] | None = None,
@@ -92,7 +92,7 @@ def measuring_subject(
     eager_sizes: Sequence[int] = (),
     every_size: bool = True,
     **settings: Any,
-) -> Subject:
+) -> MeasuredRunner:
     """Return a new runner for a step, without changing a given runner.
 
     Args:
@@ -120,7 +120,7 @@ def measuring_subject(
     else:
         if sizes is not None:
             settings["sizes"] = sizes
-        policy = settings.pop("policy", EverySize() if every_size else None)
+        policy = settings.pop("policy", EverySizePolicy() if every_size else None)
         runner = GraphRunner(step, inputs, example=example, policy=policy, **settings)
     wanted = runner.config.sizes if sizes is None else check_capture_sizes(tuple(sizes))
     if not wanted:
@@ -140,15 +140,15 @@ def measuring_subject(
         ),
     )
     if every_size:
-        spec = spec.having_policy(EverySize(), None)
-    return Subject(
+        spec = spec.having_policy(EverySizePolicy(), None)
+    return MeasuredRunner(
         runner=GraphRunner(**spec.arguments()),
         specs=spec.static_inputs,
     )
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def suppressed_warnings() -> Iterator[None]:
     """Suppress warnings about sizes and modes, which are intended in measurements."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -221,8 +221,8 @@ def forecast_graph_memory(
         CaptureError: One of the sizes could not be captured.
     """
     samples = check_count(samples, "samples", minimum=2)
-    with quietly():
-        runner = measuring_subject(step, every_size=False, **options).runner
+    with suppressed_warnings():
+        runner = make_measured_runner(step, every_size=False, **options).runner
         keys: dict[int, list[GraphKey]] = {}
         for key in runner.registry:
             if key.mode is RuntimeMode.FULL or runner.controls.can_split:

@@ -182,7 +182,7 @@ def plan(
     model = None if cost_model is None else load_cost_model(cost_model)
     halves: Literal["all", "first-half"] = "all" if fit_on is FitOn.ALL else "first-half"
     if beside is not None or max_waste is not None:
-        _refuse(
+        _check_omitted(
             "with --beside" if beside is not None else "with --max-waste",
             ("--axis", axis is not None),
             ("--keyed", keyed),
@@ -222,7 +222,7 @@ def plan(
         _print_own_sizes(own, settings, as_json=as_json)
         return
     if axis is not None:
-        _refuse(
+        _check_omitted(
             "with --axis",
             ("--keyed", keyed),
             ("--align", align != 1),
@@ -276,7 +276,7 @@ def plan(
         complain(f"Warning: {warning}")
 
 
-def _refuse(why: str, *flags: tuple[str, bool]) -> None:
+def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
     """Raise ``ConfigError`` for flags that have no effect here."""
     for flag, is_given in flags:
         if is_given:

@@ -285,9 +285,9 @@ def _arguments(trace: StepTrace, config: DispatchConfig) -> Iterable[tuple[int, 
     number: Mapping[int, int] = {
         length: index for index, length in enumerate(config.query_lens, start=1)
     }
-    knows_lengths = "max_query_len" in names
-    lengths = column("max_query_len") if knows_lengths else column("uniform_decode")
-    varlen = config.num_query_classes - 1 if config.varlen_decode and knows_lengths else 0
+    has_lengths = "max_query_len" in names
+    lengths = column("max_query_len") if has_lengths else column("uniform_decode")
+    varlen = config.num_query_classes - 1 if config.varlen_decode and has_lengths else 0
     for tokens, reqs, uniform, length, loras in zip(
         trace.column("num_tokens"),
         column("num_reqs"),

@@ -31,7 +31,7 @@ __all__ = [
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
 _CHAR = 6.6  # mean width of a character at 12 px
-_NAME_HEIGHT = 14.0
+_LABEL_HEIGHT = 14.0
 _NEAR = 12.0  # maximum distance of a label from its point without a leader line
 _MAX_ORDERED = 5  # maximum number of labels whose orders are all tried: 120 orders
 _ONE_PLACE = 4.0  # points that are closer than this share one block of labels
@@ -190,7 +190,7 @@ class _Frame:
         )
         self.add_text(self.left + self.inner_width / 2, self.height - 7, label, "axis")
 
-    def leader(self, x: float, y: float, end: float) -> None:
+    def leader_line(self, x: float, y: float, end: float) -> None:
         """Draw a leader line from a point to its label."""
         self.parts.append(
             f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{end:.1f}" class="leader"/>'
@@ -372,17 +372,17 @@ class Lines(Chart):
                         break
                 else:
                     groups.append((cx, cy, [what]))
-        drawn: list[_Place] = []
+        drawn: list[_Box] = []
         for line in self.lines:
             if not line.marked:
-                drawn += _along([at(x, y) for x, y in line.points])
-        _name_points(frame, groups, drawn)
+                drawn += _boxes_along([at(x, y) for x, y in line.points])
+        _label_points(frame, groups, drawn)
         places = [(at(t, low)[0], number(t)) for t in _ticks(right, 6)]
         frame.x_axis(places, self.x_label)
         return frame.svg(self.label)
 
 
-def _along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float]]:
+def _boxes_along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float]]:
     """Yield boxes along a line, a few pixels apart, so that labels can avoid it."""
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         count = int(max(abs(x1 - x0), abs(y1 - y0)) / 6) + 1
@@ -391,20 +391,20 @@ def _along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, floa
             yield x - 4, x + 4, y + 4
 
 
-_Place = tuple[float, float, float]
+_Box = tuple[float, float, float]
 """(left, right, baseline) of a text or of an area that a text must not cover."""
 _Group = tuple[float, float, list[str]]
 """(x, y, labels) of a point; its labels are stacked."""
 
 
-def _name_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Place]) -> None:
+def _label_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Box]) -> None:
     """Draw labels next to points, avoiding overlaps with labels and lines."""
     dots = [(x - 7, x + 7, y + 4) for x, y, _ in groups]
     # Labels placed first get the best positions, so try all orders unless there are too many.
     orders = itertools.permutations(groups) if len(groups) <= _MAX_ORDERED else iter([groups])
     lowest, parts = math.inf, list[Callable[[], None]]()
     for order in orders:
-        names = _Names(frame, list(drawn), list(dots))
+        names = _LabelLayout(frame, list(drawn), list(dots))
         cost = 0
         for group in order:
             cost += names.place(*group)
@@ -416,7 +416,7 @@ def _name_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Place
         what()
 
 
-class _Names:
+class _LabelLayout:
     """A layout of labels next to points.
 
     Args:
@@ -428,16 +428,16 @@ class _Names:
         parts: Functions that draw the labels.
     """
 
-    def __init__(self, frame: _Frame, drawn: list[_Place], solid: list[_Place]) -> None:
+    def __init__(self, frame: _Frame, drawn: list[_Box], solid: list[_Box]) -> None:
         self._frame, self._drawn, self._solid = frame, drawn, solid
-        self._names: list[_Place] = []
+        self._names: list[_Box] = []
         self.parts: list[Callable[[], None]] = []
 
     def place(self, x: float, y: float, lines: Sequence[str]) -> int:
         """Place the labels of a point where they cost least; return the cost."""
         frame = self._frame
         width = max(map(len, lines)) * _CHAR
-        below_first = (len(lines) - 1) * _NAME_HEIGHT
+        below_first = (len(lines) - 1) * _LABEL_HEIGHT
         edge = frame.width - 2
         level = y + 4 - below_first / 2
         beside = [(x + 11, level)] if x + 11 + width < edge else []
@@ -464,12 +464,12 @@ class _Names:
                 break
         chosen = min(costs, key=lambda place: costs[place])  # of equals, the first
         left, top = chosen
-        tops = [top + at * _NAME_HEIGHT for at in range(len(lines))]
+        tops = [top + at * _LABEL_HEIGHT for at in range(len(lines))]
         self._names += [(left, left + width, line) for line in tops]
         end = _stroke_end(y, top, below_first)
         if chosen not in beside and abs(end - y) > _NEAR:
-            self.parts.append(functools.partial(frame.leader, x, y, end))
-            self._solid += _along([(x, y), (x, end)])
+            self.parts.append(functools.partial(frame.leader_line, x, y, end))
+            self._solid += _boxes_along([(x, y), (x, end)])
         self.parts += [
             functools.partial(frame.add_text, left, line, what, "name", "start")
             for what, line in zip(lines, tops, strict=True)
@@ -488,13 +488,13 @@ class _Names:
     ) -> int:
         """Return a cost for overlaps of labels and for their distance from the point."""
         left, top = place
-        tops = [top + at * _NAME_HEIGHT for at in range(round(below_first / _NAME_HEIGHT) + 1)]
+        tops = [top + at * _LABEL_HEIGHT for at in range(round(below_first / _LABEL_HEIGHT) + 1)]
 
-        right, above, below = left + width, tops[0] - _NAME_HEIGHT, tops[-1] + _NAME_HEIGHT
+        right, above, below = left + width, tops[0] - _LABEL_HEIGHT, tops[-1] + _LABEL_HEIGHT
 
-        def covered(places: Sequence[_Place]) -> int:
+        def covered(places: Sequence[_Box]) -> int:
             return sum(
-                abs(line - other) < _NAME_HEIGHT
+                abs(line - other) < _LABEL_HEIGHT
                 for begin, end, other in places
                 if above < other < below and begin <= right and left <= end
                 for line in tops
@@ -507,7 +507,7 @@ class _Names:
                 begin <= x <= end and low < other + 3 and other - 11 < high
                 for begin, end, other in self._names
             )
-            cost += round((high - low) / _NAME_HEIGHT)
+            cost += round((high - low) / _LABEL_HEIGHT)
         return cost
 
 

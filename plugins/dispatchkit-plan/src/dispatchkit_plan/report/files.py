@@ -45,11 +45,11 @@ def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | li
             document = None
         if document is not None and not (isinstance(document, dict) and "num_tokens" in document):
             return cast("dict[str, Any] | list[Any]", document)
-        rest = io.BufferedReader(cast("io.RawIOBase", _Joined(text, stream)))
+        rest = io.BufferedReader(cast("io.RawIOBase", _PrefixedStream(text, stream)))
         return read_steps(rest, name=name)
 
 
-class _Joined(io.RawIOBase):
+class _PrefixedStream(io.RawIOBase):
     """Stream of the bytes read so far, followed by the rest of another stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:

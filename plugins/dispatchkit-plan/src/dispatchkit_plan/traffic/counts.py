@@ -90,7 +90,7 @@ class SizeHistogram:
         return sum(self.counts.values())
 
     @property
-    def knows_uniform(self) -> bool:
+    def has_uniform(self) -> bool:
         """Whether ``uniform`` is known for every kind."""
         return all(kind.uniform is not None for kind in self.counts)
 
