@@ -203,9 +203,9 @@ def pools(options: argparse.Namespace) -> None:
         graphs=sum(runner.stats().captures for runner in runners.values()),
         pools=account.pool_bytes,
         counted=account.num_bytes,
-        gone=account.gone_bytes,
+        gone=account.taken_bytes,
         unexplained=account.unexplained_bytes,
-        unexplained_share=round(abs(account.unexplained_bytes) / max(1, account.gone_bytes), 4),
+        unexplained_share=round(abs(account.unexplained_bytes) / max(1, account.taken_bytes), 4),
         capture_s=round(seconds, 2),
     )
     random_steps(options, cases, runners, way)
@@ -216,8 +216,8 @@ def pools(options: argparse.Namespace) -> None:
         account.unexplained_bytes,
         "bytes",
         1,
-        gone=account.gone_bytes,
-        share=round(abs(account.unexplained_bytes) / max(1, account.gone_bytes), 4),
+        gone=account.taken_bytes,
+        share=round(abs(account.unexplained_bytes) / max(1, account.taken_bytes), 4),
     )
 
 

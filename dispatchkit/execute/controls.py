@@ -25,7 +25,7 @@ from dispatchkit.errors import CaptureError, ConfigError, RegistryError
 from dispatchkit.execute.capture.background import BackgroundCapture
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.external import external_step
-from dispatchkit.execute.capture.lifecycle import frozen
+from dispatchkit.execute.capture.lifecycle import frozen_error
 from dispatchkit.execute.capture.report import CaptureReport, largest_first
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.memory import LongPause
@@ -145,7 +145,7 @@ class Controls:
         for index, own in enumerate(chosen):
             lifecycle = self._executors[index].lifecycle
             if lifecycle.is_frozen:
-                raise frozen()
+                raise frozen_error()
             for key in tuple(self._executors[index].registry) if own is None else own:
                 if lifecycle.graphs.entry(key).state is not KeyState.CAPTURED:
                     places.setdefault(key, []).append(index)

@@ -279,7 +279,7 @@ class Executor:
         largest = max((key.num_tokens for key in self.registry), default=1)
         num_rows = max(largest, work.config.max_capture_size, buffers.buffer_rows or 0)
         if group.memory is not None:
-            group.memory.make_room(group, work.inputs.num_bytes(num_rows), "static inputs")
+            group.memory.evict_until_fits(group, work.inputs.num_bytes(num_rows), "static inputs")
         return Lane(
             group,
             work.inputs,

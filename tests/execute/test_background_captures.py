@@ -195,13 +195,13 @@ class StepsAtEachTurn:
 
     def __init__(self, monkeypatch):
         self.calls, self.number, self.problems = [], 0, []
-        give_way, release = turns.Turns.give_way, turns.Turns.release
+        yield_lock, release = turns.Turns.yield_lock, turns.Turns.release
         itself = self
 
         def give_way_to_steps(self):
             self.release()
-            self.take_back()
-            give_way(self)
+            self.reacquire()
+            yield_lock(self)
 
         def release_to_steps(self):
             release(self)
@@ -209,7 +209,7 @@ class StepsAtEachTurn:
             thread.start()
             thread.join()
 
-        monkeypatch.setattr(turns.Turns, "give_way", give_way_to_steps)
+        monkeypatch.setattr(turns.Turns, "yield_lock", give_way_to_steps)
         monkeypatch.setattr(turns.Turns, "release", release_to_steps)
 
     def run(self):
@@ -384,10 +384,8 @@ def test_what_steps_would_see_is_captured_in_one_piece(kind):
     thread.join()
     assert report.num_graphs == len(runner.lanes) * 2 or report.num_graphs == 2
     assert runner.controls.ready()
-    assert {pause.part for pause in background.pauses} == {"warmup and capture, in one piece"}
-    assert runner.stats().long_pauses == {
-        "warmup and capture, in one piece": len(background.pauses)
-    }
+    assert {pause.part for pause in background.pauses} == {"warmup and capture"}
+    assert runner.stats().long_pauses == {"warmup and capture": len(background.pauses)}
     if kind == "state":
         assert count.item() == len(served)
 

@@ -396,7 +396,7 @@ def test_the_account_adds_up(make, tape):
     assert account.workspace_bytes == 2 * tape.workspace_bytes(runners[0].lanes[0].lane.stream) > 0
     used, reserved, _ = tape.device_memory()
     assert account.driver_bytes == used - reserved > 0
-    assert account.gone_bytes >= used
+    assert account.taken_bytes >= used
     assert account.unexplained_bytes == 0
     assert memory.num_bytes("cuda:7") == 0
     for runner in runners:

@@ -776,7 +776,7 @@ class TestOverlappingInputs:
 @pytest.mark.parametrize("name", ["x", "length"])
 def test_row_count_is_no_name_that_something_else_has(name):
     """The runner gives it in place of the caller's tensor, and results would be wrong."""
-    with pytest.raises(ConfigError, match="row_count must be a name that no input or axis"):
+    with pytest.raises(ConfigError, match="row_count must be a name other than those of inputs"):
         GraphRunner(
             lambda x, length: x + length,
             {"x": StaticInput((None, 2), "float32")},
@@ -832,7 +832,7 @@ def test_padded_draws_are_said(make_runner, how):
     same(drawn(exact), drawn(step))
     padded = make_runner(step, inputs, sizes=(4,), state=state)
     padded.capture()
-    assert "for rows of padding too" in str(padded.explain(3))
+    assert "for padding rows too" in str(padded.explain(3))
     assert not padded.explain(4).note
     with pytest.warns(PaddedDrawsWarning, match="The first had 3 tokens, in FULL tokens=4"):
         padded(x)

@@ -116,7 +116,7 @@ def test_the_account_explains_what_the_device_has_given_away():
     (account,) = memory.account()
     assert account.pool_bytes > 0
     assert account.workspace_bytes > 0
-    assert abs(account.unexplained_bytes) <= 0.05 * account.gone_bytes + 2 * MIB, str(memory)
+    assert abs(account.unexplained_bytes) <= 0.05 * account.taken_bytes + 2 * MIB, str(memory)
 
 
 @pytest.mark.usefixtures("device_alone")

@@ -19,7 +19,7 @@ import attrs
 from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.captured import CapturedKey
-from dispatchkit.execute.capture.live_graphs import FOR_ROOM, LiveGraphs
+from dispatchkit.execute.capture.live_graphs import FOR_BUDGET, LiveGraphs
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import PoolMember
 from dispatchkit.keys.batch import GraphKey
@@ -51,7 +51,7 @@ _SCORES: dict[str, Callable[[CapturedKey], float]] = {
 
 
 @attrs.frozen
-class _Passed:
+class _ExceededBudget:
     """A budget that would be exceeded.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Passed:
     is_shared: bool
 
 
-def _passed_by(lane: Lane, limit: int | None, num_bytes: int) -> _Passed | None:
+def _exceeded_budget(lane: Lane, limit: int | None, num_bytes: int) -> _ExceededBudget | None:
     """Return the budget that more bytes for a lane would exceed, or None.
 
     Args:
@@ -76,13 +76,13 @@ def _passed_by(lane: Lane, limit: int | None, num_bytes: int) -> _Passed | None:
         num_bytes: Additional bytes; 0 to check the current state.
     """
     if limit is not None and (need := lane.num_bytes() + num_bytes) > limit:
-        return _Passed(need, limit, 0, is_shared=False)
+        return _ExceededBudget(need, limit, 0, is_shared=False)
     memory = lane.group.memory
     if memory is not None and memory.max_bytes is not None:
         used = memory.num_bytes(lane.backend.torch_device)
         if used + num_bytes > memory.max_bytes:
             group = lane.group.pool_bytes() + lane.group.shared_bytes()
-            return _Passed(used + num_bytes, memory.max_bytes, used - group, is_shared=True)
+            return _ExceededBudget(used + num_bytes, memory.max_bytes, used - group, is_shared=True)
     return None
 
 
@@ -93,7 +93,7 @@ class OverBudgetError(CaptureError):
         fits_alone: As far as known, it would fit if its pool had no other graphs.
     """
 
-    def __init__(self, key: GraphKey, passed: _Passed, *, fits_alone: bool) -> None:
+    def __init__(self, key: GraphKey, passed: _ExceededBudget, *, fits_alone: bool) -> None:
         whose = " of the shared GraphMemory" if passed.is_shared else ""
         super().__init__(
             f"{key} would increase the graphs' memory to {passed.need} bytes, above "
@@ -113,8 +113,8 @@ class Admission:
         lane: The lane.
         forecast: Bytes the key's graph is expected to need, or None; for backends that cannot
             rehearse.
-        give_way: Evicts graphs outside the pool to free memory for a budget; returns False if it
-            cannot.
+        evict_others: Function that evicts graphs outside the pool to free memory for a budget, and
+            returns whether it evicted any.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Admission:
         limit: int | None,
         lane: Lane,
         forecast: Callable[[GraphKey], int | None],
-        give_way: Callable[[_Passed], bool],
+        evict_others: Callable[[_ExceededBudget], bool],
     ) -> None:
         self._key, self._limit, self._lane = key, limit, lane
-        self._forecast, self._give_way = forecast, give_way
+        self._forecast, self._evict_others = forecast, evict_others
 
     def ask(self, num_bytes: int) -> None:
         """Return if this many more bytes may be taken.
@@ -134,8 +134,8 @@ class Admission:
         Raises:
             OverBudgetError: They exceed a budget.
         """
-        while num_bytes and (passed := _passed_by(self._lane, self._limit, num_bytes)):
-            if not (passed.is_shared and self._give_way(passed)):
+        while num_bytes and (passed := _exceeded_budget(self._lane, self._limit, num_bytes)):
+            if not (passed.is_shared and self._evict_others(passed)):
                 fits = passed.elsewhere + num_bytes <= passed.limit
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
 
@@ -158,10 +158,10 @@ class Admission:
             more += memory.expected_bytes(lane.group)
         while True:
             growth = self._growth(trial, generators, lane.pool) + more
-            passed = _passed_by(lane, self._limit, growth)
+            passed = _exceeded_budget(lane, self._limit, growth)
             if passed is None:
                 return
-            if not self._give_way(passed):
+            if not self._evict_others(passed):
                 alone = self._growth(trial, generators, lane.backend.new_pool()) + more
                 fits = passed.elsewhere + alone <= passed.limit
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
@@ -221,8 +221,8 @@ class MemoryBudget:
         while limit is not None and self._graphs.count() > limit:
             self._evict_one(self._graphs.by_key().values())
         most = limits.max_bytes
-        while (passed := _passed_by(self._lane, most, 0)) is not None:
-            if not self._give_way(passed):
+        while (passed := _exceeded_budget(self._lane, most, 0)) is not None:
+            if not self._evict_others(passed):
                 return self._lane.group.clear()
         return {}
 
@@ -253,8 +253,8 @@ class MemoryBudget:
         limit, memory = self.limits.max_bytes, self._lane.group.memory
         if limit is None and (memory is None or memory.max_bytes is None):
             return None
-        give_way = self._give_way if evict else lambda _: False
-        return Admission(key, limit, self._lane, self._forecast, give_way)
+        evict_others = self._evict_others if evict else lambda _: False
+        return Admission(key, limit, self._lane, self._forecast, evict_others)
 
     def drop_pool(self) -> None:
         """Start a new pool once all of its lanes' graphs are gone."""
@@ -275,20 +275,20 @@ class MemoryBudget:
             OverBudgetError: It exceeds a budget.
         """
         limit = self.limits.max_bytes
-        passed = _passed_by(self._lane, limit, 0)
+        passed = _exceeded_budget(self._lane, limit, 0)
         while evict and passed is not None and passed.is_shared and self._evict_idle():
-            passed = _passed_by(self._lane, limit, 0)
+            passed = _exceeded_budget(self._lane, limit, 0)
         if passed is None:
             return
         self._lane.synchronize()
         step.release()
-        if _passed_by(self._lane, limit, 0) is not None:
+        if _exceeded_budget(self._lane, limit, 0) is not None:
             self._lane.group.clear()
         raise OverBudgetError(key, passed, fits_alone=False)
 
     def warn_of_churn(self) -> None:
         """Warn once when most captured graphs are evicted again."""
-        evictions, room = self._graphs.num_for_room, self.limits.max_graphs or 1
+        evictions, room = self._graphs.num_evicted_for_budget, self.limits.max_graphs or 1
         is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
         if is_churn and self._once.first():
             warn_at_call(
@@ -303,7 +303,7 @@ class MemoryBudget:
         shared = None if memory is None else memory.max_bytes
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
-    def _give_way(self, passed: _Passed) -> bool:
+    def _evict_others(self, passed: _ExceededBudget) -> bool:
         """Evict an idle pool of others, or a graph whose memory is not shared."""
         if passed.is_shared and self._evict_idle():
             return True
@@ -326,4 +326,4 @@ class MemoryBudget:
         step = min(steps, key=lambda one: (score(one), one.last_used), default=None)
         for key, one in self._graphs.by_key().items():
             if one is step:
-                self._graphs.evict(key, FOR_ROOM)
+                self._graphs.evict(key, FOR_BUDGET)

@@ -51,7 +51,7 @@ from dispatchkit.execute.io.structure import flatten, leaves_of
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.breaks import acting
+from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.guard import Guard, difference
 from dispatchkit.execute.step.python_state import Entry
 from dispatchkit.execute.step.state import Snapshot, StorageSet, plain_tensor, restored
@@ -343,14 +343,14 @@ class Capturer:
                         # The step has loaded Dynamo under a mode that was not hidden from it.
                         changed = None
                     if changed is not None:
-                        self._look_into(changed, key)
+                        self._classify_changes(changed, key)
                     is_again = True
             finally:
                 modes.put_back()
         finally:  # again: a signal handler may have raised in the first
             modes.put_back()
 
-    def _look_into(self, changed: PythonChangedError, key: GraphKey) -> None:
+    def _classify_changes(self, changed: PythonChangedError, key: GraphKey) -> None:
         """Classify Python state that a run has changed; return if it can be captured.
 
         Raises:
@@ -364,11 +364,11 @@ class Capturer:
                 write_noise(buffers.tensors)
                 buffers.clean_from = buffers.clean_to = 0  # no row is known to hold fill
                 with self._warmups.contents_watched(key, snapshot):
-                    self._warmups.run_plainly(key)
+                    self._warmups.run_once(key)
                 buffers.reset()
 
             def on_rows() -> Any:
-                return self._warmups.run_plainly(key)
+                return self._warmups.run_once(key)
 
             self._warmups.effects.check(changed, snapshot, on_rows, on_other_rows)
 
@@ -600,7 +600,7 @@ class Capturer:
             self._lane,
             key.num_tokens,
             self._call_dims(key),
-            lambda tensor: tensor in stable or self._stays(tensor),
+            lambda tensor: tensor in stable or self._is_fixed(tensor),
             admission,
         )
         draws, compiled = warmups.may_draw(key), warmups.compiled_code(key)
@@ -684,13 +684,13 @@ class Capturer:
         recorder = ShapeRecorder()
         self._lane.set_rows(num_rows)
         try:
-            with acting(recorder):
+            with use_breaker(recorder):
                 self._warmups.run_at(key, num_rows)
         finally:
             self._lane.set_rows(key.num_tokens)
         return recorder.calls
 
-    def _stays(self, leaf: torch.Tensor) -> bool:
+    def _is_fixed(self, leaf: torch.Tensor) -> bool:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)
 
     def _link(
@@ -704,7 +704,7 @@ class Capturer:
             if not isinstance(leaf, torch.Tensor):
                 link.constants.append((number, leaf))
                 static.append(leaf)
-            elif leaf in stable or self._stays(leaf):
+            elif leaf in stable or self._is_fixed(leaf):
                 link.fixed.append((number, leaf.data_ptr(), leaf.shape))
                 static.append(leaf)
             else:

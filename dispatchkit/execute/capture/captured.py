@@ -1,4 +1,4 @@
-"""CapturedKey: one key's graphs, and everything they read and write."""
+"""CapturedKey: the graphs of a key, and everything that they read and write."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from dispatchkit.observe.counters import SegmentStats
 
 @attrs.frozen
 class RowProof:
-    """What is known about padded replays of a graph.
+    """The result of the proof that a graph can serve smaller batches.
 
     Attributes:
-        reason: Why batches smaller than the graph run eager; empty if they replay.
-        finding: What was observed, in words.
-        min_rows: Fewest rows with which a batch may replay.
-        open_calls: How many more padded calls may be examined, since integer inputs have held only
-            fill so far.
-        draws_alike: It draws the same number of random numbers for fewer rows.
-        coupling: How rows depend on each other, or why else the graph cannot serve part of a batch,
-            in words; empty if nothing was observed.
-        open_parts: Likewise, how many more parts of split batches may be examined.
+        reason: Reason why smaller batches run eager; empty if they replay.
+        finding: Explanation of ``reason``, for messages.
+        min_rows: Smallest number of rows that may replay.
+        open_calls: Number of padded calls that may still be examined, because the proof ran with
+            integer inputs that contained only fill.
+        draws_alike: Whether the graph draws the same number of random numbers for fewer rows.
+        coupling: Why the graph cannot serve part of a batch, such as a dependence between rows;
+            empty if it can.
+        open_parts: Number of parts of split batches that may still be examined.
     """
 
     reason: str = ""
@@ -51,10 +51,11 @@ class RowProof:
 
 
 class LaunchError(Exception):
-    """A launch failed, with information for the caller on how to proceed.
+    """A launch failed.
 
     Attributes:
-        has_effect: Part of the step may already have taken effect.
+        cause: Error of the launch.
+        has_effect: Whether part of the step may already have taken effect.
     """
 
     cause: Exception
@@ -67,12 +68,12 @@ class LaunchError(Exception):
 
 @attrs.define(eq=False)
 class Link:
-    """How the results of an eager piece are passed to the next graph.
+    """The transfer of an eager piece's results to the next graph.
 
     Attributes:
-        copies: (leaf, static tensor) pairs: fresh memory, copied into tensors that the graph reads.
-        fixed: (leaf, address, shape) of tensors that do not move.
-        constants: (leaf, value) of Python values built into the graph.
+        copies: Pairs of a leaf index and the static tensor that the leaf is copied into.
+        fixed: Leaf index, address and shape of each tensor that always has the same address.
+        constants: Leaf index and value of each Python value that is built into the graph.
     """
 
     copies: list[tuple[int, torch.Tensor]]
@@ -80,7 +81,7 @@ class Link:
     constants: list[tuple[int, Any]]
 
     def carry(self, value: Any) -> None:
-        """Pass a value to the graph.
+        """Pass the result of the eager piece to the graph.
 
         Raises:
             ReplayError: A shape, an address or a constant differs from the capture.
@@ -88,8 +89,8 @@ class Link:
         leaves = leaves_of(value)
         if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
             raise ReplayError(
-                f"An eager piece returned {len(leaves)} values, with a different structure than at "
-                "capture."
+                f"An eager piece returned {len(leaves)} values with a different structure than in "
+                "the capture. Return the same structure in each call."
             )
         for index, address, shape in self.fixed:
             leaf = leaves[index]
@@ -99,15 +100,15 @@ class Link:
                 or leaf.shape != shape
             ):
                 raise ReplayError(
-                    f"Value {index} of an eager piece is at another address than at capture. "
-                    "Write into the same memory, or return fresh memory every time."
+                    f"Value {index} of an eager piece has a different address than in the capture. "
+                    "Return either the same memory or newly allocated memory in each call."
                 )
         for index, constant in self.constants:
             if not is_same_value(leaves[index], constant):
                 raise ReplayError(
-                    f"Value {index} of an eager piece was {constant!r:.40} at capture and is "
-                    f"{leaves[index]!r:.40} now, but the graph has it built in. Pass it as a "
-                    "tensor."
+                    f"Value {index} of an eager piece was {constant!r:.40} in the capture and is "
+                    f"{leaves[index]!r:.40} now, but the graph contains it as a constant. Return a "
+                    "tensor instead."
                 )
         for index, static in self.copies:
             leaf = leaves[index]
@@ -116,8 +117,8 @@ class Link:
                 static.dtype,
             ):
                 raise ReplayError(
-                    f"Value {index} of an eager piece was {static.dtype} of "
-                    f"{tuple(static.shape)} at capture and has changed."
+                    f"Value {index} of an eager piece must be a {static.dtype} tensor of shape "
+                    f"{tuple(static.shape)} as in the capture, got {_describe(leaf)}."
                 )
         if self.copies:
             torch._foreach_copy_(
@@ -125,16 +126,22 @@ class Link:
             )
 
 
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.40}"
+
+
 @attrs.define(eq=False)
 class GraphPart:
-    """A captured graph piece.
+    """A captured graph piece or segment.
 
     Attributes:
-        graph: Its graph.
-        link: How the preceding value is passed in; None if nothing has to be done.
-        outputs: Its results at capture, overwritten by each replay; None for a segment.
-        num_operations: For a segment: number of kernels, copies and fills that a replay queues.
-        elapsed_us: For a segment: microseconds of its replay during the capture.
+        graph: Captured graph.
+        link: Transfer of the preceding eager piece's result; None if no transfer is needed.
+        outputs: Results in the capture, which each replay overwrites; None for a segment.
+        num_operations: Number of kernels, copies and fills that a replay queues; 0 for a piece.
+        elapsed_us: Time of the segment's replay during the capture, in microseconds; 0 for a piece.
     """
 
     graph: CapturedGraph
@@ -158,10 +165,10 @@ class CapturedPieces:
     """The graph pieces or segments of a step, and the eager calls between them.
 
     Attributes:
-        parts: The pieces, in order.
-        ends_eager: The last piece is eager and produces the outputs.
-        keep: Saves the state that a replay changes before a call that may differ from the capture;
-            None if nothing has to be restored.
+        parts: Parts in the order in which they run.
+        ends_eager: Whether the last piece is eager and returns the outputs.
+        keep: Function that saves the state that a replay changes, so that it can be restored if a
+            call differs from the capture; None if nothing needs to be restored.
     """
 
     parts: tuple[GraphPart | EagerPart | EagerCall, ...]
@@ -170,7 +177,7 @@ class CapturedPieces:
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
-        """Properties of each segment; empty for pieces split by the user."""
+        """The statistics of each segment; empty for pieces that the user split."""
         return tuple(
             SegmentStats(part.num_operations, part.elapsed_us)
             for part in self.parts
@@ -183,13 +190,13 @@ class CapturedPieces:
         return f"{len(segments)} segments around {calls} eager calls; operations: {each}"
 
     def launch(self, num_rows: int, *, has_effect: bool) -> Any:
-        """Run the pieces in order; return the last one's result.
+        """Run the parts in order and return the result of the last one.
 
-        Exceptions raised by an eager piece are the user's errors and are not wrapped.
+        Exceptions that an eager piece raises are errors of the user and are not wrapped.
 
         Args:
-            num_rows: Rows of the batch.
-            has_effect: A replay of a graph piece changes more than its outputs.
+            num_rows: Number of rows of the batch.
+            has_effect: Whether a replay of a graph piece changes more than its outputs.
 
         Raises:
             LaunchError: A graph could not be queued, or a call between segments differs.
@@ -207,10 +214,10 @@ class CapturedPieces:
             raise
 
     def _launch(self, num_rows: int, *, has_effect: bool) -> Any:
-        """Run the pieces in order.
+        """Run the parts in order without saving state.
 
         Raises:
-            LaunchError: A graph could not be queued.
+            LaunchError: A graph could not be queued, or a call between segments differs.
         """
         value: Any = None
         had_grad = torch.is_grad_enabled()
@@ -242,31 +249,31 @@ class CapturedPieces:
 
 @attrs.define(eq=False, kw_only=True)
 class CapturedKey:
-    """The registry's record of a captured key.
+    """A captured key in the registry.
 
     Attributes:
-        key: Its name.
-        lane: The lane it was captured on.
-        input_path: How inputs are copied into its graphs.
-        layout: The structure of its outputs.
+        key: Graph key.
+        lane: Lane that the graphs were captured on.
+        input_path: Way that inputs are copied into the graphs.
+        layout: Layout of the outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
-        clones: Per leaf, whether callers of owned results get a copy, which they do for tensors
-            other than their own state.
-        graphs: Its graphs, to be released.
-        holds: Other objects that the graphs read, kept alive.
-        guard: The modes it was captured under.
-        facts: Addresses and numbers built into it; None outside check mode.
-        has_effect: A replay changes more than its outputs: state or random generators.
-        draws: It draws random numbers, according to its warmup or capture.
-        axis_cuts: Dimensions of its outputs that follow an axis (see ``io.axes``).
-        values: Python values built into its graphs, compared while it replays.
-        rows: Whether batches smaller than the graph may replay.
-        pieces: Its graph pieces and the eager pieces between them; None if there is a single graph.
-        row_values: Python values among its outputs at numbers of rows below its size, by leaf.
-        own_bytes: Pool memory that no other graph can use during this one's lifetime.
-        released: It must no longer be launched.
-        last_used: The lane's tick at its last launch.
-        hits: Launches since the capture.
+        clones: Whether to copy each leaf if the caller owns the results. False for values that are
+            not tensors and for tensors of the caller's own state.
+        graphs: Graphs to release with the key.
+        holds: Other objects that the graphs read, kept alive here.
+        guard: Fingerprint of the modes and modules at the capture.
+        facts: Addresses and values built into the graphs; None outside check mode.
+        has_effect: Whether a replay changes more than its outputs (state or random generators).
+        draws: Whether the step drew random numbers in its warmup or capture.
+        axis_cuts: Output dimensions that depend on an axis (see ``io.axes``).
+        values: Watch over the Python values built into the graphs.
+        rows: Whether smaller batches may replay.
+        pieces: Graph pieces and the eager pieces between them; None if there is a single graph.
+        row_values: Python values in the outputs, by number of rows and leaf index.
+        own_bytes: Pool memory in bytes that no other graph can use while this graph lives.
+        released: Whether the graphs were released and must not be launched.
+        last_used: Tick of the lane at the last launch.
+        hits: Number of launches since the capture.
     """
 
     key: GraphKey
@@ -293,11 +300,14 @@ class CapturedKey:
 
     @property
     def is_external(self) -> bool:
-        """Whether its graph was captured elsewhere and therefore uses no memory of the lane."""
+        """Whether the graph was captured outside the runner and uses no memory of the lane."""
         return self.input_path.is_external
 
     def check_values(self, values: dict[int, Any]) -> None:
-        """Refuse Python values among the outputs that differ from the warmup's.
+        """Check that Python values in the outputs equal those of the warmup.
+
+        Args:
+            values: Python values of the warmup, by leaf index.
 
         Raises:
             CaptureError: A value differs.
@@ -306,23 +316,22 @@ class CapturedKey:
             if index in values and not is_same_value(values[index], leaf):
                 raise CaptureError(
                     f"Output {index} is {values[index]!r:.60} ({type(leaf).__name__}) in one run "
-                    f"of the step and {leaf!r:.60} in the next, on the same rows. A replay runs "
-                    "no Python and would always return the value from the capture. Return a "
-                    "tensor, a value that compares equal, or an object with tensors in its "
-                    "attributes.",
+                    f"of the step and {leaf!r:.60} in the next, on the same rows. A replay does "
+                    "not run Python and would always return the value of the capture. Return a "
+                    "tensor, a value that compares equal, or an object with tensor attributes.",
                     key=str(self.key),
                     reason="output_layout",
                 )
 
     def refusal(self, num_tokens: int) -> str:
-        """Return why a batch may not replay, as a reason; empty if it may."""
+        """Return the reason why a batch must run eager; empty if it may replay."""
         if num_tokens == self.key.num_tokens:
             return ""
         too_few = num_tokens < self.rows.min_rows
         return self.rows.reason or (Reason.ROWS_NOT_THE_BUCKET if too_few else "")
 
     def refusal_of_part(self, num_tokens: int) -> str:
-        """Return why some rows of a batch may not replay as a part of it; empty if they may."""
+        """Return the reason why the graph cannot serve part of a split batch; empty if it can."""
         if self.rows.reason or self.rows.coupling:
             return self.refusal(num_tokens) or Reason.ROWS_NOT_INDEPENDENT
         leaves = zip(self.layout.leaves, self.clones, strict=True)
@@ -333,17 +342,17 @@ class CapturedKey:
         return self.refusal(num_tokens) or ("" if is_joined else Reason.OUTPUTS_NOT_JOINED)
 
     def pads_draws(self, num_tokens: int) -> bool:
-        """Return whether random numbers are drawn for padding rows."""
+        """Return whether a replay draws random numbers for padding rows."""
         return self.draws and num_tokens < self.key.num_tokens and not self.rows.draws_alike
 
     def launch(self, num_rows: int) -> Sequence[Any]:
-        """Queue the graphs on the current stream; return the padded outputs.
+        """Launch the graphs on the current stream and return the padded outputs.
 
         Args:
-            num_rows: Rows of the batch.
+            num_rows: Number of rows of the batch.
 
         Raises:
-            LaunchError: It could not be queued completely.
+            LaunchError: Not all graphs could be launched.
         """
         if self.pieces is not None:
             return self._launch_pieces(self.pieces, num_rows)
@@ -354,7 +363,7 @@ class CapturedKey:
         return self.leaves
 
     def release(self) -> None:
-        """Release the graphs once they are no longer in flight."""
+        """Release the graphs, which must not be in flight."""
         self.released = True
         for graph in self.graphs:
             graph.release()
@@ -367,6 +376,9 @@ class CapturedKey:
         if not pieces.ends_eager:
             return self.leaves
         if not self.layout.fits(value, self.key.num_tokens):
-            problem = ReplayError("The last eager piece returned different shapes than at capture.")
+            problem = ReplayError(
+                "The last eager piece returned different shapes than in the capture. Return the "
+                "same shapes in each call."
+            )
             raise LaunchError(problem, has_effect=True)
         return leaves_of(value)

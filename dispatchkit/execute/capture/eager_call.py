@@ -1,4 +1,4 @@
-"""EagerCall: a call between two segments of a step, repeated at each replay."""
+"""EagerCall: a call between two segments of a step, repeated in each replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from dispatchkit.execute.io.structure import Structure, flatten, is_same_value
 
-#: Number of row counts whose views are cached.
+#: Maximum number of batch sizes whose views are cached.
 _MAX_VIEWS: Final = 64
 
 
@@ -20,7 +20,7 @@ class DifferentResultError(Exception):
 
     Args:
         line: File and line of the call.
-        problem: The difference.
+        problem: Description of the difference.
     """
 
     def __init__(self, line: str, problem: str) -> None:
@@ -33,11 +33,11 @@ class Result:
     """One value that a call returned in the capture.
 
     Attributes:
-        value: What later segments read: a tensor, or a Python value built into them.
-        is_copied: It is in the lane's memory, and each result is copied to it. Otherwise each call
-            returns the same memory: an argument, a static input or state.
-        stride: Strides of the returned tensor, which may differ from the copy's.
-        batch_dim: The batch dimension of the copy, as measured at two sizes.
+        value: Tensor that later segments read, or Python value that is built into them.
+        is_copied: Whether ``value`` is in memory of the lane and each result is copied into it.
+            Otherwise each call must return the same memory (an argument, a static input or state).
+        stride: Strides of the returned tensor, which may differ from those of the copy.
+        batch_dim: Batch dimension of the copy, measured at two sizes; None if it has none.
     """
 
     value: Any
@@ -46,18 +46,18 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Describe how a value differs from the capture; empty if it does not."""
+        """Describe how a value differs from the capture; empty if it is equivalent."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return "" if is_same_value(was, now) else f"{was!r:.40} in the capture, {now!r:.40} now"
         if not isinstance(now, torch.Tensor):
             return f"a tensor in the capture, {now!r:.40} now"
         if now.shape != was.shape:
-            return f"of shape {tuple(was.shape)} in the capture, {tuple(now.shape)} now"
+            return f"of shape {tuple(was.shape)} in the capture, of shape {tuple(now.shape)} now"
         if now.dtype is not was.dtype or now.device != was.device:
             return f"{was.dtype} on {was.device} in the capture, {now.dtype} on {now.device} now"
         if now.stride() != self.stride:
-            return f"with strides {self.stride} in the capture, {now.stride()} now"
+            return f"a tensor with strides {self.stride} in the capture, {now.stride()} now"
         if not self.is_copied and now.data_ptr() != was.data_ptr():
             return "in existing memory in the capture, in other memory now"
         return ""
@@ -65,19 +65,19 @@ class Result:
 
 @attrs.define(eq=False)
 class EagerCall:
-    """A call that runs eager between two segments, in the capture and at each replay.
+    """A call that runs eager between two segments, in the capture and in each replay.
 
     Attributes:
-        fn: The function.
-        args: Its arguments, whose tensors are kept alive here.
-        kwargs: Its keyword arguments.
+        fn: Function to call.
+        args: Positional arguments, whose tensors are kept alive here.
+        kwargs: Keyword arguments.
         line: File and line of the call.
-        around: Enters the contexts that the step had active at the call, such as autocast; None if
+        around: Function that enters the contexts active at the call, such as autocast; None if
             there were none.
-        results: Its results, flattened.
-        structure: Their structure.
-        written: Arguments that it writes, with the batch dimension of each.
-        num_rows: Rows of the graph.
+        results: Flattened results of the capture.
+        structure: Structure of the results.
+        written: Arguments that the call writes, each with its batch dimension.
+        num_rows: Number of rows of the graph.
     """
 
     fn: Callable[..., Any]
@@ -93,19 +93,19 @@ class EagerCall:
 
     @property
     def may_differ(self) -> bool:
-        """Whether it returns anything new, which may differ at a replay."""
+        """Whether the call returns a value that may differ in a replay."""
         return any(one.is_copied or one.value is not None for one in self.results)
 
     def run(self, num_rows: int) -> None:
-        """Call it and pass its results to the next segment.
+        """Make the call and pass its results to the next segment.
 
-        Rows beyond the batch are cleared, since a call may leave anything there.
+        Rows after the batch are set to zero, because the call may write arbitrary values there.
 
         Args:
-            num_rows: Rows of the batch.
+            num_rows: Number of rows of the batch.
 
         Raises:
-            DifferentResultError: Its results differ from those of the capture.
+            DifferentResultError: A result differs from the capture.
         """
         if self.around is None:
             value = self.fn(*self.args, **self.kwargs)
@@ -127,7 +127,7 @@ class EagerCall:
             torch._foreach_zero_(tails)
 
     def _compared(self, value: Any) -> Sequence[tuple[Result, torch.Tensor]]:
-        """Return the results to copy.
+        """Compare the results with the capture and return those to copy.
 
         Raises:
             DifferentResultError: A result differs from the capture.
@@ -149,7 +149,7 @@ class EagerCall:
         return copies
 
     def _views_at(self, num_rows: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return each copied result's rows of a batch, and the rows after the batch."""
+        """Return views of the rows of a batch, and of the rows after it, in copied results."""
         found = self._views.get(num_rows)
         if found is not None:
             return found

@@ -1,14 +1,14 @@
-"""Detect Python state that a step changes, and handle it for its graphs.
+"""Detect and classify the Python state that a step changes.
 
-Warmups, captures and measurements run a step on dummy rows, and a replay runs no Python at all.
-Both are correct only if the step does not change Python state. So any change in such a run is
-undone, and three runs on dummy rows then classify the step:
+Warmups, captures and measurements run the step on dummy rows, and a replay does not run Python.
+Both are correct only if the step does not change Python state. Therefore changes in these runs are
+undone, and three more runs on dummy rows classify the step:
 
-- *a cache*: a second run changes nothing and computes the same, and rebuilding it from other rows
-  gives a bitwise equal cache. It is kept, since the graph reads it.
-- *a first call*: a second run changes nothing, but the first computed something different or from
-  other state. The caller's next call runs eager, and the key is captured after it.
-- *Python state*: every run changes it. Such a step always runs eager.
+- *Cache*: a second run changes nothing and computes the same results, and a run on other rows
+  creates a bitwise equal cache. The cache is kept, because the graph reads it.
+- *First call*: a second run changes nothing, but its results or state differ from those of the
+  first run. The caller's next call runs eager, and the key is captured after it.
+- *Python state*: every run changes state. The step always runs eager.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from dispatchkit.execute.step.python_state import (
 from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.execute.step.values import ValueWatch
 
-#: How often a value may be replaced before its step is no longer captured.
+#: Number of times that a value may be replaced before captures of its step are refused.
 MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
 _CACHE: Final = "cache"
-_NOT_OURS: Final = "not the step's"
+_OTHER_THREAD: Final = "not the step's"
 _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class PythonChangedError(CaptureError):
-    """A run changed Python state, which has been restored.
+    """A run changed Python state, which was restored.
 
     Args:
-        entries: The changed entries.
+        entries: Changed entries.
     """
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
         self._then = [entry.now() for entry in entries]
         super().__init__(
-            f"The step changed {named(entries)} during the capture, which a replay would not do.",
+            f"The step changed {named(entries)} during the capture, but a replay would not change "
+            "it.",
             reason=Reason.PYTHON_STATE,
         )
 
@@ -66,51 +67,53 @@ class PythonChangedError(CaptureError):
 
 
 class PythonEffects:
-    """Undoes the Python effects of one step's runs.
+    """The effects of a step on Python state.
 
     Args:
-        pieces: The step's pieces, from whose functions its Python state is reached.
-        calls_eager: In PIECEWISE, functions under ``eager_region`` are not part of its graphs.
+        pieces: Pieces of the step, whose functions are the roots of its Python state.
+        calls_eager: Whether functions under ``eager_region`` run eager in PIECEWISE, so that they
+            are not part of the graphs.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, calls_eager: bool = False) -> None:
         self._pieces, self._calls_eager = tuple(pieces), calls_eager
-        # State reached by the whole step and by graph pieces alone, and the watches of its values.
+        # State and value watches of graph pieces (True) and of the whole step (False).
         self._states: dict[bool, PythonState] = {}
         self._watches: dict[bool, ValueWatch] = {}
-        # Inside ``contained``: whether only graphs count.
+        # Inside ``contained``: whether only changes by graph pieces count. Otherwise None.
         self._graphs_alone: bool | None = None
         self._replaced: Counter[str] = Counter()
-        # Entries that the step has changed, by container and key.
+        # Entries that the step has changed, by identity of the container and key.
         self._changed: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
-        """Look up again what the step reaches, since it may have been replaced."""
+        """Discard the recorded state, because objects of the step may have been replaced."""
         self._states.clear()
         self._watches.clear()
 
     def _reach(self, *, graphs_alone: bool = False) -> PythonState:
-        """Return the state that the step or its graph pieces currently reach."""
+        """Record the state that the step, or only its graph pieces, currently reach."""
         pieces = [one for one in self._pieces if one.is_graph or not graphs_alone]
         leaves_out = graphs_alone and self._calls_eager
         roots = {piece.name: piece.fn for piece in pieces}
-        return PythonState(roots, is_left_out=is_eager_region if leaves_out else None)
+        return PythonState(roots, is_excluded=is_eager_region if leaves_out else None)
 
     def state(self, *, graphs_alone: bool = False) -> PythonState:
-        """Return the state that the step reaches, as of the last ``refresh``.
+        """Return the state that the step reaches, as recorded after the last ``refresh``.
 
         Args:
-            graphs_alone: Only what its graph pieces reach.
+            graphs_alone: Whether to include only state that graph pieces reach.
         """
         if graphs_alone not in self._states:
             self._states[graphs_alone] = self._reach(graphs_alone=graphs_alone)
         return self._states[graphs_alone]
 
     def watch(self, *, graphs_alone: bool = False) -> ValueWatch:
-        """Return a watch of the values that a graph captured now has built in.
+        """Return a watch over the values that a capture would build into graphs now.
 
         Args:
-            graphs_alone: Eager pieces read their values again at each replay.
+            graphs_alone: Whether to watch only graph pieces, because eager pieces read their values
+                again in each replay.
         """
         if graphs_alone not in self._watches:
             read = self.state(graphs_alone=graphs_alone)
@@ -118,14 +121,14 @@ class PythonEffects:
         return self._watches[graphs_alone]
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
-        """Count entries that were found to be replaced after a capture."""
+        """Count entries that were replaced after a capture."""
         self._replaced.update(str(entry) for entry in entries)
         self.forget()
 
     def refresh(self) -> bool:
-        """Return whether the state that the step reaches differs from the last capture.
+        """Return whether the step's state has changed since it was recorded, and discard it if so.
 
-        Everything is compared, which takes milliseconds for a large model, once per capture.
+        All entries are compared. This takes milliseconds for a large model, once per capture.
         """
         known = self._states.get(False)
         if known is not None and known.is_current():
@@ -134,7 +137,7 @@ class PythonEffects:
         return True
 
     def _changed_before(self) -> tuple[Entry, ...]:
-        """Return the current values of entries that the step changed once and no longer changes."""
+        """Return the entries that the step is known to have changed, with current values."""
         wanted = self._changed
         if not wanted:
             return ()
@@ -146,24 +149,26 @@ class PythonEffects:
 
     @contextmanager
     def contained(self, *, graphs_alone: bool = False) -> Iterator[None]:
-        """Put back what is changed in between.
+        """Undo changes of Python state in a ``with`` block, and raise if there are any.
 
         Args:
-            graphs_alone: Eager pieces may change Python state: they run at each replay.
+            graphs_alone: Whether eager pieces may change Python state, because they run in each
+                replay. Their changes are undone without an error.
 
         Raises:
-            PythonChangedError: There was something.
+            PythonChangedError: The step changed Python state.
+            CaptureError: A value of the step was replaced too often.
         """
         if often := [path for path, count in self._replaced.items() if count > MAX_REPLACED]:
             raise CaptureError(
-                f"{often[0]} was replaced more than {MAX_REPLACED} times since it was first "
-                "captured, which invalidates each graph. Write it in place (tensor.copy_(...)), "
-                "or pass it as an input.",
+                f"{often[0]} was replaced more than {MAX_REPLACED} times since its first capture, "
+                "and each replacement invalidates the graphs. Write to it in place "
+                "(tensor.copy_(...)), or pass it as an input.",
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
         if graphs_alone:
-            self.state(graphs_alone=True)  # before anything is changed
+            self.state(graphs_alone=True)  # recorded before the block changes anything
         self._graphs_alone = graphs_alone
         changed: tuple[Entry, ...] = ()
         try:
@@ -180,7 +185,7 @@ class PythonEffects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore all state at the end, without classifying changes; no graph is captured."""
+        """Undo changes of Python state in a ``with`` block that captures no graph."""
         before = self.state()
         try:
             yield
@@ -189,13 +194,13 @@ class PythonEffects:
                 restore(changed)
 
     def check_run(self) -> tuple[Entry, ...]:
-        """Check the changes of one run before another one reverts them.
+        """Check the changes of one run, before another run may revert them.
 
         Returns:
-            Changes made by eager pieces.
+            The entries that eager pieces changed.
 
         Raises:
-            PythonChangedError: There was a change that a replay would not make.
+            PythonChangedError: The run made a change that a replay would not make.
         """
         if self._graphs_alone is None:
             return ()
@@ -213,19 +218,19 @@ class PythonEffects:
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> None:
-        """Classify a step's Python effects; return if the step can be captured.
+        """Classify the Python effects of a step, and raise if it cannot be captured now.
 
-        It can if they created a cache, which is then kept, or if another thread made the change,
-        which is then applied again.
+        The step can be captured if it created a cache, which is kept, or if another thread made the
+        change, which is then applied again.
 
         Args:
-            error: The changes of a run.
-            snapshot: A snapshot of the tensors that the step is known to write.
-            run: Runs the step on dummy rows.
-            run_on_other_rows: Runs it on other dummy rows.
+            error: Error with the changes of a run.
+            snapshot: Snapshot of the tensors that the step is known to write.
+            run: Function that runs the step on dummy rows.
+            run_on_other_rows: Function that runs the step on other dummy rows.
 
         Raises:
-            CaptureError: The step has Python state, or this was its first call.
+            CaptureError: The step changes Python state in each call, or this was its first call.
         """
         before = self._reach()
         try:
@@ -233,9 +238,9 @@ class PythonEffects:
         except BaseException:
             restore(before.changes())
             raise
-        if found in (_CACHE, _NOT_OURS):
+        if found in (_CACHE, _OTHER_THREAD):
             self.forget()
-            if found == _NOT_OURS:
+            if found == _OTHER_THREAD:
                 error.redo()
             return
         restore(before.changes())
@@ -245,15 +250,15 @@ class PythonEffects:
         self._changed |= {(id(one.record.target), one.key): one for one in changed}
         if found == Reason.FIRST_CALL:
             raise CaptureError(
-                f"The first call of the step changes {named(changed)}, and computes something "
-                "different from later ones. The next call runs eager; the key is captured after "
-                "it.",
+                f"The first call of the step changes {named(changed)}, and its results or state "
+                "differ from those of later calls. The next call runs eager; the key is captured "
+                "after it.",
                 reason=Reason.FIRST_CALL,
             )
         raise CaptureError(
-            f"Each call of the step changes {named(changed)}, which a replay would not do. Keep "
-            "such state in a tensor that the step writes in place (self.h.copy_(...), a buffer), "
-            "or change it outside the step; until then every step runs eager.",
+            f"Each call of the step changes {named(changed)}, but a replay would not change it. "
+            "Keep this state in a tensor that the step writes in place (self.h.copy_(...), a "
+            "buffer), or change it outside the step. Until then, every step runs eager.",
             reason=Reason.PYTHON_STATE,
         )
 
@@ -264,12 +269,12 @@ class PythonEffects:
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> str:
-        """Return the reason to count for a step's Python effects, or their class."""
+        """Return the class of a step's Python effects, which may be a reason for eager."""
         snapshot.restore()
         first = _copies(leaves_of(run()))
         made = before.changes()
         if not made:
-            return _NOT_OURS
+            return _OTHER_THREAD
         values = [_content(entry.now()) for entry in made]
         written = snapshot.contents()
         snapshot.restore()
@@ -294,17 +299,17 @@ class PythonEffects:
 
 
 def named(entries: Sequence[Entry]) -> str:
-    """Describe some entries, with class, file and line."""
+    """Describe the first entries, with class, file and line."""
     more = f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
     return ", ".join(str(entry) for entry in entries[:_MAX_NAMED]) + more
 
 
 class _Unknown:
-    """A value that cannot be compared; equal to nothing."""
+    """Stands for a value that cannot be compared; unequal to everything."""
 
 
 def _content(value: Any) -> Any:
-    """Return a copy of a value to compare later, deep through builtin containers."""
+    """Copy a value for a later comparison, including the contents of builtin containers."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if is_plain(value) or value is MISSING or is_immutable(value):
@@ -321,7 +326,7 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two copies are equal, tensors bitwise."""
+    """Return whether two copies are equal; tensors are compared bitwise."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return bits_equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -332,9 +337,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:
-    """Fill floating-point tensors with noise, without using existing generators.
+    """Fill floating-point tensors with noise from new random generators.
 
-    Other tensors keep their contents: a random index could access invalid memory.
+    Other tensors keep their contents, because a random index could access invalid memory.
     """
     for number, tensor in enumerate(tensors):
         if tensor.dtype in _NOISY:
@@ -343,7 +348,7 @@ def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:
 
 
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are bitwise equal, so NaN equals itself and zeros have signs."""
+    """Return whether two tensors are bitwise equal; NaN equals NaN, and 0.0 differs from -0.0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout is not torch.strided or one.is_complex():

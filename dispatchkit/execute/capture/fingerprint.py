@@ -1,8 +1,8 @@
-"""Addresses and numbers that a graph has built in, by name.
+"""Addresses and values that are built into a graph, by name.
 
-Recorded at a capture in check mode and compared at each checked step. A graph whose static inputs,
-parameters or buffers have moved is wrong from then on, even if its results look right. A different
-number, or a tensor at another address, explains why a result differs.
+They are recorded at a capture in check mode and compared in each checked step. If static inputs,
+parameters or buffers have moved, the graph is wrong even if its results look right. Other
+differences, such as a changed number, explain why a result differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 
 @attrs.frozen
 class _Place:
-    """The address of a tensor; a replaced tensor is likely to have another."""
+    """The address, shape and dtype of a tensor; a replaced tensor is likely to differ."""
 
     address: int
     shape: tuple[int, ...]
@@ -34,8 +34,8 @@ class Facts:
     """The recorded addresses and values of a step.
 
     Attributes:
-        places: Static inputs, parameters and buffers, which a graph reads by address.
-        values: Numbers and other tensors that the functions reference.
+        places: Addresses of static inputs, parameters and buffers, by name.
+        values: Numbers and other tensors that the functions refer to, by name.
     """
 
     places: Mapping[str, Any]
@@ -45,13 +45,13 @@ class Facts:
 def facts_of(
     pieces: Iterable[Piece], modules: Iterable[torch.nn.Module], buffers: InputBuffers
 ) -> Facts:
-    """Return the current fingerprint of a step."""
+    """Return the current addresses and values of a step."""
     inputs = zip(buffers.inputs.names, buffers.tensors, strict=True)
     places = {f"input {name!r}": _place(tensor) for name, tensor in inputs}
     values: dict[str, Any] = {}
     for number, module in enumerate(modules, 1):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in places:  # for two modules of equal structure
+            if name in places:  # two modules have a tensor of this name
                 name = f"{name} of module {number}"
             places[name] = _place(tensor)
         for path, one in module.named_modules():
@@ -63,12 +63,12 @@ def facts_of(
 
 
 def moved(then: Facts, now: Facts) -> str:
-    """Describe tensors that a graph reads and that have moved; empty if none have."""
+    """Describe the static inputs, parameters and buffers that have moved; may be empty."""
     return _words(then.places, now.places)
 
 
 def changed(then: Facts, now: Facts) -> str:
-    """Describe all differences from the capture."""
+    """Describe all differences between two fingerprints; empty if they are equal."""
     return "; ".join(filter(None, (moved(then, now), _words(then.values, now.values))))
 
 
@@ -78,7 +78,7 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if isinstance(now.get(name), _Place)
         else f"{name} was {value!r:.40} and is {now.get(name)!r:.40}"
         for name, value in then.items()
-        # Identity first: NaN is not equal to itself.
+        # Identity is compared first, because NaN does not equal itself.
         if now.get(name) is not value and now.get(name) != value
     ]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
@@ -86,7 +86,7 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    # Sparse tensors have no single address; replacement is detected only by shape and dtype.
+    # Sparse tensors have no single address, so only their shape and dtype are compared.
     address = tensor.data_ptr() if tensor.layout is torch.strided else 0
     return _Place(address, tuple(tensor.shape), tensor.dtype)
 
@@ -100,7 +100,7 @@ def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _values_of(fn: Any) -> dict[str, Any]:
-    """Return the objects that a function, method or callable object references."""
+    """Return the numbers and tensors that a function, method or callable object refers to."""
     found: dict[str, Any] = {}
     owner = fn if not hasattr(fn, "__code__") else getattr(fn, "__self__", None)
     if owner is not None and not isinstance(owner, torch.nn.Module):
@@ -119,7 +119,7 @@ def _values_of(fn: Any) -> dict[str, Any]:
 
 def _is_full(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 - raises where nothing was put in yet
+        cell.cell_contents  # noqa: B018 - raises for an empty cell
     except ValueError:
         return False
     return True

@@ -18,13 +18,13 @@ from dispatchkit.backends.optional import (
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
-from dispatchkit.execute.capture.pacing import REHEARSAL, ended_beside_steps, paced_step
+from dispatchkit.execute.capture.pacing import REHEARSAL, paced_step, releasing_lock_at_end
 from dispatchkit.execute.capture.segments import ArgumentHolder, Operators, SegmentRecorder
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.io.structure import flatten
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.breaks import acting
+from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import CompiledCode
 from dispatchkit.once import warn_at_call
 
@@ -100,7 +100,7 @@ class GraphMaker:
         if self._rehearsals is None:
             return None
         memory = SharedMemory(self._device)
-        trial = SharedOutputs(run, _taken(memory, slots))
+        trial = SharedOutputs(run, _targets_in(memory, slots))
         pool = self._backend.new_pool()
         grown = self._rehearsals.rehearse(
             trial, stream=self._lane.stream, pool=pool, generators=self._generators
@@ -134,7 +134,7 @@ class GraphMaker:
         lane = self._lane
         if admission is not None:
             # In other memory: results of an earlier replay in the lane's memory may still be read.
-            others = _taken(SharedMemory(self._device), slots)
+            others = _targets_in(SharedMemory(self._device), slots)
 
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
@@ -144,9 +144,9 @@ class GraphMaker:
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
             lane.let_steps_in(REHEARSAL)
-        captured = SharedOutputs(paced_step(lane, run), _taken(lane.outputs, slots))
+        captured = SharedOutputs(paced_step(lane, run), _targets_in(lane.outputs, slots))
         if self._unwatched is None:  # each is fully watched
-            with lane.measuring("driver"), ended_beside_steps(lane, captured) as run_and_release:
+            with lane.measuring("driver"), releasing_lock_at_end(lane, captured) as run_and_release:
                 own = self._backend.capture(
                     run_and_release, stream=lane.stream, pool=lane.pool, generators=self._generators
                 )
@@ -156,7 +156,7 @@ class GraphMaker:
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
         begun = None if FORCE_EAGER.is_on else FORCE_EAGER.num_begun
-        with lane.measuring("driver"), ended_beside_steps(lane, captured) as run_and_release:
+        with lane.measuring("driver"), releasing_lock_at_end(lane, captured) as run_and_release:
             graph = self._unwatched.capture(
                 run_and_release,
                 stream=lane.stream,
@@ -218,20 +218,20 @@ class GraphMaker:
         if segments is None:
             raise CaptureError(f"The {self._backend.name} backend does not capture in segments.")
         if admission is not None:
-            others, kept = _taken(SharedMemory(self._device), slots), ArgumentHolder()
+            others, kept = _targets_in(SharedMemory(self._device), slots), ArgumentHolder()
 
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
-                with acting(kept):
+                with use_breaker(kept):
                     rehearsed()
                 return rehearsed.outputs, kept
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
-        captured = SharedOutputs(run, _taken(lane.outputs, slots))
+        captured = SharedOutputs(run, _targets_in(lane.outputs, slots))
 
         def record(capture: SegmentedCapture) -> None:
-            with breaks.acting(recorder), recorder.cutting(capture):
+            with breaks.breaking(recorder), recorder.recording(capture):
                 captured()
 
         caller = self._backend.current_stream()
@@ -264,7 +264,9 @@ def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
         )
 
 
-def _taken(memory: SharedMemory, slots: Sequence[OutputSlot | None]) -> list[torch.Tensor | None]:
+def _targets_in(
+    memory: SharedMemory, slots: Sequence[OutputSlot | None]
+) -> list[torch.Tensor | None]:
     return [None if slot is None else memory.tensor_at(*slot) for slot in slots]
 
 

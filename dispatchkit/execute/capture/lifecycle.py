@@ -26,7 +26,7 @@ from dispatchkit.execute.capture.budget import MemoryBudget, OverBudgetError
 from dispatchkit.execute.capture.capture import Capturer
 from dispatchkit.execute.capture.captured import CapturedKey, RowProof
 from dispatchkit.execute.capture.effects import named
-from dispatchkit.execute.capture.live_graphs import FOR_ROOM, LiveGraphs
+from dispatchkit.execute.capture.live_graphs import FOR_BUDGET, LiveGraphs
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
@@ -60,7 +60,7 @@ class _Attempt:
     lost: Mapping[PoolMember, Iterable[GraphKey]]
 
 
-def frozen() -> RegistryError:
+def frozen_error() -> RegistryError:
     """Return the error for a capture in a frozen runner."""
     return RegistryError(
         "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
@@ -164,7 +164,7 @@ class Lifecycle:
         Raises:
             RegistryError: The runner is frozen, or a key is not declared.
         """
-        self._refuse_frozen()
+        self._check_not_frozen()
         start = time.perf_counter()
         wanted: list[GraphKey] = []
         failed: dict[GraphKey, str] = {}
@@ -273,7 +273,7 @@ class Lifecycle:
         Returns:
             Keys whose warmup raised, with the reason; they are not marked as failed.
         """
-        self._refuse_frozen()
+        self._check_not_frozen()
         failed = {}
         for key in sorted(self._registry, key=largest_first):
             if self.graphs.entry(key).state is KeyState.CAPTURED or key.mode not in self._modes:
@@ -301,7 +301,7 @@ class Lifecycle:
         Returns:
             The key that was tried, or None if no requested key lacks a graph.
         """
-        self._refuse_frozen()
+        self._check_not_frozen()
         states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
         waiting = [
             key
@@ -399,7 +399,7 @@ class Lifecycle:
         if rows is None:
             return step.released
         step.rows = attrs.evolve(rows, open_calls=max(0, rows.open_calls - 1))
-        return not step.rows.open_calls and self._tell_of(step)
+        return not step.rows.open_calls and self._empty_cells(step)
 
     def prove_independent(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
         """Determine with the inputs of a split step's part whether its rows depend on each other.
@@ -411,7 +411,7 @@ class Lifecycle:
         if rows is None:
             return step.released
         step.rows = attrs.evolve(rows, open_parts=max(0, rows.open_parts - 1))
-        return not step.rows.open_parts and self._tell_of(step)
+        return not step.rows.open_parts and self._empty_cells(step)
 
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
         """Return a proof's result for a graph; if the proof raises, the graph is disabled.
@@ -430,7 +430,7 @@ class Lifecycle:
             self.graphs.fail_step(step, str(problem))
             return None
 
-    def _tell_of(self, step: CapturedKey) -> bool:
+    def _empty_cells(self, step: CapturedKey) -> bool:
         """Empty the table cells that a graph serves; return True."""
         for key, one in self.live().items():
             if one is step:  # its cells were decided without that knowledge
@@ -545,7 +545,7 @@ class Lifecycle:
         """
         lost = [key for key, step in self.live().items() if not step.is_external]
         for key in lost:
-            self.graphs.evict(key, FOR_ROOM)
+            self.graphs.evict(key, FOR_BUDGET)
         self._lane.drop_outputs()
         return lost
 
@@ -559,9 +559,9 @@ class Lifecycle:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _refuse_frozen(self) -> None:
+    def _check_not_frozen(self) -> None:
         if self.is_frozen:
-            raise frozen()
+            raise frozen_error()
         if self._lane.group.is_asleep:
             raise RegistryError("The memory of the graphs is asleep. Call memory.wake() first.")
 

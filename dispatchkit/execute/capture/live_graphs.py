@@ -15,7 +15,7 @@ from dispatchkit.observe.events import EvictEvent
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
 #: The reason for evicting a graph to free memory for others.
-FOR_ROOM: Final = "budget"
+FOR_BUDGET: Final = "budget"
 
 
 class LiveGraphs:
@@ -31,7 +31,7 @@ class LiveGraphs:
 
     Attributes:
         retries: Schedules retries of failed keys.
-        num_for_room: Number of graphs evicted to free memory for others.
+        num_evicted_for_budget: Number of graphs evicted to free memory for others.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LiveGraphs:
         self._lane, self._registry = lane, registry
         self._counters, self._notify = counters, notify
         self.retries: Retries = Retries()
-        self.num_for_room: int = 0
+        self.num_evicted_for_budget: int = 0
 
     def by_key(self) -> dict[GraphKey, CapturedKey]:
         """Return the captured steps by key."""
@@ -82,15 +82,15 @@ class LiveGraphs:
         if entry.state is not KeyState.CAPTURED:
             raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
         self._counters.evictions += 1
-        self.num_for_room += reason == FOR_ROOM
-        self._take(key, entry.graph, reason)
+        self.num_evicted_for_budget += reason == FOR_BUDGET
+        self._evict_graph(key, entry.graph, reason)
 
     def clear(self) -> None:
         """Remove all graphs at the owner's request, without counting evictions."""
         for key, step in self.by_key().items():
-            self._take(key, step, "requested")
+            self._evict_graph(key, step, "requested")
 
-    def _take(self, key: GraphKey, step: CapturedKey, reason: str) -> None:
+    def _evict_graph(self, key: GraphKey, step: CapturedKey, reason: str) -> None:
         before = self._lane.num_bytes()
         self._registry.evicted(key, reason)
         self._release(step)

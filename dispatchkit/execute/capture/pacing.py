@@ -1,4 +1,4 @@
-"""Run a step while letting other threads' steps run between its operators."""
+"""Let steps of other threads run during the phases of a background capture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.execute.memory import Pacer
 
 _T = TypeVar("_T")
 
-#: Phases of a background capture, as named in its pauses.
+#: Phases of a background capture, as reported in ``LongPause.part``.
 WARMUP: Final = "warmup"
 REHEARSAL: Final = "run that measures memory"
 CAPTURE: Final = "capture"
@@ -21,14 +21,14 @@ PROOF: Final = "replay that proves its rows"
 
 
 class PacedRun(DispatchMode):
-    """Notifies a pacer of each finished operator.
+    """Dispatch mode that notifies a pacer of each finished operator.
 
     Args:
-        pacer: Releases the lock of steps once it has been held long enough.
-        part: The phase of the capture.
-        lane: The lane whose stream is synchronized after each operator that runs, and waits for the
-            steps let in between, since libraries may give both the same workspace. None if
-            operators do not run.
+        pacer: Pacer that lets steps run when the lock was held long enough.
+        part: Phase of the capture.
+        lane: Lane whose stream is synchronized after each operator, and then waits for the steps
+            that ran in between, because libraries may use the same workspace for both. None if
+            operators are recorded but not executed.
     """
 
     def __init__(self, pacer: Pacer, part: str, lane: Lane | None) -> None:
@@ -37,7 +37,7 @@ class PacedRun(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Do not affect compiled functions of other threads; there are none in this one."""
+        """Return True, so that compiled functions of other threads are not affected."""
         return True
 
     def __torch_dispatch__(
@@ -57,25 +57,25 @@ class PacedRun(DispatchMode):
 
 
 def paced_warmup(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Return a run that lets steps in if a background capture allows it, else the run itself."""
+    """Wrap a warmup run to let steps run between operators, if the lane's pacer allows it."""
     return _paced(lane, run, WARMUP)
 
 
 def paced_step(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Return a function to capture that lets steps in if allowed, else the function itself."""
+    """Wrap a function to capture to let steps run between operators, if the pacer allows it."""
     return _paced(lane, run, CAPTURE)
 
 
 @contextmanager
-def ended_beside_steps(lane: Lane, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Let steps in after the captured function has run, while the backend creates the graph.
+def releasing_lock_at_end(lane: Lane, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Let steps run while the backend ends the capture and creates the graph.
 
     Args:
-        lane: The lane.
-        run: The function to capture.
+        lane: Lane of the capture.
+        run: Function to capture.
 
-    Returns:
-        The function to capture instead, inside the capturing block.
+    Yields:
+        The function to capture in place of ``run``.
     """
     pacer = lane.pacer
     if pacer is None or not lane.backend.capabilities.steps_beside_captures:
@@ -84,14 +84,14 @@ def ended_beside_steps(lane: Lane, run: Callable[[], None]) -> Iterator[Callable
         return
 
     def run_and_release() -> None:
-        pacer.take_back(END)  # if it is captured again with other settings
+        pacer.reacquire(END)  # needed if the backend repeats the capture with other settings
         run()
         pacer.release(CAPTURE)
 
     try:
         yield run_and_release
     finally:
-        pacer.take_back(END)
+        pacer.reacquire(END)
         lane.go_on(pacer)
 
 

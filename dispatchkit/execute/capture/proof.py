@@ -158,7 +158,7 @@ class RowProver:
 
     def _is_free(self, key: GraphKey) -> bool:
         """Return whether noise may be below 0 and above 1."""
-        return self._warmups.takes_any_number(key) and family_of(key) not in self._bounded
+        return self._warmups.accepts_any_number(key) and family_of(key) not in self._bounded
 
     def _bound(self, key: GraphKey) -> None:
         """Use noise in 0..1 from now on, for this key's family."""
@@ -186,9 +186,9 @@ class RowProver:
         fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
         last = max(eager)
         if last not in fitting:
-            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
+            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].describe_mismatch(layout, last))
         # With only fill, all rows would read and write the sink.
-        has_integers = any(map(_is_callers, self._lane.buffers_of(key).inputs))
+        has_integers = any(map(_is_from_call, self._lane.buffers_of(key).inputs))
         draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
             with self._trial(captured, snapshot, is_free=self._is_free(key)) as trial:
@@ -231,7 +231,7 @@ class RowProver:
             if eager is None:
                 return known
             if not eager.fits(captured.layout, count):
-                found = eager.named(captured.layout, count)
+                found = eager.describe_mismatch(captured.layout, count)
                 return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
             is_usable = not is_free or eager.is_finite()
             found = self._find(trial, count, {count: eager}) if is_usable else ""
@@ -283,7 +283,7 @@ class RowProver:
         # After a call's rows all integers are fill, so these rows may share a slot.
         last = (trial.rows.num_given or size) - 1
         is_one[0], is_one[last] = True, last == 0  # two rows, one in each half
-        one, other = _some_of(is_one[: last + 1]), _some_of(~is_one[: last + 1])
+        one, other = _ends_of(is_one[: last + 1]), _ends_of(~is_one[: last + 1])
         kept = torch.cat((one, other))
         before = trial.whole(kept)
         if captured.draws or any(graph.has_random_state for graph in captured.graphs):
@@ -371,15 +371,15 @@ class RowProver:
 
     def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
         """Describe how rows of a batch differ from eager's; empty if they do not."""
-        noisy = trial.with_noise_behind(eager)
+        noisy = trial.with_noise_after(eager)
         most = next((count for count in eager if count > unit), unit)
-        filled = trial.with_fill_behind(most)
+        filled = trial.with_fill_after(most)
         trial.draws_alike = self._draws_alike(trial, eager)
         state = _state(self._warmups, trial.rows)
         behind = noisy[most]
         index = self._depends_on_tail(trial, most, behind, filled)
-        if index is None and trial.put_far_behind(most):
-            behind = trial.with_noise_behind([most])[most]
+        if index is None and trial.write_far_noise(most):
+            behind = trial.with_noise_after([most])[most]
             index = self._depends_on_tail(trial, most, behind, filled)
         if index is not None:
             trial.has_overflown = trial.rows.is_free and _has_overflown(behind, filled)
@@ -406,9 +406,9 @@ class RowProver:
         if not trial.captured.draws:
             return True
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
-        after = snapshot.drawn()
+        after = snapshot.generator_states()
         for count, one in eager.items():
-            if one.drawn_from != snapshot.draws_from:  # it was drawn at another offset
+            if one.drawn_from != snapshot.saved_generator_states:  # it was drawn at another offset
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one
@@ -421,7 +421,7 @@ class RowProver:
     ) -> int | None:
         """Return the first output whose rows depend on later rows, if any."""
         repeats = _Repeats(
-            lambda: (trial.with_noise_behind([count])[count], trial.with_fill_behind(count))
+            lambda: (trial.with_noise_after([count])[count], trial.with_fill_after(count))
         )
         rounding = self._rounding(trial)
         for index, one, other in _pairs(noisy, filled):
@@ -530,7 +530,9 @@ class _Outputs:
         copies = [
             leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        return cls(copies, structure, state, snapshot.draws_from, snapshot.drawn())
+        return cls(
+            copies, structure, state, snapshot.saved_generator_states, snapshot.generator_states()
+        )
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite."""
@@ -540,11 +542,11 @@ class _Outputs:
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
         """Return whether these are the outputs for a batch of this many rows."""
-        return self.structure == layout.structure and self._odd(layout, count) is None
+        return self.structure == layout.structure and self._first_mismatch(layout, count) is None
 
-    def named(self, layout: OutputLayout, count: int) -> str:
+    def describe_mismatch(self, layout: OutputLayout, count: int) -> str:
         """Describe what does not match."""
-        index = None if self.structure != layout.structure else self._odd(layout, count)
+        index = None if self.structure != layout.structure else self._first_mismatch(layout, count)
         if index is None:
             return f"the outputs for {count} rows have a different structure in eager"
         leaf, one = self.leaves[index], layout.leaves[index]
@@ -554,7 +556,7 @@ class _Outputs:
         shape = tuple(leaf.shape)
         return f"output {index} is {shape} in eager for {count} rows, but {want} in the graph"
 
-    def _odd(self, layout: OutputLayout, count: int) -> int | None:
+    def _first_mismatch(self, layout: OutputLayout, count: int) -> int | None:
         pairs = enumerate(zip(layout.leaves, self.leaves, strict=True))
         return next((i for i, (one, leaf) in pairs if not one.fits(leaf, count)), None)
 
@@ -601,7 +603,7 @@ class _Rows:
         self._whole = [
             (place, place.clone()) for spec, place in self._places if spec.batch_dim is None
         ]
-        self.has_integers: bool = any(_is_callers(spec) for spec, _ in self._places)
+        self.has_integers: bool = any(_is_from_call(spec) for spec, _ in self._places)
         self._given: list[tuple[StaticInput, torch.Tensor, torch.Tensor]] = []
         self.num_given = 0
         if sample is not None:
@@ -610,7 +612,7 @@ class _Rows:
             ):
                 if spec.batch_dim is not None:
                     self.num_given = given.shape[spec.batch_dim]
-                if _is_callers(spec):
+                if _is_from_call(spec):
                     self._given.append((spec, place, given))
         self.is_varied: bool = any(
             bool((given != spec.fill_value).any()) for spec, _, given in self._given
@@ -673,7 +675,7 @@ class _Rows:
         """Note that rows must be written again."""
         self._held = 0
 
-    def fill_behind(self, count: int) -> None:
+    def mark_filled_after(self, count: int) -> None:
         """Note that a transport fills the rows after a number of rows."""
         self._held = min(self._held, count)
 
@@ -721,7 +723,7 @@ class _Trial:
         found = self._warmups.state().get(name)
         return None if found is None else self.snapshot.saved(*found)
 
-    def with_noise_behind(self, counts: Iterable[int]) -> dict[int, list[Any]]:
+    def with_noise_after(self, counts: Iterable[int]) -> dict[int, list[Any]]:
         """Return, for counts of rows, these rows of all outputs, followed by noise."""
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
@@ -729,7 +731,7 @@ class _Trial:
             return self._done({count: self.kept(leaves, count) for count in counts})
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
-    def put_far_behind(self, count: int) -> bool:
+    def write_far_noise(self, count: int) -> bool:
         """Write noise that is far from some rows after them; return False if already there."""
         size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
         if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
@@ -738,7 +740,7 @@ class _Trial:
         self.rows.forget()
         return True
 
-    def with_fill_behind(self, count: int) -> list[Any]:
+    def with_fill_after(self, count: int) -> list[Any]:
         """Return the first rows of all outputs, followed by fill."""
         return self._done(self.kept(self._replay(count, count), count))
 
@@ -819,7 +821,7 @@ class _Trial:
             self.snapshot.restore()
             self.rows.restore_slots()
         transport_of(path, num_loaded).load_in_place()
-        self.rows.fill_behind(num_loaded)
+        self.rows.mark_filled_after(num_loaded)
         self._lane.set_rows(num_real)
         if path.staging is not None and captured.pieces is not None:
             path.staging.queue_copy(captured.key.num_tokens)
@@ -869,7 +871,7 @@ def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
     }
 
 
-def _some_of(is_meant: torch.Tensor) -> torch.Tensor:
+def _ends_of(is_meant: torch.Tensor) -> torch.Tensor:
     """Return the rows of a half that are compared: those at either end."""
     rows = is_meant.nonzero()[:, 0]
     if len(rows) <= 2 * _KEPT_ROWS:
@@ -881,7 +883,7 @@ def _has_fractions(spec: StaticInput) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _is_callers(spec: StaticInput) -> bool:
+def _is_from_call(spec: StaticInput) -> bool:
     """Return whether an input is taken from a call: integers and flags, except slots."""
     return not _has_fractions(spec) and not isinstance(spec, SlotInput)
 

@@ -1,4 +1,4 @@
-"""Reports of capture sessions, and errors for failures."""
+"""Reports of capture sessions, and errors of failed captures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class CaptureReport:
     """The report of a capture session.
 
     Attributes:
-        num_graphs: Graphs captured.
-        seconds: Host time in seconds.
-        num_bytes: Memory of the runner's graphs afterwards.
-        failed: Keys that could not be captured, with the reason.
-        skipped: Keys that were skipped, with the reason (a budget, too many failures).
+        num_graphs: Number of captured graphs.
+        seconds: Host time of the session in seconds.
+        num_bytes: Memory of the runner's graphs after the session, in bytes.
+        failed: Reason of the failure for each key that could not be captured.
+        skipped: Reason for each skipped key (a budget, too many failures).
     """
 
     num_graphs: int
@@ -33,16 +33,16 @@ class CaptureReport:
     skipped: dict[GraphKey, str]
 
     def __str__(self) -> str:
-        """Summarize what was captured, with the first failed and skipped key and its reason."""
+        """Return a summary with the first failed key and the first skipped key."""
         text = f"{self.num_graphs} graphs captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
         for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
             for key, reason in list(keys.items())[:1]:
-                text += f"\n{len(keys)} {what}, {key} first: {reason}"
+                text += f"\n{len(keys)} {what}, first {key}: {reason}"
         return text
 
     @classmethod
     def total(cls, parts: Iterable[CaptureReport]) -> CaptureReport:
-        """Return the combined report of several lanes' sessions."""
+        """Combine the reports of several lanes."""
         first, *others = parts
         for one in others:
             first = cls(
@@ -56,25 +56,25 @@ class CaptureReport:
 
 
 def largest_first(key: GraphKey) -> tuple[int, int, int]:
-    """Return the sort key of a session: the largest graph takes the memory first."""
+    """Return a sort key that orders the largest graphs first, so that others reuse their memory."""
     own = key.descriptor
     return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
 
 
-#: Advice for a step that differentiates.
-ABOUT_GRADIENTS = (
+#: Error text for a step that computes gradients.
+GRADIENTS_ERROR = (
     "A runner runs its steps under torch.no_grad(), but this step needs gradients. Compute them "
     "under torch.enable_grad() inside the step, or outside the step."
 )
 
 
-def is_about_gradients(error: BaseException) -> bool:
-    """Return whether a step raised because no gradients were recorded."""
+def is_gradient_error(error: BaseException) -> bool:
+    """Return whether an error shows that the step needs gradients."""
     return isinstance(error, RuntimeError) and "does not require grad" in str(error)
 
 
 def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
-    """Return the CaptureError for an exception in a warmup or the capture itself."""
+    """Convert an exception of a warmup or capture to a CaptureError."""
     if isinstance(error, CaptureError):
         error.key = error.key or str(key)
         return error
@@ -82,15 +82,15 @@ def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
         refused = capture_error(error)
         refused.key, refused.__cause__ = str(key), error
         return refused
-    if is_about_gradients(error):
-        found = CaptureError(f"{ABOUT_GRADIENTS} ({error})", key=str(key), reason=Reason.GRADIENTS)
+    if is_gradient_error(error):
+        found = CaptureError(f"{GRADIENTS_ERROR} ({error})", key=str(key), reason=Reason.GRADIENTS)
         found.__cause__ = error
         return found
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     origin = origin_of(error)
     at = f" at {origin}" if origin else ""
     wrapped = CaptureError(
-        f"Warmup or capture of {key} raised{at} {type(error).__name__}: {error}",
+        f"The warmup or capture of {key} raised {type(error).__name__}{at}: {error}",
         key=str(key),
         reason="out_of_memory" if is_memory else "error",
     )

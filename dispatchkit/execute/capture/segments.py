@@ -28,7 +28,7 @@ from dispatchkit.execute.io.structure import flatten, leaves_of
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.breaks import acting
+from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
@@ -120,7 +120,7 @@ class SegmentRecorder:
         lane: The lane.
         num_rows: Rows of the graph.
         dims: Batch dimensions of each call; empty if unknown.
-        stays: Returns whether a tensor never moves: static inputs and state.
+        is_fixed: Returns whether a tensor never moves: static inputs and state.
         admission: Admits memory before it is taken; None if there is no limit.
 
     Attributes:
@@ -133,26 +133,26 @@ class SegmentRecorder:
         lane: Lane,
         num_rows: int,
         dims: Sequence[CallShapes],
-        stays: Callable[[torch.Tensor], bool],
+        is_fixed: Callable[[torch.Tensor], bool],
         admission: Admission | None,
     ) -> None:
         self.parts: list[GraphPart | EagerCall] = []
         self.graphs: list[SegmentGraph] = []
         self._lane, self._num_rows, self._dims = lane, num_rows, dims
-        self._stays, self._admission = stays, admission
+        self._is_fixed, self._admission = is_fixed, admission
         self._device = torch.device(lane.backend.torch_device)
         self._capture: SegmentedCapture | None = None
         self._num_calls = 0
         self._is_inside = False
-        self._ambient = _Ambient.now(self._device.type)
+        self._ambient = _CallContext.now(self._device.type)
         self._num_modes = 0, 0
 
     @contextmanager
-    def cutting(self, capture: SegmentedCapture) -> Iterator[None]:
+    def recording(self, capture: SegmentedCapture) -> Iterator[None]:
         """Split calls inside a ``with`` block, and end the last segment after it."""
         self._num_modes = _num_modes()
         try:
-            with acting(self):
+            with use_breaker(self):
                 self._capture = capture
                 yield
             self._end(capture)
@@ -252,7 +252,7 @@ class SegmentRecorder:
             # An operator may overwrite memory, such as zeros over fresh memory.
             (tensor, dim, None if is_written else tensor.clone())
             for tensor, dim, is_written in known
-            if dim is not None and not self._stays(tensor)
+            if dim is not None and not self._is_fixed(tensor)
         ]
         self._is_inside = True
         try:
@@ -267,14 +267,15 @@ class SegmentRecorder:
         )
         arguments = StorageSet(given)
         leaves, structure = flatten(value)
-        landed = [
-            self._land(number, leaf, arguments, dims, line) for number, leaf in enumerate(leaves)
+        stored = [
+            self._store_result(number, leaf, arguments, dims, line)
+            for number, leaf in enumerate(leaves)
         ]
         results = tuple(
             attrs.evolve(one, value=hold(one.value)) if isinstance(one.value, torch.Tensor) else one
-            for one in landed
+            for one in stored
         )
-        ambient = _Ambient.now(self._device.type)
+        ambient = _CallContext.now(self._device.type)
         self.parts.append(
             EagerCall(
                 fn=fn,
@@ -289,7 +290,7 @@ class SegmentRecorder:
             )
         )
         capture.begin()
-        return structure.build([one.value for one in landed])
+        return structure.build([one.value for one in stored])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the same memory for replays, also outside inference mode.
@@ -302,7 +303,7 @@ class SegmentRecorder:
         if (
             type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
-            or self._stays(tensor)
+            or self._is_fixed(tensor)
             or tensor in lane.between
             or tensor in lane.outputs
             or not capture.keeps(tensor)
@@ -311,7 +312,7 @@ class SegmentRecorder:
         with inference_mode(False):
             return weak_tensor(tensor)
 
-    def _land(
+    def _store_result(
         self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
     ) -> Result:
         """Return the value that the step continues with instead of a result."""
@@ -322,7 +323,7 @@ class SegmentRecorder:
                 f"{line} returns a tensor of layout {leaf.layout} on {leaf.device}, but segments "
                 f"read dense tensors on {self._device}. Convert it inside the eager function.",
             )
-        if leaf in arguments or self._stays(leaf):
+        if leaf in arguments or self._is_fixed(leaf):
             return Result(plain_tensor(leaf), stride=leaf.stride())
         place = (self._num_calls, number), leaf.shape, leaf.dtype
         if self._admission is not None:
@@ -345,7 +346,7 @@ class Operators:
     names: frozenset[str] = frozenset()
     tags: frozenset[torch.Tag] = frozenset()
 
-    def acting(self, recorder: SegmentRecorder) -> AbstractContextManager[Any]:
+    def breaking(self, recorder: SegmentRecorder) -> AbstractContextManager[Any]:
         """Return a context in which a recorder breaks the step at these operators."""
         return _OperatorBreaks(recorder, self) if self.names or self.tags else nullcontext()
 
@@ -441,7 +442,7 @@ def _num_modes() -> tuple[int, int]:
 
 
 @attrs.frozen
-class _Ambient:
+class _CallContext:
     """Contexts that a step may enter around a call, and a replay must enter, too."""
 
     device_type: str
@@ -451,7 +452,7 @@ class _Ambient:
     inference: bool
 
     @classmethod
-    def now(cls, device_type: str) -> _Ambient:
+    def now(cls, device_type: str) -> _CallContext:
         return cls(
             device_type,
             torch.is_autocast_enabled(device_type),

@@ -1,7 +1,7 @@
-"""Warmup of a key: run the step on dummy rows and learn from it.
+"""Warmup of a key: run the step eager on dummy rows and record its properties.
 
-It shows which outside memory the step writes, how much memory it needs, and the batch dimension of
-its outputs. The caller's snapshot restores everything it changes.
+The warmup records the outside memory that the step writes, its memory use, and the batch dimension
+of its outputs. The caller's snapshot restores everything that the run changes.
 """
 
 from __future__ import annotations
@@ -42,39 +42,40 @@ from dispatchkit.options import DERIVED
 if TYPE_CHECKING:
     from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 
-# Keys that differ only in size share one watched warmup and one layout.
+# Identifies keys that differ only in size, which share one watched warmup and one output layout.
 Family = tuple[Any, ...]
 
 
 def family_of(key: GraphKey) -> Family:
-    """Return the family of a key: the keys that differ from it only in size."""
+    """Return the family of a key, which is equal for keys that differ only in size."""
     own = key.descriptor
     return (key.mode, own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
 
 
 class Warmups:
-    """Warm keys up on one lane.
+    """The warmups of a step on one lane, and the properties that they recorded.
 
     Args:
-        step: The step.
-        inputs: The declarations of its inputs.
-        lane: The lane.
-        row_count: Name of the input with the true row count.
-        axes: The runner's axes, if any.
-        state: The state that the step changes; its tensors are saved and restored around warmups.
-        slots: State of sessions, if any. Dummy rows do not change it.
-        state_limit_bytes: Most bytes of undeclared state to save.
+        step: Step to warm up.
+        inputs: Declared inputs of the step.
+        lane: Lane to run on.
+        row_count: Name of the input that contains the number of real rows, or None.
+        axes: Inputs along the runner's axes, or None.
+        state: Declared state of the step. Its tensors are saved before warmups and restored.
+        slots: State of sessions, or None. Dummy rows do not change it.
+        state_limit_bytes: Maximum number of bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
-        warmups: Eager runs before each capture; the very first one is watched. If functions of
-            torch.compile are called, which run uncompiled in that one, another run follows unless
-            all of the backend's captures are watched.
+        warmups: Number of eager runs before each capture. The first run of each family is watched,
+            and calls functions of torch.compile uncompiled. If there are such functions, at least
+            one more run follows, unless the backend watches all captures.
 
     Attributes:
-        step: The step.
-        generators: Random generators other than the default ones.
-        slots: State of sessions, if any.
-        effects: The step's effects on Python state.
-        needs_gradients: It needs gradients, so its eager steps run in the caller's grad mode.
+        step: Step to warm up.
+        generators: Random generators of the step besides the default generators.
+        slots: State of sessions, or None.
+        effects: Effects of the step on Python state.
+        needs_gradients: Whether the step needs gradients, so that eager steps run in the caller's
+            grad mode.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -105,10 +106,9 @@ class Warmups:
         self._state = StorageSet(state.tensors)
         self._declared = (*state.tensors, *state.scratch)
         self.slots, self._banks = slots, StorageSet(() if slots is None else slots.tensors)
-        # Whether the step reaches a tensor created in inference mode, with the state that was
-        # checked.
+        # The checked Python state, and whether it contains a tensor created in inference mode.
         self._has_inference: tuple[object, bool] | None = None
-        self._written = StorageSet()  # by any watched warmup, in addition to the declared state
+        self._written = StorageSet()  # undeclared writes of all watched warmups
         self._scratch = StorageSet(state.scratch)
         self._state_limit = state_limit_bytes
         self._batch_dims = output_batch_dims
@@ -119,7 +119,7 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
-        # Families, with and without a call's integers, whose writes are all known.
+        # Families whose writes are all known, with fill (False) or a call's integers (True).
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
@@ -128,31 +128,31 @@ class Warmups:
 
     @property
     def device(self) -> torch.device:
-        """The device of the step's tensors."""
+        """The device of the static inputs."""
         return self._inputs.device
 
     def forecast_bytes(self, key: GraphKey) -> int | None:
-        """Return the memory that a key's graph is expected to need; None if unknown.
+        """Return the expected memory of a key's graph in bytes; None if unknown.
 
-        From the watched warmup of its family, in proportion to the size.
+        The peak of the family's watched warmup is scaled in proportion to the size.
         """
         known = self._peaks.get(family_of(key))
         return None if known is None else known[0] * key.num_tokens // known[1]
 
     def forget(self) -> None:
-        """Look up again what compiled functions read, since it may have been replaced."""
+        """Discard the recorded Python state and the reads of compiled functions."""
         self.effects.forget()
         for family in self._compiled:
             self._peaks.pop(family, None)
         self._compiled.clear()
 
     def watch_again(self) -> None:
-        """Watch the next warmup of each family, since the step's tensors were replaced."""
+        """Watch the next warmup of each family again, because tensors of the step were replaced."""
         self._peaks.clear()
         self._watched.clear()
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
-        """Return what is known about functions of torch.compile called by a key's step, if any."""
+        """Return facts about functions of torch.compile that the step of a key calls, if any."""
         return self._compiled.get(family_of(key))
 
     def written(self) -> Iterator[torch.UntypedStorage]:
@@ -165,7 +165,7 @@ class Warmups:
         return len(self._banks) > 0 or any(True for _ in self.written())
 
     def save_scratch(self, snapshot: Snapshot) -> bool:
-        """Also save scratch, which a call's rows really write; return whether it is small."""
+        """Save scratch before a run on real rows; return False if it is too large to save."""
         num_bytes: int = sum(storage.nbytes() for storage in self._scratch)
         if num_bytes > self._state_limit:
             return False
@@ -174,17 +174,17 @@ class Warmups:
         return True
 
     def may_restore(self) -> bool:
-        """Return whether the state that the step changes is small enough to save between steps."""
+        """Return whether the state and scratch of the step are small enough to save."""
         changed = (*self.written(), *self._scratch)
         num_bytes: int = sum(storage.nbytes() for storage in changed)
         return num_bytes <= self._state_limit
 
     def may_write(self) -> bool:
-        """Return whether the step changes state or has not been watched yet."""
+        """Return whether the step changes state or was not watched yet."""
         return not self._peaks or self.writes()
 
     def may_draw(self, key: GraphKey) -> bool:
-        """Return whether a key's step draws random numbers or was not watched yet."""
+        """Return whether the step of a key draws random numbers or was not watched yet."""
         return self._draws.get(family_of(key), True)
 
     def is_known(self, key: GraphKey) -> bool:
@@ -192,7 +192,7 @@ class Warmups:
         return family_of(key) in self._peaks
 
     def is_pure(self, key: GraphKey) -> bool:
-        """Return whether a key's step is known to have no visible effects while it runs."""
+        """Return whether the step of a key is known to have no effects besides its outputs."""
         return (
             self.is_known(key)
             and not self.may_write()
@@ -202,27 +202,27 @@ class Warmups:
         )
 
     def may_write_scratch(self) -> bool:
-        """Return whether dummy rows change state or scratch, or have not been watched yet."""
+        """Return whether dummy rows change state or scratch, or were not watched yet."""
         has_written = any(True for _ in self.written())
         return not self._peaks or has_written or len(self._scratch) > 0
 
     def is_state(self, leaf: torch.Tensor) -> bool:
-        """Return whether a tensor is part of the state that the step changes."""
+        """Return whether a tensor belongs to state that the step changes."""
         return leaf in self._state or leaf in self._written
 
     def is_scratch(self, leaf: torch.Tensor) -> bool:
-        """Return whether a tensor is in declared scratch."""
+        """Return whether a tensor belongs to declared scratch."""
         return leaf in self._scratch
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of all state that a warmup is known to change."""
+        """Return a snapshot of all state that the step is known to change."""
         snapshot = Snapshot(self._inputs.device, self.generators)
         for storage in self.written():
             snapshot.save(storage)
         return snapshot
 
     def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
-        """Return the storages that the step is known to change, by name, except scratch."""
+        """Return the storages that the step is known to change, with dtypes, by name."""
         scratch = {storage._cdata for storage in self._scratch}
         return {
             f"{what} {number}": (storage, dtype)
@@ -232,7 +232,7 @@ class Warmups:
         }
 
     def views(self, key: GraphKey, num_rows: int) -> dict[str, Any]:
-        """Return the static inputs of a key at a number of rows, and its buckets, by name."""
+        """Return the step's arguments by name: first rows of static inputs, and axis buckets."""
         lane = self._lane
         tensors, axes = lane.buffers_of(key).views(num_rows), key.descriptor.axes
         views: dict[str, Any]
@@ -245,7 +245,7 @@ class Warmups:
         return views
 
     def axis_cuts(self, key: GraphKey, outputs: Any) -> tuple[AxisCut, ...]:
-        """Return the output dimensions of a key that follow an axis, measured once per family."""
+        """Return the output dimensions that depend on an axis, measured once per family."""
         if self._axes is None:
             return ()
         family = family_of(key)
@@ -262,15 +262,15 @@ class Warmups:
     def known_axis_cuts(
         self, values: Sequence[int], key: GraphKey | None = None
     ) -> tuple[AxisCut, ...] | None:
-        """Return the dimensions of outputs that follow an axis, as measured by captures.
+        """Return the output dimensions that depend on an axis, if captures have measured them.
 
         Args:
-            values: The values of all axes.
-            key: The key that runs; None for eager.
+            values: Values of all axes.
+            key: Key that runs; None for an eager step.
 
         Returns:
-            The cuts of the key; for eager, those common to all captured keys with these values of
-            exact axes. None if they were not measured or differ.
+            The cuts of the key. For an eager step, the cuts of all captured keys with the same
+            values of exact axes. None if there are no such cuts or the keys disagree.
         """
         if self._axes is None:
             return ()
@@ -284,10 +284,11 @@ class Warmups:
         return found.pop() if len(found) == 1 else None
 
     def run(self, key: GraphKey, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
-        """Run the step at the key's size, watched the first time in each family.
+        """Run all warmups at the key's size; the first run in each family is watched.
 
         Returns:
-            Its outputs, and notes for a capture if it was watched and the backend uses notes.
+            The outputs of the last run, and notes for the capture if a run was watched and the
+            backend uses notes.
         """
         lane, views = self._lane, self.views(key, key.num_tokens)
         outputs: Any = None
@@ -319,7 +320,7 @@ class Warmups:
             finally:
                 snapshot.draws = self._draws[family] = watch.draws
                 self._rounding[family] = watch.rounding()
-                self._takes_any[family] = watch.takes_any_number
+                self._takes_any[family] = watch.accepts_any_number
             for tensor in watch.written:
                 self._written.add(tensor)
             self.effects.check_run()
@@ -329,7 +330,7 @@ class Warmups:
             if compiled is not None:
                 self._compiled[family] = compiled
                 if unwatched is not None:
-                    # Compilation and tuning of kernels happen here, never in a capture.
+                    # Kernels must be compiled and tuned in a warmup, not in the capture.
                     left = max(left, 1)
         else:
             snapshot.draws = self.may_draw(key)
@@ -338,8 +339,8 @@ class Warmups:
             outputs = self._run(views, left)
         if not self._warmups and self._batch_dims == DERIVED and family not in self._layouts:
             raise CaptureError(
-                "With warmups=0 the batch dimension of the outputs is unknown. Give "
-                "output_batch_dims, or use at least one warmup.",
+                "The batch dimension of the outputs cannot be measured with warmups=0. Declare "
+                "output_batch_dims, or set warmups to at least 1.",
                 key=str(key),
                 reason="output_layout",
             )
@@ -352,13 +353,13 @@ class Warmups:
         other_sizes: Callable[[], Sequence[int]],
         seen: tuple[int, Any] | None = None,
     ) -> OutputLayout | None:
-        """Return the layout of a key's outputs, measured once per family.
+        """Return the output layout of a key, measured once per family; None without warmups.
 
         Args:
-            key: The key.
-            outputs: The step's outputs at its size.
-            other_sizes: Returns further sizes that it can run at.
-            seen: Another number of rows that it ran at, with its outputs.
+            key: Key to capture.
+            outputs: Outputs of the step at the key's size.
+            other_sizes: Function that returns other sizes at which the step can run.
+            seen: A different number of rows and the outputs of the step for it, if available.
         """
         if not self._warmups:
             return None
@@ -379,25 +380,25 @@ class Warmups:
         return layout
 
     def declared(self, outputs: Any, size: int) -> OutputLayout:
-        """Return the layout that the user declared, for outputs computed at a size."""
+        """Return the output layout that follows from the declared ``output_batch_dims``."""
         return declared_layout(outputs, size, self._batch_dims)
 
     def rounding(self, key: GraphKey) -> float | None:
-        """Return the relative spacing of the coarsest numbers that the step computes.
+        """Return the largest ``eps`` of the dtypes that the step computes.
 
-        0 if it computes no fractions; None if no warmup was watched.
+        It is 0 if all of them are integers, and None if no warmup was watched.
         """
         return self._rounding.get(family_of(key))
 
-    def takes_any_number(self, key: GraphKey) -> bool:
-        """Return whether a key's step is known to accept any fractions as inputs.
+    def accepts_any_number(self, key: GraphKey) -> bool:
+        """Return whether the step of a key is known to accept any floating-point inputs.
 
         On a device, an invalid index or a probability above 1 ends the process.
         """
         return self._takes_any.get(family_of(key), False)
 
-    def run_plainly(self, key: GraphKey) -> Any:
-        """Run the step once at the key's size, on the contents of its static inputs."""
+    def run_once(self, key: GraphKey) -> Any:
+        """Run the step once at the key's size on the current static inputs, without watching."""
         return self._run(self.views(key, key.num_tokens))
 
     def run_at(self, key: GraphKey, num_rows: int) -> Any:
@@ -406,14 +407,15 @@ class Warmups:
         for index, rows in buffers.host_rows(num_rows):
             views[buffers.inputs.names[index]] = rows.to(self.device)
         with self.effects.undone(), force_eager():
-            # Without interruption: a step in between would write to the same inputs.
+            # Not paced, because steps that run in between would write to the same inputs.
             return self._backend.warmup(lambda: self.step(views), stream=self._lane.stream)
 
     def needs_inference_mode(self) -> bool:
-        """Return whether to capture in inference mode, the mode in which graphs are used.
+        """Return whether to capture in inference mode.
 
-        Also outside of inference mode if the step reaches a tensor created in it, such as a cache
-        of an engine that runs in it, since the tensor could not be written otherwise.
+        This is the case if the caller is in inference mode, or if the step reaches a tensor that
+        was created in inference mode, such as the cache of an engine. Such tensors cannot be
+        written outside inference mode.
         """
         if torch.is_inference_mode_enabled() or any(one.is_inference() for one in self._declared):
             return True
@@ -428,15 +430,16 @@ class Warmups:
     def contents_watched_once(
         self, key: GraphKey, snapshot: Snapshot, *, is_varied: bool = False
     ) -> Iterator[None]:
-        """Watch contents like ``contents_watched``, the first time in each family.
+        """Watch contents like ``contents_watched``, but only the first time in each family.
 
         Args:
-            key: The key to run.
-            snapshot: Of what it changes.
-            is_varied: The step runs on integers of a call, which may cause other writes than fill.
+            key: Key that runs in the block.
+            snapshot: Snapshot that receives the written storages.
+            is_varied: Whether the step runs on integers of a call, which may cause other writes
+                than fill.
 
         Raises:
-            CaptureError: A tensor that is too large to be restored was written.
+            CaptureError: The step wrote a tensor that is too large to be restored.
         """
         name = family_of(key), is_varied
         if name in self._watched:
@@ -448,10 +451,14 @@ class Warmups:
 
     @contextmanager
     def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
-        """Detect writes inside the block that schemas omit; restore and remember them.
+        """Detect writes in the block that no schema declares, and add them to the snapshot.
+
+        Args:
+            key: Key that runs in the block.
+            snapshot: Snapshot that receives the written storages.
 
         Raises:
-            CaptureError: A tensor that is too large to be restored was written.
+            CaptureError: The step wrote a tensor that is too large to be restored.
         """
         own = StorageSet(self._lane.buffers_of(key).tensors)
         if self._lane.row_count is not None:
@@ -459,17 +466,17 @@ class Warmups:
         contents = ContentWatch(self._reached(own), self._state_limit)
         try:
             yield
-        except PythonChangedError:  # classified by the other writes
+        except PythonChangedError:  # its classification needs the recorded writes
             self._note_written(contents, snapshot)
             raise
         self._note_written(contents, snapshot)
         lost = [one for one in contents.changed_beyond_limit() if one not in snapshot]
         if lost:
             raise CaptureError(
-                f"The step writes a {lost[0].dtype} tensor of shape {tuple(lost[0].shape)} that "
-                "is not declared, through an operation whose schema omits the write, and it is "
-                "too large to be restored. Declare it: state=[tensor]; or raise "
-                "state_limit_bytes.",
+                f"The step writes to an undeclared {lost[0].dtype} tensor of shape "
+                f"{tuple(lost[0].shape)}, which is too large to be restored. The schema of the "
+                "operation does not declare the write. Declare the tensor with state=[tensor], or "
+                "increase state_limit_bytes.",
                 reason="undeclared_state",
             )
 
@@ -480,7 +487,7 @@ class Warmups:
                 self._written.add(tensor)
 
     def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the step reaches and is not known to write."""
+        """Yield the tensors that the step reaches, except those that it is known to write."""
         for entry in self.effects.state().values_read():
             value = entry.before
             if isinstance(value, torch.Tensor) and is_dense(value):
@@ -489,13 +496,13 @@ class Warmups:
                     yield value
 
     def _run(self, views: dict[str, Any], iterations: int = 1) -> Any:
-        """Run the step unchanged, including compiled functions."""
+        """Run the step unchanged, including its compiled functions."""
         with every_size_compiled():
             run = paced_warmup(self._lane, lambda: self.step(views))
             return self._backend.warmup(run, stream=self._lane.stream, iterations=iterations)
 
     def _shapes(self, views: dict[str, Any]) -> Any:
-        """Run the step at a size that may never be captured, to inspect its outputs.
+        """Run the step to inspect its outputs, at a size that need not be captured.
 
         Functions of torch.compile run uncompiled, and changes of Python state are undone.
         """
@@ -523,8 +530,8 @@ class Warmups:
             outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
-                f"To measure its outputs, the step was run at {other} rows and raised "
-                f"{type(error).__name__}: {error}. Give output_batch_dims to avoid this run.",
+                f"The step raised {type(error).__name__}: {error} when it ran with {other} rows to "
+                "measure its outputs. Declare output_batch_dims to skip this measurement.",
                 key=str(key),
                 reason="output_layout",
             ) from error
@@ -534,12 +541,12 @@ class Warmups:
 
 
 def _layout_by(outputs: Any, size: int, seen: tuple[int, Any]) -> OutputLayout | None:
-    """Return the layout of outputs according to those at a few rows; None if inconclusive."""
+    """Derive the layout from outputs at two sizes; None if the result would be uncertain."""
     other, second = seen
     if other == 1:  # broadcasting can produce size-1 dimensions that are not the batch
         return None
     try:
         layout = measure_layout(outputs, size, second, other)
     except CaptureError:
-        return None  # a few rows may be computed differently
+        return None  # the step may take a different branch for few rows
     return layout if layout.open_output is None else None

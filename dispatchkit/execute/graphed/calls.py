@@ -27,7 +27,7 @@ from dispatchkit.execute.lanes.lane_set import StepFuture
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.execute.step.guard import place_of
+from dispatchkit.execute.step.guard import address_reader
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.records import changed_settings
@@ -601,7 +601,7 @@ class GraphedCalls:
 
     def _find_place(self) -> None:
         """Return a bound method of one of a module's tensors that reveals whether it was moved."""
-        self._place_now = int if self.module is None else place_of(self.module)
+        self._place_now = int if self.module is None else address_reader(self.module)
         self._place = self._place_now()
 
 

@@ -1,4 +1,4 @@
-"""The memory of all graphs of a process: shared pools, one budget, one account."""
+"""Memory of the graphs of a process: shared pools with a common budget and account."""
 
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.graph_memory import GraphMemory, MemoryGroup

@@ -1,4 +1,4 @@
-"""Account of a device's memory since a ``GraphMemory`` began to count."""
+"""Memory accounts: how the memory of a device is used since a ``GraphMemory`` uses the device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _MIB = 1 << 20
 
 @attrs.frozen
 class PoolAccount:
-    """One pool.
+    """The account of one pool.
 
     Attributes:
-        name: Name of its group.
-        num_bytes: Bytes that it reserves.
-        num_lanes: Lanes that share it.
-        num_graphs: Graphs in it.
+        name: Name of the pool's group.
+        num_bytes: Reserved memory in bytes.
+        num_lanes: Number of lanes that share the pool.
+        num_graphs: Number of graphs in the pool.
     """
 
     name: str
@@ -26,26 +26,28 @@ class PoolAccount:
 
 @attrs.frozen(kw_only=True)
 class MemoryAccount:
-    """Memory of graphs on one device, in bytes, and other memory taken since counting began.
+    """The account of one device: memory of graphs, and other memory taken since counting began.
+
+    All sizes are in bytes.
 
     Attributes:
-        device: The device.
-        max_bytes: The budget; None for no limit.
-        pools: Memory of intermediates, and of outputs that graphs keep.
-        output_bytes: Outputs shared by the graphs of a lane.
-        static_bytes: Static inputs.
-        workspace_bytes: Workspaces of libraries on the streams of the pools.
-        driver_bytes: Memory that the driver took while graphs were captured, less the memory it
-            freed when they were released.
-        library_bytes: Memory that the driver took during warmups, which load kernels and libraries.
-            Evicting graphs does not free it, and eager steps need it, too, so it is not in the
-            budget.
-        other_bytes: Other memory of torch: weights, activations, and memory cached by its
+        device: Name of the device.
+        max_bytes: Budget; None for no limit.
+        pools: Accounts of the pools, which contain intermediates and outputs that graphs keep.
+        output_bytes: Size of outputs shared by the graphs of a lane.
+        static_bytes: Size of static inputs.
+        workspace_bytes: Size of library workspaces on the streams of the pools.
+        driver_bytes: Memory that the driver allocated during captures, minus memory that it freed
+            when graphs were released.
+        library_bytes: Memory that the driver allocated during warmups, which load kernels and
+            libraries. It is not part of the budget, because eager steps need it too and evicting
+            graphs does not free it.
+        other_bytes: Other memory of torch: weights, activations, and cached memory of its
             allocator.
-        unexplained_bytes: The rest: the driver at other times, and other processes. Negative if
-            earlier memory was freed.
-        is_metered: The backend reports the device memory in use. Otherwise the last five are 0 and
-            add nothing to a budget.
+        unexplained_bytes: Remaining memory: allocations of the driver at other times, and of other
+            processes. Negative if earlier memory was freed.
+        is_metered: Whether the backend reports the device memory in use. If not, the five sizes
+            from ``workspace_bytes`` on are 0 and add nothing to the budget.
     """
 
     device: str
@@ -62,12 +64,12 @@ class MemoryAccount:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools."""
+        """The size of all pools in bytes."""
         return sum(pool.num_bytes for pool in self.pools)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that count in the budget: pools, outputs, static inputs, workspaces, driver."""
+        """The bytes that count in the budget: pools, outputs, static inputs, workspaces, driver."""
         return (
             self.pool_bytes
             + self.output_bytes
@@ -77,12 +79,12 @@ class MemoryAccount:
         )
 
     @property
-    def gone_bytes(self) -> int:
-        """Device memory taken since counting began."""
+    def taken_bytes(self) -> int:
+        """The device memory taken since counting began, in bytes."""
         return self.num_bytes + self.library_bytes + self.other_bytes + self.unexplained_bytes
 
     def lines(self) -> dict[str, int]:
-        """Return the bytes by purpose, in the order of printing."""
+        """Return the bytes by purpose, in the order in which they are printed."""
         lines = {
             "pools": self.pool_bytes,
             "outputs": self.output_bytes,

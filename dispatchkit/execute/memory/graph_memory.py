@@ -1,9 +1,9 @@
 """GraphMemory: memory shared by the runners of a process, with a common budget.
 
-Runners with the same object share a pool wherever possible. Evicting one graph of a shared pool
-frees almost nothing, so whole pools are evicted to free memory, each as a group, beginning with the
-one whose lanes have been idle longest. Put runners that are used and can be evicted together into
-one group.
+Runners with the same ``GraphMemory`` share a pool where possible. Evicting a single graph of a
+shared pool frees almost no memory. So the whole pool is evicted, beginning with the pool whose
+lanes have been idle longest. Put runners that are used together, and can be evicted together, into
+the same group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_nam
 #: Name of the default group of runners.
 DEFAULT_GROUP = "default"
 
-#: Advice if memory cannot sleep.
+#: Next step in errors about memory that cannot sleep.
 _INSTEAD = (
     "Without it, runner.invalidate() frees the memory of graphs, and runner.capture() captures "
     "them again."
@@ -41,19 +41,20 @@ _INSTEAD = (
 
 @refuses_unknown_names
 class GraphMemory:
-    """The memory of the graphs of several runners: ``lanes=Lanes(memory=memory)``.
+    """Graph memory shared by several runners; pass it as ``lanes=Lanes(memory=memory)``.
 
     ``print(memory)`` shows how the memory of each device is used.
 
     Args:
-        max_bytes: Most bytes, per device, of pools, outputs, static inputs, workspaces and the
+        max_bytes: Budget per device in bytes for pools, outputs, static inputs, workspaces and the
             driver's memory for graphs; None for no limit.
-        sleeps: Its memory can be released temporarily, see ``sleep``.
+        sleeps: Whether the memory can be released temporarily, see ``sleep``.
 
     Raises:
-        ConfigError: ``max_bytes`` is not a whole number of at least 0.
+        ConfigError: ``max_bytes`` is not a nonnegative whole number.
 
-    Thread safety: any thread may use it. Steps of runners that share a pool run one at a time.
+    Thread safety: all methods may be called from any thread. Steps of runners that share a pool run
+    one at a time.
     """
 
     def __init__(self, *, max_bytes: int | None = None, sleeps: bool = False) -> None:
@@ -64,16 +65,16 @@ class GraphMemory:
         self._guard = threading.RLock()
         self._backends: dict[tuple[str, str], GraphBackend] = {}
         self._open: dict[tuple[str, int], PoolGroup] = {}
-        # Groups of lanes that do not share, which are freed with their runners.
-        self._apart: weakref.WeakSet[PoolGroup] = weakref.WeakSet()
+        # Groups of lanes with pools of their own; released with their runners.
+        self._separate: weakref.WeakSet[PoolGroup] = weakref.WeakSet()
         self._devices: dict[str, _Device] = {}
-        self._num_looks = 0
+        self._num_checks = 0
 
     def group(self, name: str) -> MemoryGroup:
         """Return a group for runners that share a pool and are evicted together.
 
         Raises:
-            ConfigError: The name is invalid.
+            ConfigError: The name is not a string or is empty.
         """
         return MemoryGroup(self, name)
 
@@ -84,10 +85,10 @@ class GraphMemory:
         return tuple(self._account_of(device) for device in devices)
 
     def num_bytes(self, device: str | None = None) -> int:
-        """Return the bytes that count in the budget.
+        """Return the memory that counts in the budget, in bytes.
 
         Args:
-            device: One device, such as ``cuda:0``; None for all devices.
+            device: Name of a device, such as ``cuda:0``; None for all devices.
         """
         with self._guard:
             devices = tuple(self._devices.values())
@@ -96,17 +97,17 @@ class GraphMemory:
     def sleep(self) -> int:
         """Temporarily release the memory of pools, static inputs and outputs.
 
-        Addresses stay, so that graphs need not be captured again. Waits until no step runs and all
-        work of the devices is done. Until ``wake``, a step that would use the memory raises
-        ``ReplayError``, and results that are views of it, and ``runner.buffers``, must not be
-        accessed.
+        Addresses stay reserved, so graphs need not be captured again. The method waits until no
+        step runs and the devices have finished all work. Until ``wake`` is called, steps that need
+        the memory raise ``ReplayError``. Do not access results that are views of the memory, or
+        ``runner.buffers``, during that time.
 
         Returns:
-            The bytes released.
+            The number of bytes released.
 
         Raises:
-            ConfigError: It was not created with ``sleeps=True``.
-            ReplayError: It was called inside a step.
+            ConfigError: The memory was not created with ``sleeps=True``.
+            ReplayError: The method is called inside a step.
         """
         if not self._sleeps:
             raise ConfigError("sleeps", False, "True for a memory that can sleep", _INSTEAD)
@@ -114,7 +115,7 @@ class GraphMemory:
         for group in self._groups():
             if _is_held_here(group.lock):
                 raise ReplayError(
-                    "sleep() was called inside a step, whose memory it would release."
+                    "sleep() was called inside a step that uses the memory. Call it after the step."
                 )
             with group.lock:
                 group.turns.wait()
@@ -124,15 +125,14 @@ class GraphMemory:
         return total
 
     def wake(self) -> None:
-        """Map memory to the same addresses again.
+        """Map memory to the same addresses again after ``sleep``.
 
-        Static inputs hold their fill again, host inputs keep their contents, and declared state is
-        not affected. Other contents of the memory are lost: outputs, and rows written to
-        ``runner.buffers``, until the next step computes or writes them.
+        Static inputs are filled with their fill value, and host inputs keep their contents.
+        Declared state is not affected. Outputs and rows written to ``runner.buffers`` are lost.
 
         Raises:
-            ReplayError: The device does not have enough free memory. Memory that could not be
-                mapped stays asleep; free some and call it again.
+            ReplayError: The device has too little free memory. Pools that could not be mapped stay
+                asleep; free memory and call ``wake`` again.
         """
         for group in self._groups():
             with group.lock:
@@ -142,23 +142,23 @@ class GraphMemory:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether any of it is currently asleep."""
+        """Whether any pool is asleep."""
         return any(group.is_asleep for group in self._groups())
 
     # -- for runners --------------------------------------------------------------------
 
     def shared_backend(self, backend: GraphBackend) -> GraphBackend:
-        """Return the shared backend of a name and device, which allows sharing pools."""
+        """Return the backend that all runners with this backend's name and device share."""
         with self._guard:
             return self._backends.setdefault((backend.name, backend.torch_device), backend)
 
     def open_group(self, backend: GraphBackend, name: str) -> PoolGroup:
-        """Return the pool that a group's lanes share on a device, created for the first of them."""
+        """Return the group of lanes that share a pool on a device; create it on first use."""
         with self._guard:
             place = (name, id(backend))
             group = self._open.get(place)
             if group is None:
-                self._begin_on(backend)
+                self._track_device(backend)
                 lock = threading.RLock()
                 sleeper = self._sleeper(backend)
                 group = PoolGroup(
@@ -170,31 +170,32 @@ class GraphMemory:
     def closed_group(
         self, backend: GraphBackend, name: str, lock: threading.RLock, turns: Turns
     ) -> PoolGroup:
-        """Return a separate pool for a lane, within this budget."""
+        """Create a group with a pool of its own that counts in this budget."""
         with self._guard:
-            self._begin_on(backend)
+            self._track_device(backend)
             sleeper = self._sleeper(backend)
             group = PoolGroup(backend, lock, name=name, memory=self, turns=turns, sleeper=sleeper)
-            self._apart.add(group)
+            self._separate.add(group)
             return group
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return the memory that a capture in a group may take besides its pool and outputs.
+        """Return the bytes that a capture in a group may take besides its pool and outputs.
 
-        Estimated from earlier captures: a driver occasionally takes whole blocks.
+        This is the largest amount of an earlier capture, because a driver sometimes allocates a
+        whole block.
         """
         return self._devices[group.backend.torch_device].driver_step
 
-    def make_room(self, group: PoolGroup, num_bytes: int, what: str) -> None:
-        """Evict idle pools until this many bytes may be taken outside pools.
+    def evict_until_fits(self, group: PoolGroup, num_bytes: int, what: str) -> None:
+        """Evict idle pools until an allocation outside pools fits into the budget.
 
         Args:
-            group: The group of the lane that takes them.
-            num_bytes: The bytes.
-            what: Their purpose, for errors.
+            group: Group of the lane that needs the memory.
+            num_bytes: Size of the allocation in bytes.
+            what: Purpose of the allocation, for errors.
 
         Raises:
-            ConfigError: They exceed the budget.
+            ConfigError: The allocation does not fit even without idle pools.
         """
         if self.max_bytes is None:
             return
@@ -203,24 +204,27 @@ class GraphMemory:
                 raise ConfigError(
                     "max_bytes",
                     self.max_bytes,
-                    f"at least {need}, with {num_bytes} bytes of {what}",
-                    "Raise max_bytes of the GraphMemory, or use fewer or smaller runners.",
+                    f"at least {need}, including {num_bytes} bytes of {what}",
+                    "Increase max_bytes of the GraphMemory, or use fewer or smaller runners.",
                 )
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool idle longest; return False if there is none.
+        """Evict all graphs of the pool that has been idle longest.
 
-        A pool whose lanes are running a step is not idle, and not waited for.
+        Pools whose lanes are running a step are skipped.
 
         Args:
-            keep: The group that needs the memory, which is not evicted here.
+            keep: Group that needs the memory and is not evicted.
+
+        Returns:
+            Whether a pool was evicted.
         """
         device = keep.backend.torch_device
         with self._guard:
             groups = [one for one in self._groups() if one.backend.torch_device == device]
-            self._num_looks += 1
+            self._num_checks += 1
             for group in groups:
-                group.note_use(self._num_looks)
+                group.record_use(self._num_checks)
         groups = [one for one in groups if one is not keep and one.num_graphs()]
         for group in sorted(groups, key=lambda one: one.idle_since):
             if not _is_held_here(group.lock) and _clear_if_free(group):
@@ -229,11 +233,11 @@ class GraphMemory:
 
     @contextmanager
     def measuring(self, backend: GraphBackend, part: str) -> Iterator[None]:
-        """Record memory that the driver takes or frees in a block.
+        """Record the memory that the driver allocates or frees inside a ``with`` block.
 
         Args:
-            backend: The device.
-            part: What for: ``driver``, for graphs, or ``library``, in warmups.
+            backend: Backend of the device.
+            part: Part of the account: ``driver`` during captures, ``library`` during warmups.
         """
         device = self._devices[backend.torch_device]
         before = device.outside()
@@ -245,16 +249,16 @@ class GraphMemory:
     # -- inside -------------------------------------------------------------------------
 
     def _sleeper(self, backend: GraphBackend) -> SleepingBackend | None:
-        """Return the backend if its memory is to sleep.
+        """Return the backend's support for sleeping memory; None if ``sleeps`` is not set.
 
         Raises:
-            ConfigError: Its memory cannot sleep.
+            ConfigError: The backend does not support sleeping memory.
         """
         if not self._sleeps:
             return None
         sleeper = features_of(backend).sleepers
         why = (
-            f"backend {backend.name!r} has no such memory"
+            f"backend {backend.name!r} does not support it"
             if sleeper is None
             else sleeper.sleep_problem()
         )
@@ -262,12 +266,12 @@ class GraphMemory:
             raise ConfigError("sleeps", True, f"False here: {why}", _INSTEAD)
         return sleeper
 
-    def _begin_on(self, backend: GraphBackend) -> None:
+    def _track_device(self, backend: GraphBackend) -> None:
         self._devices.setdefault(backend.torch_device, _Device(backend))
 
     def _groups(self) -> list[PoolGroup]:
         with self._guard:
-            return [*self._open.values(), *sorted(self._apart, key=lambda one: one.name)]
+            return [*self._open.values(), *sorted(self._separate, key=lambda one: one.name)]
 
     def _of(self, device: _Device) -> list[PoolGroup]:
         return [one for one in self._groups() if one.backend.torch_device == device.name]
@@ -309,14 +313,14 @@ class GraphMemory:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the same budget, without contents."""
+        """Pickle the settings without the contents."""
         return _remake, (self.max_bytes, self._sleeps)
 
     def __copy__(self) -> GraphMemory:
         return self
 
     def __deepcopy__(self, memo: Any) -> GraphMemory:
-        """Return itself: copies of a runner use the same memory."""
+        """Return the object itself, because copies of a runner share its memory."""
         return self
 
     def __str__(self) -> str:
@@ -333,10 +337,10 @@ def _remake(max_bytes: int | None, sleeps: bool) -> GraphMemory:
 
 @attrs.frozen
 class MemoryGroup:
-    """Runners of one ``GraphMemory`` that share a pool; created by ``memory.group(name)``.
+    """A group of runners that share a pool; created by ``memory.group(name)``.
 
     Attributes:
-        memory: The memory.
+        memory: Memory that the group belongs to.
         name: Name of the group.
     """
 
@@ -346,14 +350,14 @@ class MemoryGroup:
     @name.validator
     def _check_name(self, _: Any, value: Any) -> None:
         if not isinstance(value, str) or not value:
-            raise ConfigError("group", value, "a name")
+            raise ConfigError("group", value, "a nonempty string")
 
     @classmethod
     def of(cls, given: Any) -> MemoryGroup | None:
-        """Return the group given to a runner, or the default group of a memory.
+        """Return a group unchanged, or the default group of a memory.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: ``given`` is neither a group nor a memory.
         """
         if given is None or isinstance(given, MemoryGroup):
             return given
@@ -363,15 +367,15 @@ class MemoryGroup:
             "memory",
             type(given).__name__,
             "a GraphMemory, or one of its groups",
-            "Limits of this runner alone go into options=RunnerOptions(memory=MemoryOptions(...)).",
+            "To limit only this runner, pass options=RunnerOptions(memory=MemoryOptions(...)).",
         )
 
 
 def _clear_if_free(group: PoolGroup) -> bool:
-    """Evict all graphs of a pool unless its lanes run a step; return whether it was done.
+    """Evict all graphs of a pool and return True, or return False if its lanes run a step.
 
-    It does not wait for the step, whose thread may be waiting for this one. The lock is released
-    even if a signal handler raises between any two instructions.
+    The function does not wait for the step, because the step's thread may be waiting for this
+    thread. The lock is released even if a signal handler raises between any two instructions.
     """
     lock = group.lock
     try:
@@ -392,15 +396,15 @@ def _release_if_held(lock: Any) -> None:
 
 
 def _is_held_here(lock: Any) -> bool:
-    """Return whether this thread is in a step that holds a lock."""
+    """Return whether this thread holds a lock, so it is inside a step."""
     return bool(lock._is_owned())
 
 
 class _Device:
-    """Counts memory on one device.
+    """Counter of memory on one device.
 
     Args:
-        backend: A backend of the device.
+        backend: Backend of the device.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -417,7 +421,7 @@ class _Device:
         if self.meter is None:
             return DeviceMemory(0, 0, 0)
         found = self.meter.device_memory()
-        # Sleeping memory takes no space, which the allocator does not know.
+        # The allocator still counts sleeping memory as reserved.
         return found._replace(reserved_bytes=found.reserved_bytes - self.asleep_bytes)
 
     def outside(self) -> int:
@@ -426,7 +430,7 @@ class _Device:
         return now.used_bytes - now.reserved_bytes
 
     def note(self, part: str, num_bytes: int) -> None:
-        """Add memory that was seen to be taken or freed."""
+        """Add memory that was allocated (positive) or freed (negative) to a part."""
         if part == "driver":
             self.driver_step = max(self.driver_step, num_bytes)
             self.driver_bytes = max(0, self.driver_bytes + num_bytes)
@@ -434,12 +438,12 @@ class _Device:
             self.library_bytes = max(0, self.library_bytes + num_bytes)
 
     def reconcile(self) -> None:
-        """Subtract memory that the driver freed unnoticed, as for graphs of a dropped runner."""
+        """Subtract memory that the driver freed later, such as graphs of a deleted runner."""
         gone = self.outside() - self.start.used_bytes + self.start.reserved_bytes
         self.driver_bytes -= min(
             self.driver_bytes, max(0, self.driver_bytes + self.library_bytes - gone)
         )
 
     def workspace(self, group: PoolGroup) -> int:
-        """Return the bytes of libraries' workspaces on the stream of a group."""
+        """Return the size in bytes of library workspaces on the stream of a group."""
         return 0 if self.meter is None else self.meter.workspace_bytes(group.stream)

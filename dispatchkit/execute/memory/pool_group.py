@@ -1,15 +1,17 @@
-"""PoolGroup: lanes whose graphs are in one pool and run one after the other.
+"""PoolGroup: lanes whose graphs share a pool and run one after the other.
 
-Graphs of one pool share their memory: a replay overwrites the intermediates of others, and the
-outputs of graphs captured after it. So lanes may share a pool only if their steps never overlap,
-and if no result of a step is read from the pool after the next step has begun:
+Graphs of one pool share memory. A replay overwrites the intermediates of other graphs, and the
+outputs of graphs that were captured later. Therefore lanes may share a pool only under two
+conditions:
 
-- The host launches their steps under one lock, and a step on another stream than the last step's
-  waits for that stream (``order``).
-- Results are copied out immediately, or are in memory of the lane (``io.outputs``).
+- Steps never overlap. The host launches them under one lock, and a step on a different stream than
+  the previous step waits for that stream (``order``).
+- No result is read from the pool after the next step has begun. Results are copied out immediately,
+  or are in memory of the lane (``io.outputs``). The code that adds lanes to a group ensures this;
+  see ``lanes.build``.
 
-The code that adds lanes to a group ensures the second; see ``lanes.build``. torch reuses freed
-memory of a pool only on the same stream, so a group also shares the stream for captures.
+A group also shares the stream for captures, because torch reuses freed memory of a pool only on the
+same stream.
 """
 
 from __future__ import annotations
@@ -31,33 +33,33 @@ _T = TypeVar("_T")
 
 
 class SharedBudget(Protocol):
-    """The budget of a group; see ``GraphMemory`` for its methods."""
+    """Protocol of the budget of a group, implemented by ``GraphMemory``."""
 
     max_bytes: int | None
 
     def num_bytes(self, device: str | None = None) -> int:
-        """Return the bytes that count in the budget."""
+        """Return the memory that counts in the budget, in bytes."""
         ...
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return the memory that a capture in a group may take besides its pool and outputs."""
+        """Return the bytes that a capture in a group may take besides its pool and outputs."""
         ...
 
-    def make_room(self, group: PoolGroup, num_bytes: int, what: str) -> None:
-        """Evict idle pools until this many bytes may be taken outside pools."""
+    def evict_until_fits(self, group: PoolGroup, num_bytes: int, what: str) -> None:
+        """Evict idle pools until an allocation outside pools fits into the budget."""
         ...
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool idle longest."""
+        """Evict all graphs of the pool that has been idle longest."""
         ...
 
     def measuring(self, backend: GraphBackend, part: str) -> AbstractContextManager[None]:
-        """Record memory that the driver takes or frees in a block."""
+        """Record the memory that the driver allocates or frees inside a ``with`` block."""
         ...
 
 
 def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
-    """Return a stream of a priority.
+    """Create a stream with a priority.
 
     Raises:
         ConfigError: The device has no more streams, or its backend does not support priorities.
@@ -66,36 +68,39 @@ def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
         return backend.new_stream()
     priorities = features_of(backend).priorities
     if priorities is None:
-        raise ConfigError("priority", priority, f"0: backend {backend.name!r} has no priorities")
+        raise ConfigError(
+            "priority", priority, f"0, because backend {backend.name!r} does not support priorities"
+        )
     return priorities.new_stream(priority=priority)
 
 
 class OrderedLane(Protocol):
-    """The interface of a lane to its group.
+    """Protocol of a lane in a group.
 
     Attributes:
-        handle: Raw handle of the stream of its last step; None makes the next step call ``order``.
+        handle: Raw handle of the stream of the lane's last step; None makes the next step call
+            ``order``.
     """
 
     handle: int | None
 
     def refill(self) -> None:
-        """Fill its static inputs, whose memory has lost its contents."""
+        """Fill the static inputs after their memory lost its contents."""
         ...
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of its graphs' shared outputs, outside the pool."""
+        """The size in bytes of outputs that the lane's graphs share outside the pool."""
         ...
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of its static inputs on the device."""
+        """The size in bytes of the lane's static inputs on the device."""
         ...
 
 
 class PoolMember(Protocol):
-    """The graphs that one lane has in the pool of its group."""
+    """Protocol of a lane's graphs in the pool of its group."""
 
     def num_graphs_in_pool(self) -> int:
         """Return the number of keys with a graph."""
@@ -106,34 +111,35 @@ class PoolMember(Protocol):
         ...
 
     def evict_all(self) -> list[GraphKey]:
-        """Evict them to free memory for others; return the keys that lost their graph."""
+        """Evict all graphs and return their keys."""
         ...
 
     def capture_again(self, keys: Iterable[GraphKey]) -> None:
-        """Capture the wanted ones of some keys, within the budget."""
+        """Capture those of the keys that are still wanted, within the budget."""
         ...
 
 
 class PoolGroup:
-    """One pool, the stream for its captures, and the lanes with graphs in it.
+    """A pool, the stream for its captures, and the lanes with graphs in it.
 
     Args:
-        backend: The device.
-        lock: Held by each step of its lanes.
-        name: Its name in accounts.
-        memory: The budget it counts in; None if nothing is shared.
-        is_open: Further lanes may join.
-        turns: The turns of the lock, if groups share a lock.
-        sleeper: The backend, if its memory must be able to sleep.
+        backend: Backend of the device.
+        lock: Lock that each step of the lanes holds.
+        name: Name in accounts.
+        memory: Shared budget that the pool counts in, or None.
+        is_open: Whether more lanes may join.
+        turns: Turns of the lock, if several groups share the lock.
+        sleeper: Backend support for sleeping memory, or None if the memory need not sleep.
 
     Attributes:
-        turns: Lets steps run during a background capture.
-        pool: The pool; replaced by ``start_pool``.
-        stream: The stream for warmup and capture.
-        last_stream: The stream of the last step of any lane.
-        idle_since: The check at which its lanes had last run steps (see ``note_use``).
-        is_asleep: Its memory is temporarily released and must not be used.
-        is_limited: A budget in bytes counts its memory, so unused memory must be freed immediately.
+        turns: Lock that steps share with background captures.
+        pool: Current pool; replaced by ``start_pool``.
+        stream: Stream for warmups and captures.
+        last_stream: Stream of the last step of any lane.
+        idle_since: Number of the last check that found new steps of the lanes (``record_use``).
+        is_asleep: Whether the memory is temporarily released and must not be used.
+        is_limited: Whether a budget in bytes applies, so that unused memory must be freed
+            immediately.
     """
 
     def __init__(
@@ -155,24 +161,24 @@ class PoolGroup:
         self.is_asleep = False
         self.stream: Stream = backend.new_stream()
         self.pool: Any = self._new_pool()
-        # The pools of static inputs and outputs.
+        # Pool of static inputs and outputs.
         self._tensors: Any = None if sleeper is None else sleeper.new_sleeping_pool()
         self.last_stream: Stream | None = None
         self.idle_since = 0
         self.is_limited = False
         self._num_steps_seen = 0
-        # Earlier pools, while outputs in them are referenced.
+        # Earlier pools that contain outputs still in use.
         self._earlier: list[Any] = []
-        # Weak references: memory must be freed with its runner.
+        # Weak references, so that memory is freed with its runner.
         self._lanes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add_lane(self, lane: OrderedLane) -> None:
-        """Order the steps of a lane with those of the others."""
+        """Add a lane whose steps are ordered with those of the other lanes."""
         self._lanes.add(lane)
 
     def add_member(self, member: PoolMember) -> None:
-        """Count the graphs of a lane as graphs of the pool."""
+        """Add the graphs of a lane to the graphs of the pool."""
         self._members.add(member)
 
     @property
@@ -181,19 +187,19 @@ class PoolGroup:
         return tuple(self._members)
 
     def order(self, lane: OrderedLane, handle: int) -> Stream:
-        """Make the current stream wait for the last step of the group; return that stream.
+        """Make the current stream wait for the last step of the group, and return the stream.
 
         Args:
-            lane: The lane of the next step.
+            lane: Lane of the next step.
             handle: Raw handle of the current stream.
 
         Raises:
             ReplayError: The group's memory is asleep.
         """
-        self.refuse_asleep()
+        self.check_awake()
         current = self.backend.current_stream()
         if self.last_stream is not None:
-            # This also covers work queued on the old stream to read views of outputs.
+            # Also waits for queued work on the old stream that reads views of outputs.
             current.wait_stream(self.last_stream)
         self.last_stream = current
         for other in tuple(self._lanes):
@@ -202,47 +208,49 @@ class PoolGroup:
         return current
 
     def use_priority(self, priority: int) -> None:
-        """Use a stream of a priority for captures; call it before the first capture.
+        """Use a stream with a priority for captures; must precede the first capture.
 
         Raises:
             ConfigError: The device has no more streams, or its backend does not support priorities.
         """
-        del self.stream  # first, so that there are never more streams than lanes
+        del self.stream  # before the new one, so that there are never more streams than lanes
         self.stream = new_stream(self.backend, priority)
 
     # -- memory -------------------------------------------------------------------------
 
     def allocate(self, make: Callable[[], _T]) -> _T:
-        """Call a function that creates static inputs or outputs, whose memory sleeps with the pool.
+        """Create static inputs or outputs in memory that sleeps together with the pool.
 
         Raises:
-            ConfigError: It is asleep.
+            ConfigError: The memory is asleep.
         """
         if self._sleeper is None:
             return make()
         if self.is_asleep:
-            raise ConfigError("memory", "asleep", "awake for a new runner", "Call memory.wake().")
+            raise ConfigError(
+                "memory", "asleep", "awake when a runner is created", "Call memory.wake() first."
+            )
         return self._sleeper.allocate(self._tensors, make)
 
     def sleep(self) -> int:
-        """Release its memory, which no step may then use; the caller holds the lock.
+        """Release the memory, which steps must not use until ``wake``; requires the lock.
 
         Returns:
-            The bytes that were given back.
+            The number of bytes released.
         """
         if self._sleeper is None or self.is_asleep:
             return 0
         for lane in tuple(self._lanes):
-            lane.handle = None  # so that the next step calls ``order``
+            lane.handle = None  # makes the next step call ``order``
         num_bytes = self._sleeper.sleep(self._sleeping())
         self.is_asleep = True
         return num_bytes
 
     def wake(self) -> None:
-        """Map memory again and reset static inputs; the caller holds the lock.
+        """Map the memory again and reset static inputs; requires the lock.
 
         Raises:
-            ReplayError: There is not enough memory; all of it stays asleep.
+            ReplayError: The device has too little free memory; the whole group stays asleep.
         """
         if self._sleeper is None or not self.is_asleep:
             return
@@ -250,18 +258,18 @@ class PoolGroup:
         self.is_asleep = False
         for lane in tuple(self._lanes):
             lane.refill()
-        self.backend.synchronize()  # steps on any stream find it done
+        self.backend.synchronize()  # because the next step may be on any stream
 
-    def refuse_asleep(self) -> None:
-        """Raise if its memory is asleep.
+    def check_awake(self) -> None:
+        """Check that the memory is not asleep.
 
         Raises:
-            ReplayError: Its memory is asleep.
+            ReplayError: The memory is asleep.
         """
         if self.is_asleep:
             raise ReplayError(
-                "A step needs the memory of the graphs, which is asleep. Call memory.wake() "
-                "before the first step."
+                "The step cannot run, because its GraphMemory is asleep. Call memory.wake() before "
+                "running steps."
             )
 
     def may_capture(self) -> bool:
@@ -277,17 +285,18 @@ class PoolGroup:
         return self._sleeper.new_sleeping_pool()
 
     def start_pool(self) -> None:
-        """Use a new pool for later captures; graphs in the old one keep it."""
+        """Use a new pool for later captures; existing graphs keep the old pool alive."""
         self._earlier.append(self.pool)
         self.pool = self._new_pool()
         self._forget_earlier()
         if self.is_limited and (self._earlier or self.shared_bytes()):
-            gc.collect()  # a reference cycle may still hold outputs in it
+            gc.collect()  # reference cycles may keep outputs in the old pool alive
 
     def clear(self) -> dict[PoolMember, list[GraphKey]]:
-        """Evict all graphs and start a new pool; return the keys that lost theirs, by member.
+        """Evict all graphs and start a new pool; return the evicted keys by member.
 
-        Graphs of one pool share memory, so evicting some of them frees almost nothing.
+        Evicting only some graphs would free almost no memory, because the graphs of a pool share
+        it.
         """
         lost = {member: member.evict_all() for member in self.members}
         self.start_pool()
@@ -298,17 +307,23 @@ class PoolGroup:
         return sum(member.num_graphs_in_pool() for member in self.members)
 
     def num_lanes(self) -> int:
-        """Return the number of lanes alive."""
+        """Return the number of live lanes."""
         return len(self._lanes)
 
-    def note_use(self, look: int) -> None:
-        """Record whether its lanes have run steps since the last check, at no cost to steps."""
+    def record_use(self, check: int) -> None:
+        """Record whether the lanes have run steps since the last check.
+
+        Steps themselves record nothing, so they have no additional cost.
+
+        Args:
+            check: Number of this check.
+        """
         steps = sum(member.num_steps() for member in self.members)
         if steps != self._num_steps_seen:
-            self._num_steps_seen, self.idle_since = steps, look
+            self._num_steps_seen, self.idle_since = steps, check
 
     def pool_bytes(self) -> int:
-        """Return the bytes of the pool, and of earlier ones whose memory is still in use."""
+        """Return the size in bytes of the pool and of earlier pools still in use."""
         if self.is_asleep:
             return 0
         self._forget_earlier()
@@ -316,13 +331,13 @@ class PoolGroup:
         return sum(self.backend.pool_bytes(pool) for pool in pools)
 
     def shared_bytes(self) -> int:
-        """Return the bytes of the shared outputs of all lanes."""
+        """Return the size in bytes of the shared outputs of all lanes."""
         if self.is_asleep:
             return 0
         return sum(lane.shared_bytes for lane in tuple(self._lanes))
 
     def static_bytes(self) -> int:
-        """Return the bytes of the static inputs of all lanes."""
+        """Return the size in bytes of the static inputs of all lanes."""
         if self.is_asleep:
             return 0
         return sum(lane.static_bytes for lane in tuple(self._lanes))

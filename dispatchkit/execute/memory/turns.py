@@ -1,14 +1,14 @@
-"""Turns: a background capture alternates with other threads' steps under one lock.
+"""Turns: let steps of other threads run during a background capture.
 
-Steps and captures hold the lock of their pool's group, so a step must wait for a whole capture. A
-background capture releases the lock between its phases (warmup, capture, the replays of a proof),
-while the driver ends and instantiates the graph, and, if requested, between two operators. That is
-correct if steps neither read nor write anything that the capture runs on or restores at its end;
-see ``Capturer.allows_turns``. On the device they do not overlap: queued work of a phase is done
-before a step is let in, and the next phase waits for that step.
+Steps and captures hold the lock of their pool's group, so a step usually waits for a whole capture.
+A background capture releases the lock between its phases (warmup, capture, the replays of a proof),
+while the driver ends and instantiates the graph, and, if requested, between operators. This is
+correct if steps neither read nor write the memory that the capture uses or restores; see
+``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
+finishes before a step may run, and the next phase waits for that step.
 
-During a background capture, steps do not capture or evict anything on its device: they would wait
-for the capture while holding the lock that it waits for, a deadlock.
+Steps neither capture nor evict on the device of a background capture. They would wait for the
+capture while holding the lock that it waits for, which is a deadlock.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import attrs
 
 _T = TypeVar("_T")
 
-#: How long a capture releases the lock if no step is known to wait for it: the time that a waiting
-#: thread needs to wake up. A thread that wakes up too late waits for another phase.
+#: Time in seconds that a capture releases the lock for, which a waiting thread needs to wake up. A
+#: thread that wakes up later waits for another phase.
 GAP_S: float = 100e-6
 
 
 @attrs.frozen
 class LongPause:
-    """A pause of steps by a capture that was longer than requested.
+    """A pause of steps that exceeded the limit, caused by a background capture.
 
     Attributes:
-        key: The key being captured, as text.
-        part: The phase of the capture.
-        us: Its length in microseconds.
-        operators: Its operators, if steps were let in between operators.
-        is_free: Steps were free to run, but a driver may have delayed launches.
+        key: Name of the captured key.
+        part: Phase of the capture.
+        us: Length of the pause in microseconds.
+        operators: First and last operator in the pause, if steps may run between operators.
+        is_free: Whether the lock was released, so that only the driver may have delayed launches.
     """
 
     key: str
@@ -50,12 +50,12 @@ class LongPause:
 
     def __str__(self) -> str:
         where = f", {self.operators}" if self.operators else ""
-        held = "may have held" if self.is_free else "held"
-        return f"{self.key} {held} steps up for {self.us:.0f} us: {self.part}{where}"
+        delayed = "may have delayed" if self.is_free else "delayed"
+        return f"{self.key} {delayed} steps by {self.us:.0f} us: {self.part}{where}"
 
 
 class _Devices:
-    """Devices on which a background capture is in progress."""
+    """Numbers of background captures in progress, by device."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -78,11 +78,11 @@ _all: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 class Turns:
-    """Lets steps run during a background capture.
+    """Lock that steps share with background captures, which release it in between.
 
     Args:
-        lock: Held by each step.
-        device: The device of its captures.
+        lock: Lock that each step holds.
+        device: Name of the device of the captures.
 
     Attributes:
         is_under_way: Whether a background capture is in progress.
@@ -98,13 +98,13 @@ class Turns:
         _all.add(self)
 
     def forget(self) -> None:
-        """Reset in a forked process, which does not have the capture's thread."""
+        """Reset the state in a forked process, where the capturing thread does not exist."""
         self._changed = threading.Condition(self._lock)
         self.is_under_way, self._pacer = False, None
 
     @property
     def pacer(self) -> Pacer | None:
-        """The pacer of this thread's capture; None if it is not a background capture."""
+        """The pacer of this thread's background capture, or None."""
         pacer = self._pacer
         return pacer if pacer is not None and pacer.thread == threading.get_ident() else None
 
@@ -113,12 +113,12 @@ class Turns:
         return not _devices.is_busy(self._device) or self.pacer is not None
 
     def wait(self) -> None:
-        """Wait until no background capture is in progress; the caller holds the lock."""
+        """Wait until no background capture is in progress; requires the lock."""
         while self.is_under_way and self.pacer is None:
             self._changed.wait()
 
     def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
-        """Run a capture in turns with steps; the caller holds the lock, once."""
+        """Run a capture that lets steps run; requires the lock, acquired exactly once."""
         self.wait()
         self.is_under_way, self._pacer = True, pacer
         _devices.change(self._device, 1)
@@ -131,32 +131,32 @@ class Turns:
             self.is_under_way, self._pacer = False, None
             self._changed.notify_all()
 
-    def give_way(self) -> None:
-        """Let waiting steps run, then hold the lock again."""
+    def yield_lock(self) -> None:
+        """Let waiting steps run, then reacquire the lock."""
         self._changed.wait(GAP_S)
 
     def release(self) -> None:
-        """Let steps run until ``take_back``; the caller holds the lock."""
+        """Release the lock until ``reacquire`` is called; requires the lock."""
         self._saved = self._lock._release_save()
 
-    def take_back(self) -> None:
-        """Wait for the step in progress, and hold the lock again."""
+    def reacquire(self) -> None:
+        """Wait for the step in progress and acquire the lock."""
         self._lock._acquire_restore(self._saved)
 
 
 class Pacer:
-    """Measures how long a background capture delays steps, and lets them in.
+    """Timer of a background capture that lets steps run and measures their delays.
 
     Args:
-        turns: The turns of the lock.
-        key: The key being captured, as text.
-        max_pause_us: Longest time that it may hold the lock, in microseconds.
-        allows_turns: It may release the lock between its phases.
-        between_operators: It may also release the lock between operators.
+        turns: Lock shared with steps.
+        key: Name of the captured key.
+        max_pause_us: Longest time in microseconds that the capture may hold the lock.
+        allows_turns: Whether the capture may release the lock between phases.
+        between_operators: Whether the capture may also release the lock between operators.
 
     Attributes:
-        thread: The capturing thread.
-        pauses: Pauses that were too long.
+        thread: Identifier of the capturing thread.
+        pauses: Pauses that exceeded ``max_pause_us``.
     """
 
     def __init__(
@@ -179,49 +179,49 @@ class Pacer:
         self._is_released = False
 
     def resume(self) -> None:
-        """Note that the lock is held from now on."""
+        """Start measuring a pause, because the lock is held from now on."""
         self._since = time.perf_counter()
 
     def finish(self) -> None:
-        """Note that the lock is finally released."""
-        self._note("its end" if self.allows_turns else "warmup and capture, in one piece")
+        """Record the last pause of the capture."""
+        self._note("end of the capture" if self.allows_turns else "warmup and capture")
 
     def end_part(self, part: str) -> None:
-        """Let steps run after a phase and its queued work are done."""
+        """Let steps run; called after a phase and its queued work have finished."""
         self._note(part)
-        self._turns.give_way()
+        self._turns.yield_lock()
         self.resume()
 
     def end_operator(self, part: str, operator: Any) -> bool:
-        """Let steps run if the lock was held long enough; return whether any may have run.
+        """Let steps run if the pause limit is nearly reached, and return whether they could.
 
         Args:
-            part: The phase in progress.
-            operator: The operator that has just finished.
+            part: Phase in progress.
+            operator: Operator that has just finished.
         """
         self._operators = [*self._operators[:1], operator]
-        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # waking up takes time, too
+        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # a thread wakes up in GAP_S
             return False
         self.end_part(part)
         self._operators = [operator]
         return True
 
     def release(self, part: str) -> None:
-        """Release the lock until ``take_back``: a phase is done, and the driver's is next."""
+        """Release the lock after a phase, while the driver works, until ``reacquire``."""
         self._note(part)
         self._is_released = True
         self._turns.release()
         self.resume()
 
-    def take_back(self, part: str) -> None:
-        """Hold the lock again, if it was released.
+    def reacquire(self, part: str) -> None:
+        """Acquire the lock again if it was released.
 
         Args:
-            part: The phase in between, during which a driver may delay launches.
+            part: Phase since the release, during which the driver may have delayed launches.
         """
         if self._is_released:
             self._note(part, is_free=True)
-            self._turns.take_back()
+            self._turns.reacquire()
             self._is_released = False
             self.resume()
 

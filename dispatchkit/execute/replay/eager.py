@@ -12,7 +12,7 @@ from dispatchkit.errors import InputError, NoGraphError, ReplayError, counted
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.eager_call import DifferentResultError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
-from dispatchkit.execute.capture.report import ABOUT_GRADIENTS, is_about_gradients
+from dispatchkit.execute.capture.report import GRADIENTS_ERROR, is_gradient_error
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.io.axes import AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
@@ -22,7 +22,7 @@ from dispatchkit.execute.step.reasons import (
     DOWNGRADES,
     NEXT_STEPS,
     PADDED_DRAWS,
-    REFUSED,
+    REFUSED_CAPTURES,
     REPLACED,
     EagerStepWarning,
     PaddedDrawsWarning,
@@ -110,7 +110,7 @@ class EagerRunner:
             given = self._axes.eager_arguments(tensors)  # type: ignore[arg-type]  # a call made by it
         else:
             if tensors is None:
-                self._lane.group.refuse_asleep()
+                self._lane.group.check_awake()
                 tensors = self._lane.buffers.copies(num_tokens)
             else:
                 tensors = self._inputs.to_tensors(tensors)
@@ -198,7 +198,9 @@ class EagerRunner:
         """Return the next step for a downgrade, with details of a failed key."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
-        if (what == reason and reason in REFUSED) or (found and reason == Reason.CAPTURE_FAILED):
+        if (what == reason and reason in REFUSED_CAPTURES) or (
+            found and reason == Reason.CAPTURE_FAILED
+        ):
             return found
         if what == REPLACED and reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             return f"{found} differs from the capture. {NEXT_STEPS[reason]}"
@@ -313,8 +315,8 @@ class EagerRunner:
             torch._C._set_grad_enabled(had_grad and self._warmups.needs_gradients)
             return self._run_on_lane(given)
         except RuntimeError as error:
-            if had_grad and is_about_gradients(error):
-                error.add_note(ABOUT_GRADIENTS)
+            if had_grad and is_gradient_error(error):
+                error.add_note(GRADIENTS_ERROR)
             raise
         finally:
             torch._C._set_grad_enabled(had_grad)

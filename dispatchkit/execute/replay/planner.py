@@ -31,7 +31,7 @@ from dispatchkit.execute.replay.split import LazySplitPlan, PartPlan, RowsOfBatc
 from dispatchkit.execute.replay.step_slots import SlotPlan, StepSlots
 from dispatchkit.execute.replay.timing import Timer, Timings
 from dispatchkit.execute.step.guard import Guard, difference
-from dispatchkit.execute.step.reasons import OF_FAILED_KEYS
+from dispatchkit.execute.step.reasons import FAILED_KEY_REASONS
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCount, StepCounters
@@ -255,7 +255,7 @@ class Planner:
         entry = None if missed is None else self._registry.get(missed)
         if reason == Reason.CAPTURE_FAILED and entry is not None:
             own = entry.reason.partition(":")[0]
-            return own if own in OF_FAILED_KEYS else str(reason)
+            return own if own in FAILED_KEY_REASONS else str(reason)
         return str(reason)
 
     def _run_eager(

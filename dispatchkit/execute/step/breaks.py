@@ -1,7 +1,7 @@
-"""Marks in a model's code at which a step breaks, and the interface that handles them.
+"""Marks for breaks in a model's code, and the protocol of objects that handle them.
 
-In eager runs the marks do nothing. A tracer records them as operators without arguments and
-results. A capture in segments ends a segment at each of them, as the ``Breaker`` of its thread.
+The marks do nothing in eager runs. A tracer records them as operators without arguments or results.
+During a capture in segments, the ``Breaker`` of the thread ends a segment at each mark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["eager_region", "graph_break"]
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-# Kept until the process exits, since an operator is removed with its library.
+# Never released, because operators are unregistered when their library is garbage-collected.
 _LIBRARY = torch.library.Library("dispatchkit", "DEF")
 for _name in ("graph_break", "eager_begin", "eager_end"):
     _LIBRARY.define(f"{_name}() -> ()")
@@ -29,15 +29,15 @@ for _name in ("graph_break", "eager_begin", "eager_end"):
 
 
 class Breaker(Protocol):
-    """Handles the marks that a step reaches."""
+    """Handles the marks that a step reaches during a capture."""
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call a function that must run eager, and return the value to continue with.
+        """Call a function that must run eager, and return the result for the step.
 
         Args:
-            fn: The function.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
+            fn: Function to call.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
             line: File and line of the call.
         """
         ...
@@ -47,10 +47,10 @@ class Breaker(Protocol):
         ...
 
     def enter_block(self, line: str) -> None:
-        """Refuse a ``with`` block, whose code a replay could not run again.
+        """Reject a ``with`` block, because a replay cannot run its code again.
 
         Raises:
-            CaptureError: Always, except if nothing is captured.
+            CaptureError: A capture is in progress.
         """
         ...
 
@@ -63,8 +63,8 @@ _current = _Current()
 
 
 @contextmanager
-def acting(breaker: Breaker | None) -> Iterator[None]:
-    """Set the breaker for the marks that this thread reaches, or None."""
+def use_breaker(breaker: Breaker | None) -> Iterator[None]:
+    """Handle the marks that this thread reaches with a breaker; None restores eager behaviour."""
     before, _current.breaker = _current.breaker, breaker
     try:
         yield
@@ -77,7 +77,7 @@ def _breaker() -> Breaker | None:
 
 
 def graph_break() -> None:
-    """End a graph piece here and begin the next one, without an eager call."""
+    """End the current graph here and begin the next one, without an eager call."""
     breaker = _breaker()
     if breaker is None:
         torch.ops.dispatchkit.graph_break()
@@ -96,24 +96,25 @@ def eager_region(fn: None = None) -> _EagerBlock: ...
 def eager_region(fn: Any = None) -> Any:
     """Mark a function or a ``with`` block that runs eager between graphs.
 
-    In FULL it is part of the single graph, like everything else.
+    In FULL, marked code is part of the single graph.
 
-    - A function, as a decorator ``@eager_region`` or ``eager_region(fn)(...)``: at each replay it
-      is called again, with the tensors of the capture, which hold the step's values. Other
-      arguments are those of the capture. Results must have the shapes, dtypes and strides of the
-      capture; otherwise the step runs eager.
-    - A block, ``with eager_region():``, for ``split_module`` and the backend of ``torch.compile``.
-      A replay could not run it again, so a capture without tracing refuses it.
+    - To mark a function, use the decorator ``@eager_region`` or ``eager_region(fn)(...)``. Each
+      replay calls the function with the tensors of the capture, which then contain the values of
+      the step, and with the other arguments of the capture. Its results must have the same shapes,
+      dtypes and strides as in the capture; otherwise the step runs eager.
+    - To mark a block, use ``with eager_region():``. This is supported by ``split_module`` and the
+      ``torch.compile`` backend. A capture without tracing rejects blocks, because a replay cannot
+      run them again.
 
     Args:
-        fn: The function; omitted for a block.
+        fn: Function to mark; omitted for a block.
     """
     if fn is None:
         return _EagerBlock()
 
     @functools.wraps(fn)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a tracer records where it begins and ends
+        if torch.compiler.is_compiling():  # a tracer records the begin and end operators
             with _EagerBlock():
                 return fn(*args, **kwargs)
         breaker = _current.breaker
@@ -126,12 +127,12 @@ def eager_region(fn: Any = None) -> Any:
 
 
 def is_eager_region(value: Any) -> bool:
-    """Return whether a value is a function marked to run eager."""
+    """Return whether a value is a function marked with ``eager_region``."""
     return isinstance(value, types.FunctionType) and hasattr(value, "is_eager_region")
 
 
 class _EagerBlock:
-    """A ``with`` block whose beginning and end tracers record."""
+    """A ``with`` block whose begin and end are recorded by tracers."""
 
     def __enter__(self) -> None:
         breaker = _breaker()

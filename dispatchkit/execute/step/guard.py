@@ -1,4 +1,4 @@
-"""Guards: properties other than inputs that a graph depends on, compared at each call."""
+"""Guards: properties besides inputs that a graph depends on, compared in each call."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 
 from dispatchkit.dispatch import Reason
 
-#: The reason to count for each property of a fingerprint, in order.
+#: Reason to count if a property differs, for each property of a fingerprint in order.
 FACTS: Final = (Reason.AUTOCAST, Reason.TRAINING_MODE, Reason.MOVED_MODULE)
 
-#: Autocast dtype or None; training flag and address of each module.
+#: Autocast dtype or None; training flags of the modules; addresses of the modules.
 Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]
-#: A module, its training flag, a function that returns the address of one of its tensors, and that
-#: address.
+#: A module, its training flag, a function that reads the address of one of its tensors, and the
+#: expected address.
 Watched = tuple[torch.nn.Module, bool, Callable[[], int], int]
 
 
 class Guard:
-    """Reads properties of the calling thread and modules that affect what a step computes.
+    """Guard over properties of the thread and the modules that affect a step's results.
 
     Args:
-        device_type: The device type whose autocast matters.
-        modules: The step's modules, whose training flags and addresses of weights matter. One
-            weight of each represents all, since ``.to()`` moves them together. Submodules that are
-            switched or changed alone are detected in check mode.
+        device_type: Device type whose autocast state is read.
+        modules: Modules of the step, whose training flags and weight addresses are read. One weight
+            represents all weights of a module, because ``.to()`` moves them together. Changes of a
+            single submodule are detected only in check mode.
 
     Attributes:
-        modules: The modules.
+        modules: Guarded modules.
     """
 
     def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:
@@ -40,13 +40,14 @@ class Guard:
             self.add(module)
 
     def add(self, module: torch.nn.Module) -> None:
-        """Add a module that the step reaches in another way, before the first capture."""
-        if module not in self.modules and hasattr(module, "training"):  # a frozen one has none
+        """Add a module that is discovered later, before the first capture."""
+        # Frozen script modules have no training flag.
+        if module not in self.modules and hasattr(module, "training"):
             self.modules += (module,)
-            self._places += (place_of(module),)
+            self._places += (address_reader(module),)
 
     def now(self) -> Fingerprint:
-        """Return the current properties."""
+        """Return the current fingerprint."""
         autocast = (
             torch.get_autocast_dtype(self._device_type)
             if torch.is_autocast_enabled(self._device_type)
@@ -56,21 +57,24 @@ class Guard:
         return autocast, training, tuple(place() for place in self._places)
 
     def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
-        """Return the modules as of a fingerprint, for comparison in a step."""
+        """Return the modules with their properties in a fingerprint, for comparison in a step."""
         return tuple(zip(self.modules, made_under[1], self._places, made_under[2], strict=True))
 
 
-def place_of(module: torch.nn.Module) -> Callable[[], int]:
-    """Return a function for a module's address, by a tensor that every move or conversion moves."""
+def address_reader(module: torch.nn.Module) -> Callable[[], int]:
+    """Return a function that reads the address of a tensor in a module.
+
+    The tensor is one that every move or conversion of the module replaces.
+    """
     tensors = [*module.parameters(), *module.buffers()]
-    tensors = [one for one in tensors if one.layout is torch.strided]  # others have no one place
+    tensors = [one for one in tensors if one.layout is torch.strided]  # with a single address
     floating = [one for one in tensors if one.is_floating_point()]
     found = floating or tensors
-    return found[0].data_ptr if found else int  # int() is 0, without a Python frame
+    return found[0].data_ptr if found else int  # int() returns 0 without a Python frame
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:
-    """Return the property that differs, as a reason to count."""
+    """Return the reason for the first property that differs; empty if none does."""
     for name, then, current in zip(FACTS, made_under, now, strict=True):
         if then != current:
             return name

@@ -1,4 +1,4 @@
-"""Find the modules that a step runs through, as far as its code names them."""
+"""Find the modules that the code of a step names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a callable is, is bound to, or names in its code.
 
-    These are a module itself and the owner of a method; modules in its closure, its globals and the
-    arguments bound to it by ``partial``; and modules it reads from any of them by name, one level
-    deep: the ``model`` of ``lambda x: model(x)`` and of ``self.model(x)``. Modules in lists, or in
-    functions that the callable calls, are not found.
+    The search includes the callable itself, the owner of a method, its closure, its globals, and
+    arguments bound by ``partial``. It also includes attributes of these objects that the code
+    names, one level deep. For example, it finds ``model`` in ``lambda x: model(x)`` and in
+    ``self.model(x)``. Modules in lists, or in functions that the callable calls, are not found.
     """
     found: dict[int, torch.nn.Module] = {}
     for one in (fn, *_held(fn)):
@@ -29,7 +29,7 @@ def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
 
 
 def _held(fn: Any) -> Iterator[Any]:
-    """Yield the objects that a callable holds or names."""
+    """Yield the objects that a callable refers to."""
     if isinstance(fn, functools.partial):
         yield from (fn.func, *fn.args, *fn.keywords.values(), *_held(fn.func))
         return
@@ -39,7 +39,7 @@ def _held(fn: Any) -> Iterator[Any]:
         for cell in plain.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # an empty cell
                 continue
         for name in sorted(_globals_named(plain.__code__)):
             if name in plain.__globals__:
@@ -47,11 +47,11 @@ def _held(fn: Any) -> Iterator[Any]:
 
 
 def functions_of(fn: Any) -> Iterator[types.FunctionType]:
-    """Yield the function that a callable runs, and those that decorators wrapped around it."""
+    """Yield the function that a callable runs, followed by the functions that it wraps."""
     if isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, (types.FunctionType, types.MethodType, torch.nn.Module)):
-        fn = getattr(type(fn), "__call__", None)  # noqa: B004 - its code, not whether it has one
+        fn = getattr(type(fn), "__call__", None)  # noqa: B004 - the method itself is needed
     seen: set[int] = set()
     while isinstance(fn := getattr(fn, "__func__", fn), types.FunctionType) and id(fn) not in seen:
         seen.add(id(fn))
@@ -60,19 +60,19 @@ def functions_of(fn: Any) -> Iterator[types.FunctionType]:
 
 
 def _names(fn: Any) -> set[str]:
-    """Return all names that the code of a callable uses, including attributes."""
+    """Return all names in the code of a callable, including attribute names."""
     codes = [code for plain in functions_of(fn) for code in codes_of(plain.__code__)]
     return {name for code in codes for name in code.co_names}
 
 
 def _globals_named(code: types.CodeType) -> set[str]:
-    """Return the names of globals, without those of attributes, which ``co_names`` includes."""
+    """Return the names of globals in a code object; ``co_names`` would include attributes."""
     parts = [one for part in codes_of(code) for one in dis.get_instructions(part)]
     return {one.argval for one in parts if one.opname == "LOAD_GLOBAL"}
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object and those of the functions and comprehensions inside it."""
+    """Yield a code object and, recursively, the code objects nested in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -80,7 +80,7 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _named(holder: Any, names: set[str]) -> Iterator[Any]:
-    """Yield an object's attributes of these names."""
+    """Yield the instance attributes of an object that have one of the names."""
     held = getattr(holder, "__dict__", None)
     if isinstance(held, (dict, types.MappingProxyType)):
         yield from (held[name] for name in sorted(names & held.keys()))

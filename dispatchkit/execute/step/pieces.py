@@ -1,9 +1,9 @@
-"""The step: one function, or a list of pieces each marked graph or eager.
+"""The step: a function, or a list of pieces that are marked graph or eager.
 
-The first piece is called with the static inputs in its signature, as keywords; a later piece is
-called with the previous piece's result and the static inputs in its signature. In FULL, the
-composition is one graph. In PIECEWISE, each graph piece is a separate graph, and each eager piece
-runs between them, on padded tensors. In NONE, everything runs eager at the exact size.
+Each piece receives the static inputs in its signature as keyword arguments. Every piece but the
+first also receives the result of the previous piece as its first argument. In FULL, all pieces
+together are one graph. In PIECEWISE, each graph piece is a graph, and eager pieces run between them
+on padded tensors. In NONE, all pieces run eager at the exact size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Piece:
     """One part of a step.
 
     Attributes:
-        fn: The function.
-        is_graph: It may be captured; otherwise it always runs eager.
-        names: Static inputs that it gets as keywords.
-        support: The batches for which it may be captured inside a FULL graph.
-        limited_by: The operator or module that limits these batches.
+        fn: Function of the piece.
+        is_graph: Whether the piece may be captured; otherwise it runs eager in PIECEWISE.
+        names: Static inputs that the piece receives as keyword arguments.
+        support: Batches for which the piece may be captured inside a FULL graph.
+        limited_by: Operator or module that limits ``support``; empty if there is no limit.
     """
 
     fn: Callable[..., Any]
@@ -40,49 +40,49 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of the function or class, for messages."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def pick(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs that this piece gets."""
+        """Return the inputs that this piece receives."""
         return {name: inputs[name] for name in self.names}
 
 
 @attrs.frozen
 class SlotPiece(Piece):
-    """A part of a step that gets the rows of its slots.
+    """A part of a step that receives the rows of its slots.
 
     Attributes:
-        slots: The input of slots.
-        rows_of: Returns the value that replaces it.
+        slots: Name of the input that contains the slots.
+        rows_of: Function that returns the rows, given the slots.
     """
 
     slots: str = ""
     rows_of: Callable[[torch.Tensor], Any] = attrs.field(kw_only=True)
 
     def pick(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs that this piece gets, with rows instead of slots."""
+        """Return the inputs that this piece receives, with the slots replaced by their rows."""
         given = super().pick(inputs)
         given[self.slots] = self.rows_of(given[self.slots])
         return given
 
 
 def graph_piece(fn: Callable[..., Any]) -> Piece:
-    """Mark a part of a step that may be captured."""
+    """Mark a function as a part of a step that may be captured."""
     return Piece(fn, is_graph=True)
 
 
 def eager_piece(
     fn: Callable[..., Any], *, support: AttentionSupport | str = AttentionSupport.ALWAYS
 ) -> Piece:
-    """Mark a part of a step that is never captured in PIECEWISE, such as attention.
+    """Mark a function as a part of a step that runs eager in PIECEWISE, such as attention.
 
     Args:
-        fn: The function.
-        support: The batches for which it may be captured inside a FULL graph.
+        fn: Function of the piece.
+        support: Batches for which the piece may be captured inside a FULL graph.
 
     Raises:
-        UnknownNameError: There is no level of support of that name.
+        UnknownNameError: ``support`` is not the name of a level.
     """
     level = AttentionSupport.parse(support)
     piece = Piece(fn, is_graph=False, support=level)
@@ -90,23 +90,22 @@ def eager_piece(
 
 
 class Step:
-    """A runner's step: pieces with the inputs that each takes.
+    """The step of a runner: its pieces, and the inputs that each piece receives.
 
     Args:
-        step: A function, a module, or a list of marked pieces.
-        names: Static inputs by name.
-        row_count: Name of the input that tells the true row count; not among ``names``.
-        axes: Names of axes; the step need not take them.
-        in_segments: A step that is not a list is captured in segments in PIECEWISE.
-        slots: The input of slots, and a function that returns the step's rows.
+        step: Function, module, or list of marked pieces.
+        names: Names of the static inputs.
+        row_count: Name of the input that contains the number of real rows; not one of ``names``.
+        axes: Names of axes, which the step may omit from its signature.
+        in_segments: Whether a step that is not a list is captured in segments in PIECEWISE.
+        slots: Name of the input that contains the slots, and a function that returns their rows.
 
     Attributes:
-        in_segments: It is captured in segments.
-        can_split: It can run in PIECEWISE.
+        in_segments: Whether the step is captured in segments.
+        can_split: Whether the step can run in PIECEWISE.
 
     Raises:
-        ConfigError: A piece is not marked, needs an undeclared input, or an input is not used by
-            any piece.
+        ConfigError: A piece is not marked or needs an undeclared input, or no piece uses an input.
     """
 
     def __init__(
@@ -128,43 +127,42 @@ class Step:
             raise ConfigError(
                 "row_count",
                 row_count,
-                "a name that no input or axis has",
-                "The runner provides it itself, so an input of this name would never reach the "
-                "step.",
+                "a name other than those of inputs and axes",
+                "The runner provides this input, so the value of a call would not reach the step.",
             )
         if not given:
-            raise ConfigError("step", step, "a function or a list of at least one piece")
+            raise ConfigError("step", step, "a function, or a list with at least one piece")
         for index, piece in enumerate(given):
             if not isinstance(piece, Piece):
                 raise ConfigError(
-                    f"step[{index}]", piece, "marked: graph_piece(fn) or eager_piece(fn)"
+                    f"step[{index}]", piece, "marked with graph_piece(fn) or eager_piece(fn)"
                 )
         if is_list and not any(piece.is_graph for piece in given):
             raise ConfigError("step", step, "a list with at least one graph_piece")
         self.pieces: tuple[Piece, ...] = tuple(
-            attrs.evolve(piece, names=_names_taken(piece, [*known, *axes], is_first=index == 0))
+            attrs.evolve(piece, names=_accepted_names(piece, [*known, *axes], is_first=index == 0))
             for index, piece in enumerate(given)
         )
         if slots is not None:
-            self.pieces = tuple(_given_rows(piece, *slots) for piece in self.pieces)
+            self.pieces = tuple(_with_rows(piece, *slots) for piece in self.pieces)
         taken = {name for piece in self.pieces for name in piece.names}
         idle = [name for name in known if name not in taken]
         if idle:
             raise ConfigError(
                 "inputs",
                 idle,
-                "named by the step's signature",
-                f"It takes: {', '.join(sorted(taken)) or 'none'}.",
+                "parameters of the step",
+                f"The step has: {', '.join(sorted(taken)) or 'none'}.",
             )
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """Modules that are pieces, own pieces as methods, or are named in their code."""
+        """The modules that are pieces, own pieces as methods, or are named in their code."""
         found = [module for piece in self.pieces for module in held_modules(piece.fn)]
         return list({id(module): module for module in found}.values())
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """Run all pieces eager, in order."""
+        """Run all pieces eager in order."""
         first, *rest = self.pieces
         value = first.fn(**first.pick(inputs))
         for piece in rest:
@@ -172,15 +170,15 @@ class Step:
         return value
 
 
-def _given_rows(piece: Piece, slots: str, rows_of: Callable[[torch.Tensor], Any]) -> Piece:
-    """Return a piece that gets the rows of its slots, if it takes them."""
+def _with_rows(piece: Piece, slots: str, rows_of: Callable[[torch.Tensor], Any]) -> Piece:
+    """Return a ``SlotPiece`` if a piece receives the slots, otherwise the piece itself."""
     if slots not in piece.names:
         return piece
     return SlotPiece(**attrs.asdict(piece, recurse=False), slots=slots, rows_of=rows_of)
 
 
-def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple[str, ...]:
-    """Return the known names in a piece's signature."""
+def _accepted_names(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple[str, ...]:
+    """Return the known names that a piece accepts as keyword arguments."""
     fn = piece.fn
     if not callable(fn):
         raise ConfigError("step", fn, "callable")
@@ -197,7 +195,7 @@ def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple
             raise ConfigError(
                 f"piece {piece.name!r}",
                 str(signature),
-                "a function whose first parameter is the previous piece's result",
+                "a function whose first parameter receives the result of the previous piece",
             )
         if parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
             parameters = parameters[1:]
@@ -216,7 +214,7 @@ def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple
         raise ConfigError(
             "inputs",
             list(known),
-            f"declared for every parameter that {piece.name!r} needs; missing: "
+            f"declared for each required parameter of {piece.name!r}; missing: "
             f"{', '.join(required)}",
         )
     return tuple(name for name in known if name in usable)

@@ -1,15 +1,15 @@
 """Record, compare and restore the Python state that a step reaches.
 
-A graph replays kernels and no Python. A step that assigns an attribute, counts, appends to a list
-or rebinds a global computes something different when replayed, and a warmup on dummy rows has
-already changed that state. ``PythonState`` records every container that the step reaches before
-such a run; ``changes`` lists the entries that the run changed, and ``restore`` restores them.
+A graph replays kernels but no Python. A step that assigns an attribute, counts, appends to a list
+or rebinds a global therefore computes something different when it is replayed, and a warmup on
+dummy rows changes its state. ``PythonState`` records every container that the step reaches before a
+run. ``changes`` lists the entries that the run changed, and ``restore`` restores them.
 
-Reached are the modules a step runs through, the object a method is bound to, closure cells, globals
-that the code names, defaults, arguments bound by ``partial``; and from each of them attributes,
-slots, items of builtin containers, attributes of script modules, and what the methods of the
-caller's own classes name. Code of the standard library, of torch and of numpy is not entered. Not
-seen: state inside opaque C++ objects, files, and other processes.
+The walk starts at the modules of the step, the object that a method is bound to, closure cells,
+globals that the code names, defaults, and arguments bound by ``partial``. From each object it
+follows attributes, slots, items of builtin containers, attributes of script modules, and names in
+the methods of user-defined classes. It does not enter code of the standard library, torch or numpy.
+State inside opaque C++ objects, files and other processes is not recorded.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ import torch
 
 from dispatchkit.execute.step.modules import codes_of, functions_of
 
-#: Most containers recorded. The walk is breadth-first, objects before classes, so those near the
-#: step come first.
+#: Maximum number of recorded containers. The walk is breadth-first and visits objects before
+#: classes, so containers near the step are recorded first.
 MAX_CONTAINERS: Final = 50_000
 
 _Class = TypeVar("_Class")
 
 MISSING: Final = object()
-"""Represents a missing entry."""
+"""Stands for a missing entry."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# Libraries whose globals and class attributes are not state of a step.
+# Packages whose globals and class attributes do not count as state of a step.
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
 _BOOKKEEPING_CLASSES: set[type] = set()
 _CONTAINERS = (dict, list, set, deque, bytearray)
-#: Attributes of every module other than its members, including hooks.
+#: Attributes that every module has besides its members, including hooks.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
 _FUNCTIONS = (
     types.FunctionType,
@@ -61,11 +61,11 @@ _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF",
 
 
 def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
-    """Declare that the attributes of a class's objects are not state of a step.
+    """Declare, as a class decorator, that attributes of instances are not state of a step.
 
-    A class decorator. Attributes of the class's objects, and of subclasses, are neither compared
-    nor restored. Use it for callables that are pieces of a runner and keep records of their calls.
-    An object's ``__wrapped__`` is still part of the step.
+    Attributes of instances of the class and its subclasses are neither compared nor restored. Use
+    this for callables that are pieces of a runner and keep records of their calls. The
+    ``__wrapped__`` attribute of an instance is still part of the step.
     """
     _BOOKKEEPING_CLASSES.add(cls)
     return cls
@@ -73,11 +73,11 @@ def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
 
 @attrs.frozen
 class Entry:
-    """One entry of a container: its recorded value, and how to reach it.
+    """One entry of a recorded container.
 
     Attributes:
-        record: The container.
-        key: Its name, index or dictionary key there.
+        record: Record of the container.
+        key: Attribute name, index or dictionary key of the entry.
     """
 
     record: Record
@@ -96,30 +96,30 @@ class Entry:
 
     @property
     def holder(self) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
-        """The builtin container that ``key`` is an index into, or None."""
+        """The builtin container that contains ``key``, or None."""
         target = self.record.target
         if self.record.kind is _GLOBALS:
             return target.values  # type: ignore[no-any-return]
-        # Exact types: reading an item of a subclass may run code and insert the item.
+        # Only exact types, because reading an item of a subclass may run code and insert the item.
         return target if type(target) in (dict, OrderedDict, list, tuple) else None
 
     @property
     def can_restore(self) -> bool:
-        """Whether it can be restored."""
+        """Whether the entry can be restored."""
         return self.record.kind.write is not None
 
     def restore(self) -> None:
-        """Put it back."""
+        """Set the entry to its recorded value."""
         self.set(self.before)
 
     def set(self, value: Any) -> None:
-        """Set it, or remove it for ``MISSING``; no effect if it cannot be restored."""
+        """Set the entry, or remove it for ``MISSING``, if it can be restored."""
         if self.record.kind.write is not None:
             self.record.kind.write(self.record.target, self.key, value)
 
     @property
     def path(self) -> str:
-        """How the step reaches it, such as ``model.cache['step']``."""
+        """The expression that reaches the entry, such as ``model.cache['step']``."""
         return self.record.kind.join(self.record.path, self.key)
 
     def __str__(self) -> str:
@@ -129,37 +129,38 @@ class Entry:
 
 @attrs.frozen
 class Container:
-    """A recorded container, which may have further entries now.
+    """A recorded container that may have grown.
 
     Attributes:
-        record: Its recorded contents.
-        names: Names of further entries that would be read; None means all.
+        record: Recorded contents of the container.
+        names: Names of new entries that the step would read; None means all.
     """
 
     record: Record
     names: Set[str] | None
 
     def added(self) -> tuple[Entry, ...]:
-        """Return the new entries that would be read."""
+        """Return the new entries that the step would read."""
         record, names = self.record, self.names
         added = record.added(record.kind.read(record.target))
         return tuple(entry for entry in added if names is None or entry.key in names)
 
 
 class PythonState:
-    """The Python values that a step reaches, recorded at creation.
+    """The Python values that a step reaches, recorded when this object is created.
 
     Args:
-        roots: Callables and objects to start from, by the name to report them under.
-        is_left_out: Returns whether a function is not part of the step; None: all are part of it.
+        roots: Callables and objects where the walk starts, by their names in reports.
+        is_excluded: Function that returns whether an object is not part of the step; None excludes
+            nothing.
 
     Attributes:
-        modules: The modules reached.
-        tensors: The tensors reached.
+        modules: Modules that the step reaches.
+        tensors: Tensors that the step reaches.
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], *, is_left_out: Callable[[Any], bool] | None = None
+        self, roots: Mapping[str, Any], *, is_excluded: Callable[[Any], bool] | None = None
     ) -> None:
         self.modules: list[torch.nn.Module] = []
         self.tensors: list[torch.Tensor] = []
@@ -167,23 +168,23 @@ class PythonState:
         self._callables: list[Any] = []
         self._kept: list[Any] = []
         self._classes: set[type] = set()
-        # Records of objects that the step may call themselves, not only their methods.
+        # Classes of objects that the step may call directly, rather than only by a method.
         self._called: set[type] = set()
         self._names: set[str] | None = None
         self._values_read: tuple[Entry, ...] | None = None
         self._records_of: dict[int, list[Record]] = {}
-        # Objects that need no attribute to be reached: roots, cells, globals, classes.
+        # Objects that the step reaches without an attribute: roots, cells, globals, classes.
         self._roots: set[int] = set()
         queue: deque[_Found] = deque(_Found(one, name, "", None) for name, one in roots.items())
-        # Classes, and values reached only through their code, come last: a library names all of
-        # itself.
+        # Classes, and values reached only through their code, come last, because the code of a
+        # library names most of the library.
         classes: deque[_Found] = deque()
         while (queue or classes) and len(self._records) < MAX_CONTAINERS:
             is_of_class = not queue
             found = classes.popleft() if is_of_class else queue.popleft()
             if is_plain(found.value):
                 continue
-            if is_left_out is not None and is_left_out(found.value):
+            if is_excluded is not None and is_excluded(found.value):
                 continue
             if not found.is_entry:
                 self._roots.add(id(found.value))
@@ -214,16 +215,16 @@ class PythonState:
         self._views = [view for one in self._records for view in one.views]
 
     def changes(self) -> tuple[Entry, ...]:
-        """Return the entries that have changed, those nearest to the step first.
+        """Return the changed entries that the step names, nearest to the step first.
 
-        Entries that no code of the step names are left out: an engine may change objects that the
-        step's owner holds for other purposes, for example in another thread.
+        Other entries do not count: the owner of the step may hold objects for other purposes, which
+        an engine may change, for example in another thread.
         """
         found = tuple(self._changed())
         return self._read_by_step(found) if found else ()
 
     def values_read(self) -> tuple[Entry, ...]:
-        """Return the entries that the step's code may read and that may change."""
+        """Return the entries that can change and that the step's code may read."""
         if self._values_read is None:
             reads_gradients = not self._names_read().isdisjoint({"grad", "backward", *_DYNAMIC})
             self._values_read = self._read_by_step(
@@ -236,7 +237,7 @@ class PythonState:
         return self._values_read
 
     def containers_read(self) -> tuple[Container, ...]:
-        """Return the containers that the step's code may read and that may get further entries."""
+        """Return the containers that can grow and that the step's code may read."""
         names = self._names_read()
         is_any = bool(names & _DYNAMIC)
         reached = self._reached()
@@ -249,11 +250,11 @@ class PythonState:
         )
 
     def is_current(self) -> bool:
-        """Return whether everything is still as recorded."""
+        """Return whether no entry has changed."""
         return not any(True for _ in self._changed())
 
     def _changed(self) -> Iterator[Entry]:
-        """Yield the entries that have changed, whether or not the step reads them."""
+        """Yield all changed entries, whether or not the step reads them."""
         now = [*itertools.chain.from_iterable(self._views)]
         is_seen = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
         for record in self._records:
@@ -261,13 +262,14 @@ class PythonState:
                 yield from record.changes()
 
     def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-        """Return the entries that code of the step names.
+        """Return the entries that the code of the step names.
 
-        Functions are followed by their names, so that a method beside ``forward`` that nothing
-        there names, such as a server's own loop, is left out, and so is what only it reads.
+        Functions are followed by name. Methods that ``forward`` does not name, directly or
+        indirectly, are excluded with everything that only they read. An example is the loop of a
+        server.
         """
         names = self._names_read()
-        if names & _DYNAMIC:  # attributes by names computed at run time
+        if names & _DYNAMIC:  # the code may access any attribute by a computed name
             return tuple(entries)
         reached = self._reached()
         return tuple(
@@ -277,7 +279,7 @@ class PythonState:
         )
 
     def _reached(self) -> set[int]:
-        """Return the objects that the step reaches by attributes that its code names."""
+        """Return the identities of objects that the step reaches through names in its code."""
         names = self._names_read()
         reached = set(self._roots)
         waiting = list(reached)
@@ -301,7 +303,7 @@ class PythonState:
         for cls in self._classes:
             for fn in _methods(cls):
                 methods.setdefault(fn.__name__, set()).add(fn.__code__)
-        # A value in a closure, a global or an attribute may be called by any name.
+        # A callable in a closure, a global or an attribute may be called under any name.
         codes = {fn.__code__ for one in self._callables for fn in functions_of(one)}
         for cls in self._called:
             codes |= {fn.__code__ for fn in _methods(cls) if fn.__name__ in _CALLS}
@@ -317,19 +319,19 @@ class PythonState:
 
 
 def restore(entries: Iterable[Entry]) -> None:
-    """Restore entries, last first. Containers are never replaced, since others may hold them."""
+    """Restore entries in reverse order, without replacing containers that other code may hold."""
     for entry in reversed(tuple(entries)):
         entry.restore()
 
 
 def is_same(before: Any, after: Any) -> bool:
-    """Return whether an entry is unchanged: the same object, or an equal plain value."""
+    """Return whether two values are the same object or equal plain values."""
     if before is after:
         return True
     if type(before) is not type(after):
         return False
     if isinstance(before, float):
-        return bool(before.hex() == after.hex())  # distinguishes zeros, and NaN equals itself
+        return bool(before.hex() == after.hex())  # NaN equals NaN, and 0.0 differs from -0.0
     if isinstance(before, (*_PLAIN, _Address, _Copied, _Contents)):
         return bool(before == after)
     if isinstance(before, types.MethodType):
@@ -348,14 +350,16 @@ class _Found:
 
     Attributes:
         value: The object.
-        path: How the step reaches it.
-        owner: The class or function that holds it, in words.
-        site: That class or function, to find the line that writes it.
-        is_entry: It is an entry of a container, rather than a root or named by a function.
-        is_installed: It was found in the code of an installed package, of whose globals only plain
-            containers are followed, since such a package names much of itself.
-        is_method: It is a function of a class.
-        is_owner: A method is bound to it, which does not show whether it is called itself.
+        path: Expression that reaches the object.
+        owner: Name of the class or function that refers to the object, for messages.
+        site: The class or function itself, whose code is searched for the line that writes.
+        is_entry: Whether the object is an entry of a container, rather than a root or named by a
+            function.
+        is_installed: Whether the object was found in the code of an installed package. Of its
+            globals, only plain containers are followed, because a package names much of itself.
+        is_method: Whether the object is a function defined in a class.
+        is_owner: Whether the object was found because a method is bound to it, so that the step
+            need not call the object itself.
     """
 
     value: Any
@@ -370,16 +374,18 @@ class _Found:
 
 @attrs.frozen(eq=False)
 class Kind:
-    """How containers of one kind are read and written.
+    """Functions that read and write containers of one kind.
 
     Attributes:
-        read: Returns the entries of one by key.
-        write: Sets one entry, or removes it for ``MISSING``. None: it cannot be restored.
-        join: Makes the path of an entry from that of the container and its key.
-        is_entered: Contents of the entries are recorded, too.
-        get: Returns one entry by key, or ``MISSING``, if that is faster than reading all of them.
-        views: Returns iterables that can be repeated: as long as they yield the same objects, the
-            entries are unchanged. Empty if the entries must be read.
+        read: Function that returns the entries of a container by key.
+        write: Function that sets an entry, or removes it for ``MISSING``; None if entries cannot be
+            restored.
+        join: Function that returns the path of an entry, given the container's path and the key.
+        is_entered: Whether the contents of entries are recorded too.
+        get: Function that returns one entry by key, or ``MISSING``; None if it would not be faster
+            than reading all entries.
+        views: Function that returns reusable iterables. If they yield the same objects as before,
+            the entries are unchanged. Empty if the entries must be read to compare them.
     """
 
     read: Callable[[Any], Mapping[Any, Any]]
@@ -391,18 +397,18 @@ class Kind:
 
 
 class Record:
-    """One container as it was.
+    """The recorded contents of one container.
 
     Args:
-        kind: Its kind.
-        found: The object, and where it was found.
+        kind: Kind of the container.
+        found: Container, and where it was found.
 
     Attributes:
-        saved: Its entries by key; the values themselves, not copies.
-        views: Iterables that show by identity whether they are unchanged.
-        seen: The objects that these yielded.
-        holder: The object it is, or is part of.
-        is_of_class: It is reached only through classes and the code they name.
+        saved: Entries by key; references, not copies.
+        views: Iterables of objects whose identities show whether the entries are unchanged.
+        seen: Objects that ``views`` yielded when the contents were recorded.
+        holder: Object that the container belongs to; may be the container itself.
+        is_of_class: Whether the container is reached only through classes and their code.
     """
 
     def __init__(self, kind: Kind, found: _Found) -> None:
@@ -416,7 +422,7 @@ class Record:
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
 
     def inside(self) -> Iterator[_Found]:
-        """Yield the contents of the entries."""
+        """Yield the values of entries that the walk must visit."""
         if not self.kind.is_entered:
             return
         for key, value in self.saved.items():
@@ -425,7 +431,7 @@ class Record:
                 yield _Found(value, path, self.owner, self.site, True, self._is_installed)
 
     def changes(self) -> Iterator[Entry]:
-        """Yield the entries that have changed."""
+        """Yield the entries that have changed, including new entries."""
         now = self.kind.read(self.target)
         for key, value in self.saved.items():
             one = now.get(key, MISSING)
@@ -434,7 +440,7 @@ class Record:
         yield from self.added(now)
 
     def added(self, now: Mapping[Any, Any]) -> Iterator[Entry]:
-        """Yield the entries that are new."""
+        """Yield the new entries."""
         if now.keys() != self.saved.keys():
             for key in now:
                 if key not in self.saved:
@@ -465,7 +471,7 @@ def _set_item(target: Any, key: Any, value: Any) -> None:
 
 
 def _set_in_module(target: Any, key: str, value: Any) -> None:
-    """Set or remove an attribute of a module; hooks that it did not have are removed one by one."""
+    """Set or remove an attribute of a module; new hooks are cleared in place."""
     if value is MISSING and key in _BOOKKEEPING:
         target[key].clear()
     else:
@@ -473,7 +479,7 @@ def _set_in_module(target: Any, key: str, value: Any) -> None:
 
 
 def _set_at(target: Any, index: int, value: Any) -> None:
-    """Set or remove the item of a sequence; entries come last first, so that indices hold."""
+    """Set or remove an item; entries are restored in reverse order, so indices stay valid."""
     if value is MISSING:
         del target[index]
     elif index < len(target):
@@ -484,7 +490,7 @@ def _set_at(target: Any, index: int, value: Any) -> None:
 
 
 def _set_attribute(target: Any, name: str, value: Any) -> None:
-    # Bypasses a frozen class's __setattr__, since the restored value was there before.
+    # Bypasses the __setattr__ of frozen classes.
     if value is MISSING:
         object.__delattr__(target, name)
     else:
@@ -508,7 +514,7 @@ def _read_slots(target: Any) -> dict[str, Any]:
 
 
 def _read_class(target: type) -> dict[str, Any]:
-    """Return the data of a class, without methods, descriptors and Python's own attributes."""
+    """Return the data attributes of a class, without nested classes, descriptors and dunders."""
     return {
         name: value
         for name, value in vars(target).items()
@@ -521,7 +527,7 @@ def _read_class(target: type) -> dict[str, Any]:
 def _read_cell(target: types.CellType) -> dict[str, Any]:
     try:
         return {"": target.cell_contents}
-    except ValueError:  # nothing was put in yet
+    except ValueError:  # an empty cell
         return {}
 
 
@@ -541,7 +547,7 @@ def _write_cell(target: types.CellType, _key: Any, value: Any) -> None:
 
 @attrs.frozen
 class _Globals:
-    """The globals that one function names."""
+    """The globals that a function names."""
 
     values: dict[str, Any]
     names: frozenset[str]
@@ -555,7 +561,7 @@ class _Globals:
 
 
 class _Address:
-    """A tensor of a script module, for which each read returns a different Python object."""
+    """A tensor of a script module, compared by memory because each read returns a new object."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -574,7 +580,7 @@ class _Address:
 
 
 class _Copied:
-    """A container of a script module, of which each read returns a copy."""
+    """A container of a script module, compared by value because each read returns a copy."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -588,7 +594,7 @@ class _Copied:
 
 
 def _content_of(value: Any) -> Any:
-    """Return a value with tuples for containers, and addresses for tensors."""
+    """Replace containers by tuples and tensors by their addresses."""
     if isinstance(value, torch.Tensor):
         return _Address(value)
     if isinstance(value, dict):
@@ -607,7 +613,7 @@ def _readable(value: Any) -> Any:
 def _read_script(target: Any) -> dict[str, Any]:
     read = target._c.getattr
     known: Any = getattr(target, "_concrete_type", None)
-    if known is None:  # of a frozen module
+    if known is None:  # a frozen module
         known = torch._C.ConcreteModuleType.from_jit_type(target._c._type())
     return {name: _readable(read(name)) for name in known.get_attributes()}
 
@@ -621,7 +627,7 @@ def _write_script(target: Any, name: str, value: Any) -> None:
 
 
 def _read_module(held: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module, including its hooks."""
+    """Return the attributes of a module that are not bookkeeping, and its hooks."""
     return {name: one for name, one in held.items() if name not in _BOOKKEEPING or _is_hooks(one)}
 
 
@@ -643,7 +649,7 @@ def _get_attribute(target: Any, name: str) -> Any:
 
 @attrs.frozen
 class _Each:
-    """The result of a function for some arguments, computed again by each iteration."""
+    """An iterable that calls a function for each of its arguments, anew in each iteration."""
 
     get: Callable[..., Any]
     arguments: tuple[Iterable[Any], ...]
@@ -653,7 +659,7 @@ class _Each:
 
 
 def _read_dict(target: Any) -> dict[Any, Any]:
-    # Bypasses a subclass's own access to items, which may create a new object for each read.
+    # Bypasses the item access of subclasses, which may create a new object in each read.
     return dict.copy(target) if type(target) is dict else dict(dict.items(target))
 
 
@@ -663,7 +669,7 @@ def _read_sequence(target: Any) -> dict[int, Any]:
 
 
 def _views_of_dict(target: Any) -> tuple[Iterable[Any], ...]:
-    # Bypasses a subclass's own access.
+    # Bypasses the item access of subclasses.
     return dict.keys(target), dict.values(target)
 
 
@@ -690,7 +696,7 @@ _ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_vi
 _MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
 _MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item, views=_views_of_module)
 _SEQUENCE = Kind(_read_sequence, _set_at, _indexed, get=_get_at, views=_views_of_sequence)
-# Immutable: its items are the same as long as it is.
+# A tuple is immutable, so its items need no comparison.
 _TUPLE = Kind(_read_sequence, None, _indexed, views=lambda _: ((),))
 _SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
 _CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute, views=_views_of_class)
@@ -714,24 +720,24 @@ def _is_named(record: Record, key: Any, names: set[str]) -> bool:
     return record.kind not in _NAMED or key in names
 
 
-#: Methods by which an object is called.
+#: Methods that run when an object is called.
 _CALLS = frozenset({"forward", "__call__"})
-#: Attributes that a module's call looks up without its class naming them.
+#: Attributes that the call of a module reads, although the module's class does not name them.
 _ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
 }
-#: Names in code that accesses attributes by computed names.
+#: Names that show that code accesses attributes by computed names.
 _DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
-#: Kinds whose entries are reached by an attribute's name.
+#: Kinds whose entries are reached by attribute name.
 _NAMED = (_ATTRIBUTES, _MODULE, _SLOTS, _CLASS)
-#: Kinds whose containers may get further entries, which their length shows.
+#: Kinds of containers that can grow, so that their length changes.
 _GROWING = (_MAPPING, _SEQUENCE, _ATTRIBUTES, _MEMBER, _MODULE)
-#: Functions that return a length without running code of a subclass.
+#: Length functions that do not run code of a subclass.
 _LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
 
 
 class _Contents:
-    """The whole contents of an object, compared by value."""
+    """The contents of an object, compared by value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -739,11 +745,11 @@ class _Contents:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Contents) and bool(self.value == other.value)
 
-    __hash__ = None  # type: ignore[assignment]  # what an object holds may not have one
+    __hash__ = None  # type: ignore[assignment]  # the contents may be unhashable
 
 
 def _whole(read: Callable[[Any], Any], write: Callable[[Any, Any], Any] | None) -> Kind:
-    """Return the kind of an object that is compared and restored as a whole."""
+    """Return a kind of object that is compared and restored as a whole."""
     put = None if write is None else (lambda one, _key, saved: write(one, saved.value))
     return Kind(lambda one: {"": _Contents(read(one))}, put, _itself, is_entered=False)
 
@@ -758,11 +764,12 @@ def _put_bytes(target: Any, value: bytes) -> None:
 
 
 def _iterator(one: Any) -> Any:
-    """Return the position of an iterator, without advancing it.
+    """Return a representation of an iterator's position, without advancing the iterator.
 
-    ``count`` and ``repeat`` show it in their ``repr``, others of ``itertools`` in the iterators
-    and values that they hold. Their internal counters are not visible: the position of a ``cycle``
-    after its first pass, or of an ``islice`` between two items.
+    The ``repr`` of ``count`` and ``repeat`` contains their position. The position of other
+    ``itertools`` objects follows from the iterators and values that they refer to. Internal
+    counters are not accessible, so the position of a ``cycle`` after its first pass, or of an
+    ``islice`` between two items, is not detected.
     """
     if isinstance(one, types.GeneratorType):
         frame = one.gi_frame
@@ -776,7 +783,7 @@ def _iterator(one: Any) -> Any:
 
 
 def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
-    """Return a key of the objects that an iterator holds, which shows whether it advanced."""
+    """Return a key of an iterator's referents that changes when the iterator advances."""
     return [
         value
         if is_plain(value)
@@ -792,7 +799,7 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of the runtime or of itertools."""
+    """Return whether a value is a builtin iterator or one of itertools."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
@@ -838,11 +845,11 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
 )
 
 
-# -- what there is of an object ------------------------------------------------------------------
+# -- the walk ------------------------------------------------------------------------------------
 
 
 def _parts(found: _Found) -> Iterator[Record | _Found]:
-    """Yield the records of one object, and its other references."""
+    """Yield the records of an object, and other objects that it refers to."""
     value = found.value
     own = found if found.owner else attrs.evolve(found, owner=type(value).__qualname__)
     if isinstance(value, types.ModuleType):
@@ -868,7 +875,7 @@ def _parts(found: _Found) -> Iterator[Record | _Found]:
 
 
 def _kind_of(value: Any) -> Kind | None:
-    """Return how the items of an object are read; None if it has only attributes."""
+    """Return the kind of container that an object is; None if it has only attributes."""
     for types_, kind in _KINDS:
         if isinstance(value, types_):
             return kind
@@ -880,15 +887,15 @@ def _kind_of(value: Any) -> Kind | None:
 
 
 def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
-    """Yield the attributes of an object, its slots, and its class.
+    """Yield the attributes, slots and class of an object.
 
-    Objects of libraries have their own state, such as a logger's cache, so only torch modules and
-    attribute containers are entered. A runner held by the step's owner is not state of the step,
-    nor are objects declared as bookkeeping.
+    Of library objects, only torch modules and attribute containers are entered, because the others
+    have internal state, such as the cache of a logger. Runners and objects declared as bookkeeping
+    are not state of the step.
     """
     cls: Any = type(value)
     owner = cls.__qualname__
-    if _is_ours(cls) or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__):
+    if _is_internal(cls) or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__):
         if (wrapped := getattr(value, "__wrapped__", None)) is not None:
             yield _Found(wrapped, path, "", None)
         return
@@ -913,7 +920,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
 
 
 def _of_class(cls: type) -> Iterator[Record | _Found]:
-    """Yield the data, bases and methods of a user-defined class."""
+    """Yield the data attributes, bases and methods of a user-defined class."""
     if _is_library(cls) or _is_own_module(cls.__module__):
         return
     name, installed = cls.__qualname__, _is_installed(cls)
@@ -925,7 +932,7 @@ def _of_class(cls: type) -> Iterator[Record | _Found]:
 
 
 def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
-    """Yield a function's references: bound objects, cells, globals, defaults."""
+    """Yield the bound objects, cells, globals and defaults of a function."""
     owner = getattr(fn, "__self__", None)
     yield _Found(owner, found.path, "", None, found.is_entry, is_owner=True)
     if isinstance(fn, functools.partial):
@@ -937,7 +944,7 @@ def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
         owner = f"function {plain.__code__.co_qualname}"
         names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
         installed = _is_installed(plain)
-        if not _is_own_module(plain.__module__ or ""):  # a graphed step closes over all of it
+        if not _is_own_module(plain.__module__ or ""):  # globals would reach all of dispatchkit
             globals_named = _Globals(plain.__globals__, names)
             yield _Found(globals_named, "", owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
@@ -952,7 +959,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that a code uses, including strings: ``setattr(self, "calls", 1)``."""
+    """Return the names in a code object, including strings as in ``setattr(self, "calls", 1)``."""
     found: set[str] = set()
     for part in codes_of(code):
         found.update(part.co_names)
@@ -961,7 +968,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _own_functions(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the functions of a class, in methods and properties of it, without its bases."""
+    """Yield the functions in methods and properties of a class, without those of its bases."""
     for member in vars(cls).values():
         for fn in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
             if isinstance(fn, types.FunctionType):
@@ -970,7 +977,7 @@ def _own_functions(cls: type) -> Iterator[types.FunctionType]:
 
 @functools.lru_cache(maxsize=4096)
 def _methods(cls: type) -> tuple[types.FunctionType, ...]:
-    """Return the methods of a class and its bases that a step may run."""
+    """Return the methods of a class and its bases that a step may run; excludes ``__init__``."""
     return tuple(
         fn
         for base in cls.__mro__
@@ -981,10 +988,10 @@ def _methods(cls: type) -> tuple[types.FunctionType, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_ours(cls: Any) -> bool:
-    """Return whether a class, or one of its bases, belongs to dispatchkit or its plugins.
+def _is_internal(cls: Any) -> bool:
+    """Return whether a class or one of its bases belongs to dispatchkit or its plugins.
 
-    Runners, backends and decoders have bookkeeping that steps do not read.
+    Runners, backends and decoders contain bookkeeping that steps do not read.
     """
     return any(_is_own_module(base.__module__) for base in cls.__mro__)
 
@@ -993,9 +1000,9 @@ def _is_ours(cls: Any) -> bool:
 def _is_own_module(name: str) -> bool:
     """Return whether a module belongs to dispatchkit or its plugins.
 
-    Its state is not state of a step, but the class of a step's owner often names it to create
-    runners, and from there the whole package would be reached. The models of the demo and the test
-    kits count as user code.
+    The state of these modules is not state of a step. The class that owns a step often names them
+    to create runners, and the walk would then reach the whole package. The models of the demo and
+    the test kits count as user code.
     """
     top, _, rest = name.partition(".")
     if top.startswith("dispatchkit_"):
@@ -1025,13 +1032,13 @@ def _is_installed_module(name: str) -> bool:
 
 
 def _line_that_writes(site: Any, name: Any) -> str:
-    """Return ``file:line`` of the code of a class or function that writes a name, if known."""
+    """Return ``file:line`` where a class or function writes a name; empty if unknown."""
     if isinstance(site, type):
         members = [
             one for base in site.__mro__ if not _is_library(base) for one in vars(base).values()
         ]
         codes = [one.__code__ for one in members if isinstance(one, types.FunctionType)]
-        codes.sort(key=lambda code: code.co_name == "__init__")  # code that a call runs comes first
+        codes.sort(key=lambda code: code.co_name == "__init__")  # __init__ last: calls skip it
     elif isinstance(site, types.FunctionType):
         codes = list(codes_of(site.__code__))
     else:

@@ -10,15 +10,15 @@ from dispatchkit.observe.timeline import span_name
 
 
 class NvtxRanges:
-    """Marks each step as an NVTX range named by its graph, or by the reason for eager.
+    """Step watcher that pushes an NVTX range per step, named by its graph or reason for eager.
 
     Example: ``runner.taps.watch_steps(NvtxRanges())``, under ``nsys profile``.
 
     Args:
-        prefix: Prefix of the names of ranges.
+        prefix: Prefix of the range names.
 
     Raises:
-        BackendUnavailableError: This torch was built without NVTX.
+        BackendUnavailableError: torch was built without NVTX.
     """
 
     def __init__(self, prefix: str = "dispatchkit ") -> None:
@@ -27,15 +27,15 @@ class NvtxRanges:
             torch.cuda.nvtx.mark(f"{prefix}ranges begin")
         except RuntimeError as error:
             raise BackendUnavailableError(
-                f"NVTX ranges need a CUDA build of torch, and {torch.__version__} has no NVTX. "
-                "Next: watch steps with dispatchkit.observe.Timeline, or install a CUDA build."
+                f"NVTX ranges require a CUDA build of torch, got {torch.__version__} without NVTX. "
+                "Install a CUDA build, or watch steps with dispatchkit.observe.Timeline."
             ) from error
 
     def enter(self, decision: Decision, lane: int) -> None:
-        """Begin a step on this thread."""
+        """Push a range when a step begins on this thread."""
         where = f" lane {lane}" if lane else ""
         torch.cuda.nvtx.range_push(f"{self._prefix}{span_name(decision)}{where}")
 
     def leave(self, *, failed: bool) -> None:
-        """End this thread's step, which was launched or raised."""
+        """Pop the range after the step of this thread was launched or raised."""
         torch.cuda.nvtx.range_pop()

@@ -1,14 +1,15 @@
-"""The state that a step changes besides its outputs, and its restoration after a warmup.
+"""Save the state that a step changes, and restore it after a warmup.
 
-A warmup runs the step on dummy rows, so everything it writes must be restored afterwards: the
-tensors that the user declared as state, the random generators, and undeclared writes. The latter
-are found by watching the operations of the first warmup (a torch dispatch mode): before an
-operation writes a storage that the step did not create, the storage is saved, up to a limit.
+A warmup runs the step on dummy rows, so everything that it writes must be restored: tensors that
+the user declared as state, random generators, and undeclared tensors. Undeclared writes are
+detected in the first warmup by a torch dispatch mode. Before an operation writes a storage that the
+step did not create, the storage is saved, up to a limit.
 
-Functions of torch.compile run uncompiled in that warmup, since reads and writes are visible only in
-their operations.
+Functions of torch.compile run uncompiled in this warmup, because the dispatch mode only sees
+uncompiled operations.
 
-Not detected: kernels launched without an operator that torch knows to be mutating.
+Writes of kernels that are launched without an operator, or whose operator does not declare them as
+mutations, are not detected.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from dispatchkit.keys.checks import refuses_unknown_names
 
 
 def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
-    """Return a list of tensors as a tuple; a single tensor would be split into rows."""
+    """Convert a list of tensors to a tuple; reject a tensor, which would be split into rows."""
     if isinstance(value, torch.Tensor):
-        hint = f"Put it into one: {name}=[cache]."
+        hint = f"Put the tensor into a list: {name}=[cache]."
         raise ConfigError(name, type(value).__name__, "a list of tensors", hint)
     if not isinstance(value, Iterable):
         raise ConfigError(name, value, "a list of tensors")
@@ -61,7 +62,7 @@ def _scratch(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator, ...]:
     if isinstance(generators, torch.Generator):
-        hint = "Put it into one: generators=[generator]."
+        hint = "Put the generator into a list: generators=[generator]."
         raise ConfigError("generators", "Generator", "a list of generators", hint)
     if not isinstance(generators, Iterable):
         raise ConfigError("generators", generators, "a list of torch.Generator")
@@ -78,10 +79,11 @@ class StepState:
     """The state that a step changes besides its outputs, as declared by the user.
 
     Attributes:
-        tensors: Tensors the step changes, such as a KV cache. They are saved around warmups.
-        scratch: Tensors that a warmup may write harmlessly, since padding rows write to a place
-            that is never read. They are not saved.
-        generators: Random generators of the step other than the default ones.
+        tensors: Tensors that the step changes, such as a KV cache. They are saved before warmups
+            and restored afterwards.
+        scratch: Tensors that warmups may change, because padding rows only write to locations that
+            are never read. They are not saved.
+        generators: Random generators that the step uses besides the default generators.
     """
 
     tensors: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_state)
@@ -90,11 +92,11 @@ class StepState:
 
     @classmethod
     def of(cls, state: StepState | Iterable[torch.Tensor]) -> StepState:
-        """Return declared state, converting a list of tensors."""
+        """Convert a list of tensors to declared state."""
         return state if isinstance(state, StepState) else cls(state)
 
     def __repr__(self) -> str:
-        # Not the tensors, since printing one waits for the device.
+        # Tensors are only counted, because printing a tensor waits for the device.
         return (
             f"<StepState of {len(self.tensors)} tensors, {len(self.scratch)} scratch tensors, "
             f"{len(self.generators)} generators>"
@@ -102,13 +104,13 @@ class StepState:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, valid during its lifetime."""
+    """Return the identity of a tensor's storage, valid while the storage is alive."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a single storage with memory."""
+    """Return whether a tensor is plain, strided and has memory."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
         return False
@@ -116,12 +118,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """Return a whole storage as elements of a dtype, without copying."""
+    """Return a tensor of a dtype over a whole storage, without copying."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that can be used outside inference mode, on the same memory."""
+    """Return an alias of a tensor that can be used outside inference mode."""
     if not tensor.is_inference() or tensor.layout is not torch.strided:
         return tensor
     with inference_mode(False):
@@ -132,10 +134,10 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StorageSet:
-    """Storages by identity, kept alive so that identities are not reused.
+    """Set of storages, kept alive so that their identities are not reused.
 
     Args:
-        tensors: Tensors whose storages to keep.
+        tensors: Tensors whose storages to add.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -145,7 +147,7 @@ class StorageSet:
             self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's storage."""
+        """Add the storage of a tensor."""
         self._storages[storage_of(tensor)] = tensor.untyped_storage()
         self._dtypes.setdefault(storage_of(tensor), tensor.dtype)
 
@@ -159,20 +161,20 @@ class StorageSet:
         return len(self._storages)
 
     def typed(self) -> Iterator[tuple[torch.UntypedStorage, torch.dtype]]:
-        """Yield each storage with the type of the first tensor in it."""
+        """Yield each storage with the dtype of the first tensor that was added for it."""
         for identity, storage in self._storages.items():
             yield storage, self._dtypes[identity]
 
 
 class Snapshot:
-    """Copies of storages and generator states, to restore them later.
+    """Copies of storages and generator states that can be restored.
 
     Args:
-        device: The device whose default generator to save, besides the CPU's.
-        generators: Further generators.
+        device: Device whose default generator is saved, in addition to that of the CPU.
+        generators: Additional generators to save.
 
     Attributes:
-        draws: The step may draw random numbers; without that, generators are left alone.
+        draws: Whether the step may draw random numbers; if not, generators are not restored.
     """
 
     draws: bool
@@ -187,22 +189,22 @@ class Snapshot:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """The random generators whose states are saved."""
+        """The saved random generators."""
         return [one for one, _ in self._generators]
 
     @property
-    def draws_from(self) -> bytes:
-        """The saved generator states; empty for a step that draws nothing."""
+    def saved_generator_states(self) -> bytes:
+        """The saved generator states as bytes; empty if the step draws no random numbers."""
         states = (state for _, state in self._generators if self.draws)
         return b"".join(bytes(state.tolist()) for state in states)
 
-    def drawn(self) -> bytes:
-        """Return the current generator states, in the form of ``draws_from``."""
+    def generator_states(self) -> bytes:
+        """Return the current generator states, in the format of ``saved_generator_states``."""
         states = (one.get_state() for one in self.generators if self.draws)
         return b"".join(bytes(state.tolist()) for state in states)
 
     def save(self, storage: torch.UntypedStorage) -> None:
-        """Copy a storage, unless already saved."""
+        """Copy a storage, unless it is already saved."""
         if storage._cdata not in self._saved:
             self._saved[storage._cdata] = (storage, storage.clone())
 
@@ -210,34 +212,35 @@ class Snapshot:
         return storage_of(tensor) in self._saved
 
     def saved(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-        """Return the saved contents of a storage, as elements of a dtype."""
+        """Return the saved contents of a storage as a tensor of a dtype."""
         return typed(self._saved[storage._cdata][1], dtype)
 
     def save_as(self, storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> None:
-        """Store an earlier copy of a storage that is not saved yet."""
+        """Use an existing copy of a storage, unless the storage is already saved."""
         self._saved.setdefault(storage._cdata, (storage, saved))
 
     def contents(self) -> list[torch.Tensor]:
-        """Return copies of the saved storages' current contents, as bytes."""
+        """Return copies of the current contents of the saved storages, as uint8 tensors."""
         return [typed(one.clone(), torch.uint8) for one, _ in self._saved.values()]
 
     def restore(self) -> None:
-        """Restore everything, on the current stream."""
+        """Restore all storages on the current stream, and the generators if the step draws."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
         if not self.draws:
-            return  # another thread may have drawn meanwhile, and its numbers must not be repeated
+            return  # numbers that another thread drew meanwhile must not be repeated
         for generator, state in self._generators:
             generator.set_state(state)
 
 
 @attrs.frozen
 class CompiledCode:
-    """What an eager run reveals about functions of torch.compile.
+    """Facts about functions of torch.compile, recorded in an uncompiled run.
 
     Attributes:
-        reads: Storages passed to them from outside, which their graph must keep alive.
-        num_operations: Operations that they run uncompiled.
+        reads: Storages that the functions read and that the step did not create. The graph must
+            keep them alive.
+        num_operations: Number of operations in the uncompiled functions.
     """
 
     reads: tuple[torch.UntypedStorage, ...]
@@ -245,25 +248,26 @@ class CompiledCode:
 
 
 class WriteWatch(OperationMode):
-    """Watches one run: its outside writes, and its peak memory.
+    """Dispatch mode that records the outside writes and the peak memory of a run.
 
     Args:
-        inputs: Storages of the static inputs, which a step may not write.
-        ignore: Storages that may be written: declared scratch and state.
-        check_write: Checks writes to these, by tensor and operation; None: all are allowed.
-        snapshot: Saves others before their first write.
-        limit: Most bytes of undeclared storages to save.
-        meter: Measure ``peak_bytes``, which takes time.
-        notes: Notes of every operation, for the capture.
+        inputs: Storages of the static inputs, which the step must not write.
+        ignore: Storages that the step may write: declared scratch and state.
+        check_write: Function that checks each write that is not to an input, given the tensor and
+            the operation; None allows all writes.
+        snapshot: Snapshot that saves undeclared storages before their first write.
+        limit: Maximum number of bytes of undeclared storages to save.
+        meter: Whether to measure ``peak_bytes``, which takes time.
+        notes: Recorder of all operations, for the capture.
 
     Attributes:
-        written: Outside tensors that were written without being declared.
-        peak_bytes: Peak bytes of live tensors created in the run.
-        draws: An operation has drawn random numbers, judging by generator states: attention may
-            draw, but does not without dropout.
-        takes_any_number: No operation was seen that may fail for numbers other than eager's: that
-            converts fractions to integers, draws with probabilities, asserts, or is not torch's
-            own.
+        written: Undeclared outside tensors that the step wrote.
+        peak_bytes: Peak size in bytes of live tensors that the run created.
+        draws: Whether an operation changed the state of a generator. For example, attention may
+            draw random numbers, but does not without dropout.
+        accepts_any_number: Whether no operation may fail for numbers that eager would not compute.
+            Such operations convert floating-point numbers to integers, draw with probabilities,
+            assert, or are not part of torch.
     """
 
     def __init__(
@@ -281,10 +285,10 @@ class WriteWatch(OperationMode):
         self.written: list[torch.Tensor] = []
         self.peak_bytes: int = 0
         self.draws: bool = False
-        self.takes_any_number: bool = True
+        self.accepts_any_number: bool = True
         self._computed: set[torch.dtype] = set()
         self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
-        self._given = WeakStorages()
+        self._outside_reads = WeakStorages()
         self._inputs, self._ignore, self._check_write = inputs, ignore, check_write
         self._snapshot, self._left = snapshot, limit
         self._meter, self._notes = meter, notes
@@ -292,12 +296,12 @@ class WriteWatch(OperationMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and record its effects on memory."""
+        """Run an operation, and record its writes and the memory that it creates."""
         if self._notes is not None:
             self._notes.see(func, args, kwargs)
         facts = _facts_of(func)
         if self._calls is not None and self._calls.note(sys._getframe(2)):
-            self._note_given(args, kwargs)
+            self._record_outside_reads(args, kwargs)
         if torch.is_inference_mode_enabled():
             result = run_composite(self, func, args, kwargs)
             if result is not NotImplemented:
@@ -309,45 +313,45 @@ class WriteWatch(OperationMode):
         else:
             result = func(*args, **kwargs)
         if facts.returns_nothing:
-            return None  # torch requires it, even if the operation returns its list
-        if type(result) is torch.Tensor:  # nearly always
+            return None  # required by torch, even if the operation returns its list argument
+        if type(result) is torch.Tensor:  # fast path for nearly all operations
             self._computed.add(result.dtype)
         else:
             self._computed.update(tensor.dtype for tensor in tensors_in((result,)))
-        if facts.is_choosy or (facts.is_conversion and _makes_integers(args, result)):
-            self.takes_any_number = False
+        if facts.may_reject_numbers or (facts.is_conversion and _makes_integers(args, result)):
+            self.accepts_any_number = False
         if facts.makes_new:
             given = () if facts.is_trusted else (*args, *kwargs.values())
-            self._note_new(result, given)
+            self._record_new(result, given)
         return result
 
     def rounding(self) -> float:
-        """Return the relative spacing of the coarsest numbers computed; 0 without fractions."""
+        """Return the largest ``eps`` of the computed dtypes; 0 if all of them are integers."""
         types = (one for one in self._computed if one.is_floating_point or one.is_complex)
         return max((torch.finfo(one).eps for one in types), default=0.0)
 
     def compiled_code(self) -> CompiledCode | None:
-        """Return what was learned about functions of torch.compile; None if there are none."""
+        """Return facts about functions of torch.compile; None if the step calls none."""
         if self._calls is None or not self._calls.num_plain:
             return None
-        reads = tuple(one for one in self._given.alive() if one._cdata not in self._own)
+        reads = tuple(one for one in self._outside_reads.alive() if one._cdata not in self._own)
         return CompiledCode(reads, self._calls.num_plain)
 
     def _run_drawing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that may draw, and detect whether it does."""
+        """Run an operation that may draw random numbers, and record whether it does."""
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
         generators = [*self._snapshot.generators, *given]
         before = [one.get_state() for one in generators]
-        self.draws = True  # even if it raises
+        self.draws = True  # also if the operation raises
         result = func(*args, **kwargs)
         after = [one.get_state() for one in generators]
         self.draws = not all(map(torch.equal, before, after))
         return result
 
-    def _note_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_outside_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((*args, *kwargs.values())):
             if not self._is_own(tensor):
-                self._given.add(tensor.untyped_storage())
+                self._outside_reads.add(tensor.untyped_storage())
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._own
@@ -355,9 +359,9 @@ class WriteWatch(OperationMode):
     def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
         if tensor in self._inputs:
             raise CaptureError(
-                f"The step writes into one of its inputs, by {operation}. Eager would change the "
-                "caller's tensor, but a graph only its own copy. Clone it in the step first, or "
-                "declare a tensor that the step changes as state rather than as an input.",
+                f"The step writes to one of its inputs with {operation}. Eager would change the "
+                "caller's tensor, but a graph changes only its static copy. Clone the input in the "
+                "step, or declare the tensor as state instead of as an input.",
                 reason="input_written",
             )
         if self._check_write is not None:
@@ -371,23 +375,24 @@ class WriteWatch(OperationMode):
         storage = tensor.untyped_storage()
         if storage.nbytes() > self._left:
             raise CaptureError(
-                f"The step writes, by {operation}, a {tensor.dtype} tensor of shape "
-                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) that is not declared, and only "
-                f"{self._left} more bytes of such state are saved around a warmup. Declare it: "
-                "state=[tensor], or state=StepState(scratch=[tensor]) if padding rows write only "
-                "where it is harmless; or raise state_limit_bytes.",
+                f"The step writes to an undeclared {tensor.dtype} tensor of shape "
+                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) with {operation}, but at most "
+                f"{self._left} more bytes of undeclared state can be saved during warmups. Declare "
+                "the tensor with state=[tensor], or with state=StepState(scratch=[tensor]) if "
+                "padding rows write only to locations that are never read; or increase "
+                "state_limit_bytes.",
                 reason="undeclared_state",
             )
         self._left -= storage.nbytes()
         self._snapshot.save(storage)
         self.written.append(tensor)
 
-    def _note_new(self, result: Any, given: tuple[Any, ...]) -> None:
+    def _record_new(self, result: Any, given: tuple[Any, ...]) -> None:
         known = {storage_of(tensor) for tensor in tensors_in(given)} if given else ()
         for tensor in tensors_in((result,)):
             identity = storage_of(tensor)
             if identity not in known:
-                # Outside storages existed before, so their identities are not reused.
+                # Storages from before the run are alive, so their identities cannot be reused here.
                 self._own.add(identity)
                 if self._meter:
                     storage = tensor.untyped_storage()
@@ -399,10 +404,10 @@ class WriteWatch(OperationMode):
 
 
 class OperatorWrites(OperationMode):
-    """Records writes of operators, as declared in their schemas.
+    """Dispatch mode that records the writes declared in operator schemas.
 
     Attributes:
-        written: The storages.
+        written: Storages that were written.
     """
 
     def __init__(self) -> None:
@@ -410,7 +415,7 @@ class OperatorWrites(OperationMode):
         self.written: StorageSet = StorageSet()
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and record its writes."""
+        """Run an operation and record the storages that it writes."""
         if torch.is_inference_mode_enabled():
             result = run_composite(self, func, args, kwargs)
             if result is not NotImplemented:
@@ -421,23 +426,23 @@ class OperatorWrites(OperationMode):
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the arguments that an operation writes, according to its schema."""
+    """Yield the argument tensors that an operation writes, according to its schema."""
     for index, name in _facts_of(func).writes:
         yield from tensors_in((args[index] if index < len(args) else kwargs.get(name),))
 
 
 @attrs.frozen
 class _Facts:
-    """An operation's effects on memory, according to its schema.
+    """Properties of an operation, derived from its schema and name.
 
     Attributes:
-        writes: Index and name of each argument that it writes.
-        returns_nothing: It has no result.
-        makes_new: A result of it may be new memory.
-        is_trusted: Results that are not marked as views are new memory for certain.
-        may_draw: It may draw random numbers.
-        is_choosy: It may reject or mishandle some numbers.
-        is_conversion: It may convert between dtypes.
+        writes: Index and name of each argument that the operation writes.
+        returns_nothing: Whether the operation has no result.
+        makes_new: Whether a result may be in new memory.
+        is_trusted: Whether results that the schema does not mark as views are always in new memory.
+        may_draw: Whether the operation may draw random numbers.
+        may_reject_numbers: Whether the operation may fail for some numbers.
+        is_conversion: Whether the operation may convert between dtypes.
     """
 
     writes: tuple[tuple[int, str], ...]
@@ -445,12 +450,12 @@ class _Facts:
     makes_new: bool
     is_trusted: bool
     may_draw: bool
-    is_choosy: bool
+    may_reject_numbers: bool
     is_conversion: bool
 
 
-# Operations that assert on a device that numbers are in 0..1, or not below 0.
-_CHOOSY = frozenset(
+# Operations that contain a device assertion, for example that numbers are in 0..1 or nonnegative.
+_MAY_REJECT_NUMBERS = frozenset(
     f"aten::{name}"
     for name in (
         *("bernoulli", "bernoulli_", "binomial", "multinomial", "poisson", "normal"),
@@ -461,7 +466,7 @@ _CHOOSY = frozenset(
 
 
 def _makes_integers(args: tuple[Any, ...], result: Any) -> bool:
-    """Return whether a conversion is from fractions to integers other than booleans."""
+    """Return whether a conversion is from floating point to integers other than booleans."""
     made = {one.dtype for one in tensors_in((result,))} - {torch.bool}
     if not made or any(one.is_floating_point or one.is_complex for one in made):
         return False
@@ -488,7 +493,7 @@ def _facts_of(func: Any) -> _Facts:
         makes_new=any(one.alias_info is None for one in schema.returns),
         is_trusted=schema.name.startswith("aten::") and schema.name != "aten::_unsafe_view",
         may_draw=torch.Tag.nondeterministic_seeded in func.tags,
-        is_choosy=schema.name in _CHOOSY
+        may_reject_numbers=schema.name in _MAY_REJECT_NUMBERS
         or not schema.name.startswith(("aten::", "prims::", "prim::")),
         is_conversion=schema.name in _CONVERSIONS,
     )
@@ -496,7 +501,7 @@ def _facts_of(func: Any) -> _Facts:
 
 @contextmanager
 def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Restore everything in a snapshot at the end, even after an error."""
+    """Restore a snapshot on exit, also after an error."""
     try:
         yield snapshot
     finally:
@@ -504,14 +509,15 @@ def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
 
 
 class ContentWatch:
-    """Finds writes not declared in schemas, by comparing contents before and after a run.
+    """Detects writes that no schema declares, by comparing contents before and after a run.
 
-    For example, BatchNorm in training updates its running statistics through operations whose
-    schemas do not declare it. Small tensors are copied; large ones, usually weights, are summed.
+    For example, BatchNorm in training mode updates its running statistics through operations whose
+    schemas do not declare the write. Small tensors are copied. Large tensors, which are usually
+    weights, are summed.
 
     Args:
-        tensors: The tensors that the step reaches.
-        limit: Most bytes to copy.
+        tensors: Tensors that the step reaches.
+        limit: Maximum number of bytes to copy.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], limit: int) -> None:
@@ -531,31 +537,31 @@ class ContentWatch:
         self._sums = [_Sums(one) for one in large.values()]
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
-        """Return the tensors that were written, each with a copy of its earlier storage."""
+        """Return the written tensors, each with a copy of its earlier storage."""
         return [found for one in self._copies for found in one.changed()]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
-        """Return the tensors that were written and cannot be restored."""
+        """Return the written tensors of which no copy exists."""
         return [found for one in self._sums for found in one.changed()]
 
 
-#: Alignment of copies, so that they are copied and compared in wide words.
+#: Alignment of the copies in bytes, so that kernels use wide words.
 _ALIGNMENT: Final = 16
-#: Number of columns, each summed separately. A prime, so that values that only move, as in a roll,
-#: move to other columns.
+#: Number of columns that are summed separately. A prime number, so that values that are only moved,
+#: for example by a roll, move to other columns.
 _COLUMNS: Final = 1021
 
 
 class _Copies:
-    """Copies of the storages of one device in one block of memory, with a few kernels for all."""
+    """Copies of storages of one device in a single block, compared with a few kernels."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._bytes = [_bytes(one.untyped_storage()) for one in tensors]
-        self._memory, self._copies = self._taken()
+        self._memory, self._copies = self._read()
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
-        memory, copies = self._taken()
+        memory, copies = self._read()
         if torch.equal(memory, self._memory):
             return []
         return [
@@ -564,8 +570,8 @@ class _Copies:
             if not torch.equal(before, now)
         ]
 
-    def _taken(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the memory of copies of their current contents, and the copies."""
+    def _read(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Copy the current contents; return the block and the copy of each storage in it."""
         sizes = [-(-one.numel() // _ALIGNMENT) * _ALIGNMENT for one in self._bytes]
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._bytes[0].device)
         pairs = zip(memory.split(sizes), self._bytes, strict=True)
@@ -575,22 +581,22 @@ class _Copies:
 
 
 class _Sums:
-    """Sums over the storages of one device, which practically any write changes."""
+    """Sums over storages of one device, which practically every write changes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._parts = [_summed(one.untyped_storage()) for one in tensors]
-        self._before = self._taken()
+        self._before = self._read()
 
     def changed(self) -> list[torch.Tensor]:
-        now = self._taken()
+        now = self._read()
         if torch.equal(now, self._before):
             return []
         sizes = [_COLUMNS + words.numel() + rest.numel() for _, words, rest in self._parts]
         parts = zip(self._tensors, self._before.split(sizes), now.split(sizes), strict=True)
         return [tensor for tensor, before, one in parts if not torch.equal(before, one)]
 
-    def _taken(self) -> torch.Tensor:
+    def _read(self) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         for rows, words, rest in self._parts:
             parts += [rows.sum(0), words]
@@ -600,7 +606,7 @@ class _Sums:
 
 
 def _summed(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows of words of a storage, the remaining words, and the remaining bytes."""
+    """Split a storage into rows of ``_COLUMNS`` words, the remaining words and the last bytes."""
     content = _bytes(storage)
     num_words = content.numel() // 8
     num_rows = num_words // _COLUMNS

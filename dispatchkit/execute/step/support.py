@@ -1,8 +1,8 @@
 """Levels of capture support that operators and modules declare.
 
-An attention kernel that reads lengths on the host can never be captured; one that plans its work on
-the host can be captured for batches of one shape. An operator's level is declared by its name; a
-module's class has it as the attribute ``cudagraph_support``.
+An attention kernel that reads lengths on the host can never be captured. A kernel that plans its
+work on the host can be captured for batches of a single shape. The level of an operator is declared
+by its name; a module class declares it in the attribute ``cudagraph_support``.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _declared: dict[str, AttentionSupport] = {}
 
 
 class ModeDowngradeWarning(RuntimeWarning):
-    """The requested mode is not supported, and a lesser one is used."""
+    """The requested mode is not supported; a lower mode is used."""
 
 
 def declare_support(op: Any, level: AttentionSupport | str) -> None:
     """Declare the batches for which an operator may run inside a captured graph.
 
-    Below ALWAYS, models are split at it automatically.
+    Models are split automatically at operators whose level is below ALWAYS.
 
     Args:
-        op: The operator, or its qualified name such as ``"vllm::attention"``.
+        op: Operator, or its qualified name such as ``"vllm::attention"``.
         level: ALWAYS, UNIFORM_BATCH, UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
 
     Raises:
-        ConfigError: It is not an operator or its qualified name.
-        UnknownNameError: There is no level of that name.
+        ConfigError: ``op`` is neither an operator nor a qualified name.
+        UnknownNameError: ``level`` is not the name of a level.
     """
     _declared[_qualified_name(op)] = AttentionSupport.parse(level)
 
 
 def breaking_names() -> frozenset[str]:
-    """Return the qualified names of operators that are not captured for every batch."""
+    """Return the qualified names of operators whose declared level is below ALWAYS."""
     always = AttentionSupport.ALWAYS
     return frozenset(name for name, level in _declared.items() if level is not always)
 
@@ -58,9 +58,11 @@ def breaking_names() -> frozenset[str]:
 def limited_support(
     op: str | None, module_types: Iterable[type]
 ) -> tuple[AttentionSupport, str] | None:
-    """Return the lowest level declared by an operator and its enclosing modules, with its source.
+    """Return the lowest level declared for an operator and its enclosing modules.
 
-    None if none is declared.
+    Returns:
+        The level and the name of the operator or class that declares it, or None if no level is
+        declared.
     """
     found: list[tuple[AttentionSupport, str]] = []
     if op is not None and op in _declared:
@@ -79,23 +81,23 @@ def mode_for_pieces(
     query_len: int = 1,
     captures: bool = True,
 ) -> ModeResolution:
-    """Return the closest mode to the requested one that a step's pieces support.
+    """Return the supported mode that is closest to the requested mode.
 
     Args:
         pieces: All pieces of the step.
-        mode: The requested mode.
+        mode: Requested mode.
         query_len: Tokens per request of a uniform decode batch.
-        captures: The backend can capture.
+        captures: Whether the backend can capture graphs.
 
     Raises:
-        ConfigError: FULL was requested for mixed batches, and a piece can never be captured. The
-            message names it and suggests splitting there.
+        ConfigError: FULL is requested for mixed batches, but a piece can never be captured. A note
+            names the piece.
     """
     pieces = list(pieces)
     asked = CUDAGraphMode.parse(mode)
     if not captures and asked is not CUDAGraphMode.NONE:
         return ModeResolution(
-            CUDAGraphMode.NONE, (f"{asked} -> NONE: this backend captures no graphs",)
+            CUDAGraphMode.NONE, (f"{asked} -> NONE: the backend does not capture graphs",)
         )
     is_split = any(not piece.is_graph for piece in pieces)
     try:
@@ -108,13 +110,13 @@ def mode_for_pieces(
         )
     except ConfigError as error:
         names = sorted({piece.limited_by for piece in pieces if piece.limited_by})
-        hint = "Use PIECEWISE" if is_split else "Split at it and use PIECEWISE"
+        hint = "Use PIECEWISE" if is_split else "Split the step there and use PIECEWISE"
         error.add_note(f"{', '.join(names)} can never be captured. {hint}.")
         raise
 
 
 def warn_of_downgrade(resolution: ModeResolution) -> None:
-    """Describe the mode that is used instead of the requested one."""
+    """Warn if the mode differs from the requested mode."""
     if resolution.reasons:
         warnings.warn(f"Mode {'; '.join(resolution.reasons)}.", ModeDowngradeWarning, stacklevel=3)
 
@@ -128,4 +130,4 @@ def _qualified_name(op: Any) -> str:
         return str(op._schema.name)
     if isinstance(op, CustomOpDef):
         return str(op._qualname)
-    raise ConfigError("op", op, "an operator, or its name with a namespace such as 'my::op'")
+    raise ConfigError("op", op, "an operator, or a name with a namespace, such as 'my::op'")

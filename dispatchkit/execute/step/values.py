@@ -1,22 +1,23 @@
-"""Compare values and tensors built into graphs with what Python would read now.
+"""Detect changes of values and tensors that are built into graphs.
 
-A graph keeps the address of each weight and the result of each branch of its capture. Replacing a
-weight, switching an adapter or changing a field of a configuration has no effect on it. So every
-sixteenth step of a lane compares sixteen such values, in turn; and if torch reports that a
-parameter, buffer or submodule was assigned, the next replay compares all of them.
+A graph contains the address of each weight and the outcome of each branch at its capture. Replacing
+a weight, switching an adapter or changing a configuration field has no effect on it. Therefore
+every sixteenth step of a lane compares the next sixteen values. If torch reports that a parameter,
+buffer or submodule was assigned, the next replay compares all values.
 
-Values of classes, and globals named in their code, take separate turns from those of objects,
-modules and functions, since libraries have many tables that hardly ever change.
+Values of classes, and globals named in their code, form a separate round from values of objects,
+modules and functions, because libraries have many tables that hardly ever change.
 
-How soon a change is detected:
+Delay until a change is detected:
 
-- a parameter, buffer or submodule that is assigned (also by ``load_state_dict(assign=True)``), and
-  a value that the step itself has changed: before the next result;
-- anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
-  within ``num_values + VALUES_AT_ONCE`` replays of any graphs of the lane;
-- a value reached only through a class: within ``num_class_values + VALUES_AT_ONCE`` replays;
-- a new item, key or attribute: within ``num_containers / 4 + VALUES_AT_ONCE`` replays, since
-  lengths are compared, of 64 containers at once.
+- assigning a parameter, buffer or submodule (including ``load_state_dict(assign=True)``), or
+  changing a value that the step itself has changed: none, it is detected before the next result;
+- any other change (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a
+  flag): at most ``num_values + VALUES_AT_ONCE`` replays of any graphs of the lane;
+- changing a value reached only through a class: at most ``num_class_values + VALUES_AT_ONCE``
+  replays;
+- adding an item, key or attribute: at most ``num_containers / 4 + VALUES_AT_ONCE`` replays, because
+  the lengths of 64 containers are compared at a time.
 """
 
 from __future__ import annotations
@@ -41,28 +42,28 @@ from dispatchkit.execute.step.python_state import (
 
 _T = TypeVar("_T")
 
-#: Number of values per comparison, and of a lane's steps between comparisons.
+#: Number of values per comparison, and number of steps of a lane from one comparison to the next.
 VALUES_AT_ONCE: Final = 16
 
-#: Number of containers per comparison, of which only lengths are compared.
+#: Number of containers per comparison. Only their lengths are compared.
 CONTAINERS_AT_ONCE: Final = 64
 
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class ValueWatch:
-    """Watches the values that the graphs of one lane have built in.
+    """Watch over the values that are built into the graphs of a lane.
 
     Args:
-        state: The state that the step reaches, recorded when the graphs are captured; None to watch
+        state: State that the step reaches, recorded when the graphs are captured; None watches
             nothing.
-        always: Entries to compare at every replay, which the step is known to change.
+        always: Entries to compare at every replay, because the step is known to change them.
 
     Attributes:
-        due: The lane's tick from which on the next replay must call ``is_unchanged``.
+        due: Tick of the lane from which the next replay must call ``is_unchanged``.
         num_values: Number of values in objects, modules, closures and functions.
-        num_class_values: Number of further values in classes and in globals named in their code.
-        num_containers: Number of dictionaries, lists and objects that may get further entries.
+        num_class_values: Number of values in classes and in globals named in their code.
+        num_containers: Number of dictionaries, lists and objects that may grow.
     """
 
     due: int
@@ -85,18 +86,18 @@ class ValueWatch:
         self._always = _Group(always) if always else None
         self._interval = 1 if always else VALUES_AT_ONCE
         self._next = 0
-        self._rewind()
+        self._restart()
         for module in () if state is None else state.modules:
             _WATCHES.setdefault(module, weakref.WeakSet()).add(self)
-        _listen()
+        _register_hooks()
 
     def is_unchanged(self, tick: int) -> bool:
-        """Compare the next values in turn; False if something changed, see ``changes``.
+        """Compare the next values; return False if ``changes`` must be called.
 
         Args:
-            tick: The lane's.
+            tick: Current tick of the lane.
         """
-        self.due = tick + self._interval  # first, since another thread may mark it meanwhile
+        self.due = tick + self._interval  # first, because another thread may call mark() meanwhile
         if self._is_marked:
             return False
         if self._always is not None:
@@ -105,38 +106,38 @@ class ValueWatch:
             if tick < self._next:
                 return True
             self._next = tick + VALUES_AT_ONCE
-        for turn in self._turns:  # noqa: SIM110 - a generator takes longer than what it asks
+        for turn in self._turns:  # noqa: SIM110 - a generator would cost more than the comparison
             if not next(turn).is_unchanged():
                 return False
         return True
 
     def changes(self) -> tuple[Entry, ...]:
-        """Compare everything and return the differences; restart the turns."""
-        self._rewind()
+        """Compare all values, return those that changed, and restart the rounds."""
+        self._restart()
         always = [] if self._always is None else [self._always]
         groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
         return tuple(entry for group in groups for entry in group.changes())
 
     def differences(self) -> tuple[Entry, ...]:
-        """Compare everything and return the differences, without an effect on later replays."""
+        """Compare all values and return those that changed, without restarting the rounds."""
         always = [] if self._always is None else [self._always]
         groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
         return tuple(entry for group in groups for entry in group.differences())
 
     def mark(self) -> None:
-        """Compare everything before the next replay."""
+        """Request a comparison of all values before the next replay."""
         self._is_marked, self.due = True, 0
 
-    def _rewind(self) -> None:
+    def _restart(self) -> None:
         self._turns = [itertools.cycle(groups) for groups in self._groups]
         self._next, self._is_marked = 0, False
         self.due = 0 if self._groups else sys.maxsize
 
 
 class _Group:
-    """Compares some entries: the same objects, at the same addresses if they are tensors.
+    """Entries that are compared together, by identity and by tensor address.
 
-    Nearly all of them are items of dictionaries, which are cheap enough to read in a step.
+    Nearly all entries are dictionary items, which are cheap enough to read in a step.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -146,7 +147,7 @@ class _Group:
         self._prepare()
 
     def is_unchanged(self) -> bool:
-        """Return whether Python would read the same now."""
+        """Return whether Python would read the same values now."""
         try:
             for holder, key, value in self._items:
                 if holder[key] is not value:
@@ -156,11 +157,11 @@ class _Group:
                 if now is not value and not is_same(value, now):
                     return False
             return [*map(_data_ptr, self._tensors)] == self._places
-        except (LookupError, RuntimeError):  # an item was removed, or a tensor's memory was freed
+        except (LookupError, RuntimeError):  # a removed item, or a tensor whose memory was freed
             return False
 
     def differences(self) -> list[Entry]:
-        """Return the entries that read differently now."""
+        """Return the entries whose values have changed."""
         return [
             entry
             for number, entry in enumerate(self._entries)
@@ -168,12 +169,12 @@ class _Group:
         ]
 
     def changes(self) -> list[Entry]:
-        """Return the entries that read differently now; note equal objects."""
+        """Return the entries whose values have changed, and store equal new objects."""
         found = []
         for number, entry in enumerate(self._entries):
             now = entry.now()
             if self._is_same(number, now):
-                self._values[number] = now  # an equal number: store the new object
+                self._values[number] = now  # an equal plain value, possibly a new object
             else:
                 found.append(entry)
         self._prepare()
@@ -184,7 +185,7 @@ class _Group:
         return is_there and is_same(self._values[number], now)
 
     def _prepare(self) -> None:
-        """Group the entries by how they are read."""
+        """Group the entries by the way they are read."""
         self._items: list[tuple[Any, Any, Any]] = []
         self._others: list[tuple[Entry, Any]] = []
         self._tensors: list[torch.Tensor] = []
@@ -200,40 +201,40 @@ class _Group:
 
 
 class _Lengths:
-    """Compares the lengths of containers; longer ones may have new entries that are read."""
+    """Containers whose lengths are compared together, to detect new entries."""
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self._containers = containers
         self._targets = [one.record.target for one in containers]
-        self._lengths: list[int] = []  # the first comparison reads all, since some are filtered
+        self._lengths: list[int] = []  # empty, so that the first comparison reads all entries
 
     def is_unchanged(self) -> bool:
-        """Return whether nothing that Python would read was added."""
+        """Return whether the containers have no new entries that the step may read."""
         return [*map(len, self._targets)] == self._lengths or not self.changes()
 
     def differences(self) -> list[Entry]:
-        """Return the new entries."""
+        """Return the new entries that the step may read."""
         return [entry for container in self._containers for entry in container.added()]
 
     def changes(self) -> list[Entry]:
-        """Return the new entries, and compare with the lengths of now from here on."""
+        """Return the new entries that the step may read, and record the current lengths."""
         found = self.differences()
         self._lengths = [*map(len, self._targets)]
         return found
 
 
 def _chunks(items: Sequence[_T], at_once: int) -> list[Sequence[_T]]:
-    """Return batches of entries, one per comparison."""
+    """Split items into chunks of at most ``at_once`` items."""
     return [items[at : at + at_once] for at in range(0, len(items), at_once)]
 
 
 def _address_of(value: Any) -> int | None:
-    """Return the address of a tensor's data; None if it has no single address."""
+    """Return the data address of a strided tensor; None for anything else."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     try:
         return value.data_ptr()
-    except RuntimeError:  # a wrapper without its own memory
+    except RuntimeError:  # a wrapper subclass without memory
         return None
 
 
@@ -243,16 +244,16 @@ _WATCHES: weakref.WeakKeyDictionary[Any, weakref.WeakSet[ValueWatch]] = weakref.
 
 
 @functools.cache
-def _listen() -> None:
-    """Make torch report assignments to modules, once per process."""
-    torch_module.register_module_parameter_registration_hook(_assigned)
-    torch_module.register_module_buffer_registration_hook(_assigned)
-    torch_module.register_module_module_registration_hook(_assigned)
+def _register_hooks() -> None:
+    """Register hooks for assignments to modules, once per process."""
+    torch_module.register_module_parameter_registration_hook(_mark_watches)
+    torch_module.register_module_buffer_registration_hook(_mark_watches)
+    torch_module.register_module_module_registration_hook(_mark_watches)
 
 
-def _assigned(module: torch.nn.Module, _name: str, _value: Any) -> None:
-    """Mark the watches of a module; called before the assignment."""
-    if torch.compiler.is_compiling():  # anything else here would break a compiled graph
+def _mark_watches(module: torch.nn.Module, _name: str, _value: Any) -> None:
+    """Mark the watches of a module; torch calls this before the assignment."""
+    if torch.compiler.is_compiling():  # other code here would cause a graph break
         return
     for watch in _WATCHES.get(module, ()):
         watch.mark()
