@@ -85,7 +85,7 @@ class RankSimulation:
         changed_modes: Number of steps whose mode was changed by another rank.
         real_tokens: Number of real tokens of all ranks.
         rank_padding: Number of tokens added to make every batch as large as the largest.
-        graph_padding: Number of tokens added after that to fit graphs.
+        graph_padding: Number of further tokens added to fit graphs.
         own_s: Time of a rank's own steps, averaged over ranks.
         slowest_s: Time spent waiting for the rank with the slowest step.
         padding_s: Extra time of the agreed size and mode over the slowest rank's own step.

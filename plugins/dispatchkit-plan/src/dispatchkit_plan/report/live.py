@@ -113,7 +113,9 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION))
     samples = data.get("samples")
     if not isinstance(samples, list) or not samples:
-        raise ConfigError(f"{source}: samples", samples, "at least one, as in " + _NOT_STATISTICS)
+        raise ConfigError(
+            f"{source}: samples", samples, "a list of at least one sample, as in " + _NOT_STATISTICS
+        )
     for sample in samples:
         _check_sample(sample, source)
     last = samples[-1]
