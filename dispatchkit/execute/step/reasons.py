@@ -85,8 +85,8 @@ NEXT_STEPS: Mapping[str, str] = {
         "the capture; runner.stats().differing_calls shows where."
     ),
     Reason.PYTHON_STATE: (
-        "print(runner) names the attribute, class, file and line. Keep this state in a tensor that "
-        "the step writes in place."
+        "print(runner) names the attribute, the class and, if known, the line. Keep this state in "
+        "a tensor that the step writes in place."
     ),
     Reason.FIRST_CALL: "No action is needed: the key is captured after this call.",
     Reason.GRADIENTS: (

@@ -539,12 +539,35 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             DraftModel(decoder, decoder_of(model, **{"sizes": None, **settings}))
-    with pytest.raises(ConfigError, match=r"vocabulary of small must be at least .*, 97, got 96"):
-        DraftModel(decoder, decoder_of(llama(vocab_size=96)))
+    large = decoder_of(llama(vocab_size=700))
+    with pytest.raises(ConfigError, match=r"vocabulary of small must be at least .*, 700, got 188"):
+        DraftModel(large, decoder_of(llama(vocab_size=188)))
     with pytest.raises(ConfigError, match="small must be a decoder of its own"):
         DraftModel(decoder, decoder)
     with pytest.raises(ConfigError, match="a model without an encoder"):
         DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))
+
+
+@pytest.mark.parametrize("vocabulary", [64, 128])
+def test_a_draft_model_may_have_a_vocabulary_of_another_padding(vocabulary):
+    """Even if the larger model has tokens that the smaller one lacks: a draft is a guess."""
+    model = llama()
+    decoder = decoder_of(model)
+    small = decoder_of(llama(vocab_size=vocabulary), sizes=None)
+    loop = SpeculativeDecoder(decoder, DraftModel(decoder, small))
+    ids = torch.tensor([[3, 96, 65, 5], [96, 95, 1, 63]])
+    found = loop.generate(ids, max_new_tokens=12, do_sample=False)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert found.tolist() == expected.tolist()
+    assert int(expected.max()) >= 64  # a token that only the larger model has
+
+
+def test_a_step_without_rows_is_an_error_in_every_loop():
+    decoder = decoder_of(llama())
+    loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
+    for step in (loop.step, decoder.step, decoder.logits):
+        with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
+            step()
 
 
 def test_rows_that_a_loop_does_not_know_of_are_an_error():

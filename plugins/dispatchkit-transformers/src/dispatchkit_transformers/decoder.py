@@ -51,7 +51,7 @@ try:
         left_paddings,
     )
     from dispatchkit_transformers.prompts import (
-        GRAPHS,
+        EagerPrompts,
         PromptRunner,
         check_prompt_sizes,
         prompt_runner,
@@ -208,7 +208,7 @@ class GraphDecoder:
         # Separate runners by result: choosing tokens in the graph must not pay for logits.
         self._runners: dict[str, GraphRunner] = {}
         chunk_state = self.cache.chunk_state(runs_twice=bool(options.check))
-        self._prompts: PromptRunner | str = prompt_runner(
+        self._prompts: PromptRunner | EagerPrompts = prompt_runner(
             self._probe,
             self.cache,
             self.lengths,
@@ -316,12 +316,10 @@ class GraphDecoder:
         self.check_fits(rows, max((width - padding for padding in paddings), default=1))
         self._check_model()
         lengths = [width - padding for padding in paddings]
-        prompts = self._prompts
-        longest = max(lengths, default=0)
-        how = prompts if isinstance(prompts, str) else prompts.how(rows, longest)
+        how, run = self._prompts.choose(rows, max(lengths, default=0))
         with torch.no_grad(), self.cache.joining(rows) as start:
-            if how == GRAPHS and not isinstance(prompts, str):
-                logits = prompts.run(start, input_ids, lengths)
+            if run is not None:
+                logits = run(start, input_ids, lengths)
             else:
                 seen = self._probe.prompt(
                     input_ids, attention_mask if any(paddings) else None, source
@@ -487,9 +485,7 @@ class GraphDecoder:
         """
         runner = self.runner(logits=logits, drafts=drafts)
         num_graphs = runner.capture(progress=progress).num_graphs
-        if not isinstance(self._prompts, str):
-            num_graphs += self._prompts.capture(progress=progress)
-        return num_graphs
+        return num_graphs + self._prompts.capture(progress=progress)
 
     def runner(self, *, logits: bool = False, drafts: bool = False) -> GraphRunner:
         """Return the runner of the steps that return tokens, created on first use.
@@ -513,20 +509,18 @@ class GraphDecoder:
         Raises:
             ConfigError: All prompts run eager.
         """
-        if isinstance(self._prompts, str):
+        if isinstance(self._prompts, EagerPrompts):
             raise ConfigError(
                 "prompt_sizes",
-                self._prompts,
+                self._prompts.reason,
                 "given, for a model whose prompts can run through graphs",
             )
         return self._prompts.runner
 
     def invalidate(self) -> None:
         """Release all graphs after weights were replaced, unless they were copied in place."""
-        for runner in self._runners.values():
+        for runner in (*self._runners.values(), *self._prompts.runners):
             runner.invalidate()
-        if not isinstance(self._prompts, str):
-            self._prompts.runner.invalidate()
 
     def bucket(self, num_rows: int) -> int:
         """Return the smallest capture size that covers ``num_rows``, or that number itself."""
@@ -536,8 +530,8 @@ class GraphDecoder:
     def stats(self) -> DecoderStats:
         """Return the counts so far."""
         graphs = {gives: runner.stats() for gives, runner in self._runners.items()}
-        if not isinstance(self._prompts, str):
-            graphs["prompts"] = self._prompts.runner.stats()
+        for runner in self._prompts.runners:
+            graphs["prompts"] = runner.stats()
         return DecoderStats(
             self._steps,
             self._admitted,
@@ -551,9 +545,7 @@ class GraphDecoder:
         )
 
     def __repr__(self) -> str:
-        runners = [*self._runners.values()]
-        if not isinstance(self._prompts, str):
-            runners.append(self._prompts.runner)
+        runners = [*self._runners.values(), *self._prompts.runners]
         states = [entry.state for one in runners for entry in one.registry.entries.values()]
         return (
             f"<GraphDecoder {type(self.model).__name__} on {self.runner().backend.name}, "
@@ -650,8 +642,7 @@ class GraphDecoder:
         self._check_ended()
         longest = max(self._lengths, default=self.max_length) + 1
         if longest > self.max_length:
-            if not self._lengths:
-                raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
+            self.check_has_rows()
             raise sequence_too_long(longest, self.max_length)
         runner = self._runners.get(gives) or self._runner(gives)
         length = min(longest + more, self.max_length)
@@ -683,6 +674,15 @@ class GraphDecoder:
                 f"0 for {name}: steps of several tokens give other logits than its prompts",
                 "Omit it.",
             )  # fmt: skip
+
+    def check_has_rows(self) -> None:
+        """Check that there are rows to step.
+
+        Raises:
+            DescriptorError: There are none.
+        """
+        if not self._lengths:
+            raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
 
     def check_has_drafts(self) -> None:
         """Raise ConfigError if the decoder was created without ``num_draft_tokens``."""

@@ -7,8 +7,8 @@ the live rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers.generation import (
@@ -129,10 +129,6 @@ class RowDecoder(Protocol):
         """Return each row's most likely next token (rows,)."""
         ...
 
-    def logits(self) -> torch.Tensor:
-        """Return the logits of each row's next token (rows, V)."""
-        ...
-
     def bucket(self, num_rows: int) -> int:
         """Return the batch size that a step of ``num_rows`` rows is padded to."""
         ...
@@ -143,6 +139,15 @@ class RowDecoder(Protocol):
 
     def reset(self) -> None:
         """Drop all rows."""
+        ...
+
+
+@runtime_checkable
+class LogitsDecoder(RowDecoder, Protocol):
+    """A decoder of rows whose steps can return logits, which all but greedy tokens need."""
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits of each row's next token (rows, V)."""
         ...
 
 
@@ -290,6 +295,23 @@ def _shortest_padding(mask: torch.Tensor) -> int:
     return int((mask.shape[1] - mask.sum(-1)).min())
 
 
+def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tensor]:
+    """Return the decoder's steps that return logits.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if not isinstance(decoder, LogitsDecoder):
+        asked = [type(one).__name__ for one in processors]
+        raise ConfigError(
+            "generate",
+            f"sampling, scores or logits processors {asked}",
+            "called for greedy tokens only, since drafts are verified",
+            "Pass do_sample=False without these, or call the decoder's own generate().",
+        )
+    return decoder.logits
+
+
 class _Loop:
     """One call of ``generate``."""
 
@@ -313,7 +335,9 @@ class _Loop:
         self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
         self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
         # Greedy steps choose tokens inside the graph and return no logits.
-        self.is_greedy = is_greedy(config, processors)
+        self._next_logits = (
+            None if is_greedy(config, processors) else _logits_of(decoder, processors)
+        )
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
         # The output row of each live row, also as a tensor; None while both are identical.
@@ -325,12 +349,12 @@ class _Loop:
         """Decode until all rows are finished."""
         decoder = self.decoder
         logits = decoder.admit(self.ids, self.mask, **self.source)
-        tokens = decoder.tokens if self.is_greedy else self._choose(logits)
+        tokens = decoder.tokens if self._next_logits is None else self._choose(logits)
         while not self._take(tokens):
-            if self.is_greedy:
+            if self._next_logits is None:
                 tokens = self._widen(decoder.step())
             else:
-                tokens = self._choose(self._widen(decoder.logits()))
+                tokens = self._choose(self._widen(self._next_logits()))
         if not self.config.return_dict_in_generate:
             return self.ids
         kind = GenerateEncoderDecoderOutput if self.source else GenerateDecoderOnlyOutput

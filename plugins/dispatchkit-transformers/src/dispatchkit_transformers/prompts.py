@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
@@ -35,6 +36,8 @@ from dispatchkit_transformers.static_models import (
 
 #: How prompts ran, if they did not run eager.
 GRAPHS = "graphs"
+#: Runs prompts (B, T) of some lengths into the slots from a first one on; returns logits (B, V).
+Run = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
 # Up to about this many tokens, a chunk takes as long as one of a few, since both read all weights.
 # Measured: docs/measurements/decoding.md, "Prompts through graphs".
@@ -279,13 +282,18 @@ class PromptRunner:
             **{**settings, "sizes": self._rows},
         )
 
-    def how(self, rows: int, width: int) -> str:
-        """Return how prompts (B, T) run: through graphs, or the reason for running eager."""
+    @property
+    def runners(self) -> tuple[GraphRunner, ...]:
+        """The runner of the chunks."""
+        return (self.runner,)
+
+    def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
+        """Return how prompts (B, T) run, and what runs them if they do not run eager."""
         if self._chunks(rows, width, whole=self._whole):
-            return GRAPHS
+            return GRAPHS, self.run
         if self._chunks(rows, width, whole=False):
-            return "states_not_continued"
-        return str(Reason.ABOVE_LARGEST)
+            return "states_not_continued", None
+        return str(Reason.ABOVE_LARGEST), None
 
     def _chunks(self, rows: int, width: int, *, whole: bool) -> tuple[int, ...]:
         """Return the chunks for prompts (B, T); empty if they do not fit into graphs."""
@@ -333,28 +341,52 @@ class PromptRunner:
         return self.runner.capture(keys, progress=progress).num_graphs
 
 
+@attrs.frozen
+class EagerPrompts:
+    """Prompts that all run eager, in place of a ``PromptRunner``.
+
+    Attributes:
+        reason: Why.
+    """
+
+    reason: str
+
+    @property
+    def runners(self) -> tuple[GraphRunner, ...]:
+        """Empty: there are no chunks."""
+        return ()
+
+    def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
+        """Return the reason for running eager."""
+        return self.reason, None
+
+    def capture(self, *, progress: bool = False) -> int:
+        """Return 0: there is nothing to capture."""
+        return 0
+
+
 def prompt_runner(
     probe: Probe,
     memory: SlotCache,
     lengths: Sequence[int],
     sizes: tuple[int, ...],
     settings: Mapping[str, Any],
-) -> PromptRunner | str:
+) -> PromptRunner | EagerPrompts:
     """Return the runner of prompts, or the reason why all of them run eager.
 
     The arguments are those of ``PromptRunner``; without sizes, prompts run eager.
     """
     if not sizes:
-        return "no_prompt_sizes"
+        return EagerPrompts("no_prompt_sizes")
     if probe.cross:
         # Keys and values of the source are computed with the prompt, and a chunk has no source.
-        return "encoder_decoder"
+        return EagerPrompts("encoder_decoder")
     if _passes_windows(probe, memory.length) and not _masks_windows(probe.model):
-        return "windows_not_masked"
+        return EagerPrompts("windows_not_masked")
     for whole in (False, True):
         if chunks_match_prompts(probe, memory.length, whole=whole):
             return PromptRunner(probe, memory, lengths, sizes, settings, whole=whole)
-    return "chunks_differ"
+    return EagerPrompts("chunks_differ")
 
 
 def _passes_windows(probe: Probe, length: int) -> bool:

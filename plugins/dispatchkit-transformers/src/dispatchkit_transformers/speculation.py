@@ -25,7 +25,10 @@ from dispatchkit.keys import check_count
 from dispatchkit.options import RunnerOptions
 
 from dispatchkit_transformers.decoder import GraphDecoder
-from dispatchkit_transformers.generation import call_generate, generate, is_greedy
+from dispatchkit_transformers.generation import call_generate, generate
+
+# Models round the size of their vocabulary up, by less than this many tokens that no tokenizer has.
+_MOST_PADDING = 512
 
 
 class Drafter(Protocol):
@@ -104,27 +107,10 @@ class SpeculativeDecoder:
         self,
         model: Any,
         input_ids: torch.Tensor,
-        *,
-        logits_processor: Any,
-        generation_config: Any,
         **prepared: Any,
     ) -> Any:
         """Decode what ``generate`` has prepared, as the library's ``custom_generate``."""
-        if not is_greedy(generation_config, logits_processor):
-            asked = [type(one).__name__ for one in logits_processor]
-            raise ConfigError(
-                "generate", f"sampling, scores or logits processors {asked}",
-                "called for greedy tokens only, since drafts are verified",
-                "Pass do_sample=False without these, or call the decoder's own generate().",
-            )  # fmt: skip
-        return generate(
-            VerifiedRows(self),
-            model,
-            input_ids,
-            logits_processor=logits_processor,
-            generation_config=generation_config,
-            **prepared,
-        )
+        return generate(VerifiedRows(self), model, input_ids, **prepared)
 
     @property
     def num_rows(self) -> int:
@@ -160,8 +146,7 @@ class SpeculativeDecoder:
                 f"{decoder.row_lengths}. Call admit, step and drop of the SpeculativeDecoder, "
                 "not those of its decoder.",
             )
-        if not decoder.num_rows:
-            return decoder.verify(decoder.tokens.unsqueeze(1))  # raises: there are no rows
+        decoder.check_has_rows()
         drafts = self.drafter.propose(decoder.tokens, decoder.positions, self._lengths)
         said = decoder.verify(drafts)
         self._lengths = decoder.row_lengths
@@ -275,10 +260,11 @@ class DraftModel:
     Args:
         decoder: Verifies the drafts.
         small: The decoder of the smaller model, with at least as many rows and positions, created
-            with ``num_draft_tokens``: the number of drafts for each row.
+            with ``num_draft_tokens``: the number of drafts for each row. The sizes of the
+            vocabularies may differ by their padding.
 
     Raises:
-        ConfigError: The smaller one has fewer rows, positions or tokens in its vocabulary, no
+        ConfigError: The smaller one has fewer rows, positions or (by more than padding) tokens, no
             ``num_draft_tokens``, an encoder, or rows already.
     """
 
@@ -287,10 +273,10 @@ class DraftModel:
             given, least = getattr(small, name), getattr(decoder, name)
             if given < least:
                 raise ConfigError(f"small.{name}", given, f"at least the decoder's, {least}")
-        if small.vocabulary < decoder.vocabulary:
+        if small.vocabulary <= decoder.vocabulary - _MOST_PADDING:
             raise ConfigError(
                 "vocabulary of small", small.vocabulary,
-                f"at least that of the decoder, {decoder.vocabulary}",
+                f"at least about that of the decoder, {decoder.vocabulary}",
                 "Choose a model with the same tokenizer.",
             )  # fmt: skip
         if not small.num_draft_tokens:
@@ -304,6 +290,9 @@ class DraftModel:
             given = "decoder itself" if small is decoder else f"{small.num_rows} rows"
             raise ConfigError("small", given, "a decoder of its own, without rows")
         self._decoder = small
+        # Tokens that only the larger model has are not of the tokenizer; a draft after one is a
+        # guess like any other.
+        self._last = small.vocabulary - 1 if small.vocabulary < decoder.vocabulary else None
 
     @property
     def num_tokens(self) -> int:
@@ -315,7 +304,7 @@ class DraftModel:
         width = input_ids.shape[1]
         at = torch.arange(width, device=input_ids.device)
         begins = width - torch.tensor(lengths, device=input_ids.device)
-        self._decoder.admit(input_ids, (at >= begins.unsqueeze(1)).long())
+        self._decoder.admit(self._known(input_ids), (at >= begins.unsqueeze(1)).long())
 
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
@@ -323,7 +312,7 @@ class DraftModel:
         """Return the smaller model's most likely tokens, fewer at the end of its cache."""
         decoder, most = self._decoder, self.num_tokens
         decoder.truncate(lengths)
-        decoder.tokens = tokens
+        decoder.tokens = self._known(tokens)
         drafts = tokens.new_full((len(lengths), most), -1)
         steps = min(most + 1, decoder.max_length - max(lengths))
         for number in range(steps):
@@ -338,6 +327,10 @@ class DraftModel:
         gone = [row for row in range(self._decoder.num_rows) if row not in remaining]
         if self._decoder.drop(gone) != list(order):
             raise InputError("order", f"order must be that of the decoder's drop, got {order}.")
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return tokens with those that the smaller model lacks replaced by its last one."""
+        return tokens if self._last is None else tokens.clamp(max=self._last)
 
 
 class VerifiedRows:
@@ -391,13 +384,6 @@ class VerifiedRows:
             for row, said in zip(self._rows, self._loop.step(), strict=True):
                 self._stores[row].extend(said)
         return torch.tensor([one.popleft() for one in self._stores], device=decoder.device)
-
-    def logits(self) -> torch.Tensor:
-        """Raise ConfigError: drafts are verified without logits."""
-        raise ConfigError(
-            "drafter", "one", "omitted unless tokens are the most likely ones",
-            "Drafts need do_sample=False, without processors, scores or logits.",
-        )  # fmt: skip
 
     def drop(self, rows: Iterable[int]) -> list[int]:
         """Drop rows; return the previous index of each remaining row."""
