@@ -1,6 +1,6 @@
-"""The protocols of backends, and the built-in backends, chosen by name.
+"""Backend protocols, and the built-in backends, which are selected by name.
 
-Importing this package does not import torch; a backend is imported when it is requested.
+Importing this package does not import torch; each backend is imported when requested.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The protocols that every backend must implement, without torch.
 
-A backend owns streams, events, memory pools, and the capture and replay of one callable. It decides
-nothing. Every backend must pass the same ``BackendTests``. Optional features are in ``optional``.
+A backend provides streams, events and memory pools, and captures and replays callables. It makes no
+decisions. Every backend must pass ``BackendTests``. Optional features are in ``optional``.
 
-Terms are those of torch: see "CUDA semantics", section "CUDA Graphs", in torch's documentation.
+The terms are torch's; see "CUDA semantics", section "CUDA Graphs", in its documentation.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import attrs
 
 @attrs.frozen
 class BackendCapabilities:
-    """The capabilities of a backend, read before anything is decided.
+    """The capabilities of a backend.
 
     Attributes:
-        graphs: It can capture and replay graphs.
-        max_streams: Number of independent streams of the device (None: no known limit).
-        device_timing: Timing events measure device time rather than host time.
-        concurrent_streams: Work on two streams may overlap in time.
-        poisons_outputs: Outputs read before the first replay hold recognizable poison rather than
-            old memory contents.
-        stream_priorities: ``new_stream`` takes ``priority``, as ``PriorityBackend`` says.
-        steps_beside_captures: While one thread captures, others may run and replay the same
-            operations, provided that the callable has no outside effects.
-        unwatched_captures: ``capture`` takes ``watched``, ``notes`` and ``compiled``, as
-            ``UnwatchedCaptureBackend`` says.
+        graphs: Whether it can capture and replay graphs.
+        max_streams: Number of independent streams on the device; None if the limit is unknown.
+        device_timing: Whether timing events measure device time, not host time.
+        concurrent_streams: Whether work on different streams may run concurrently.
+        poisons_outputs: Whether outputs contain a recognizable poison value before the first
+            replay, instead of old memory contents.
+        stream_priorities: Whether ``new_stream`` accepts ``priority``; see ``PriorityBackend``.
+        steps_during_captures: Whether other threads may run and replay the same operations during a
+            capture, provided that the callable has no side effects.
+        unwatched_captures: Whether ``capture`` accepts ``watched``, ``notes`` and ``compiled``; see
+            ``UnwatchedCaptureBackend``.
     """
 
     graphs: bool = True
@@ -40,7 +40,7 @@ class BackendCapabilities:
     poisons_outputs: bool = False
     stream_priorities: bool = False
     unwatched_captures: bool = False
-    steps_beside_captures: bool = False
+    steps_during_captures: bool = False
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class Stream(Protocol):
 
 @runtime_checkable
 class CapturedGraph(Protocol):
-    """One captured graph: fixed addresses, replayed without running Python."""
+    """A captured graph with fixed addresses, replayed without running Python code."""
 
     @property
     def outputs(self) -> Any:
@@ -113,7 +113,7 @@ class CapturedGraph(Protocol):
         ...
 
     def release(self) -> None:
-        """Release the graph and what it holds; a later replay raises ReplayError."""
+        """Release the graph and its memory; a later replay raises ReplayError."""
         ...
 
 
@@ -126,7 +126,7 @@ class GraphBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name (``cuda``, ``tape``)."""
+        """Name of the backend, such as ``cuda`` or ``tape``."""
         ...
 
     @property
@@ -150,11 +150,11 @@ class GraphBackend(Protocol):
         ...
 
     def current_stream_handle(self) -> int:
-        """Return the raw handle of the current stream; the cheapest query."""
+        """Return the raw handle of the current stream."""
         ...
 
     def new_stream(self) -> Stream:
-        """Return a stream; beyond ``max_streams``, raise a ConfigError with the limit."""
+        """Return a new stream; raise ConfigError if ``max_streams`` are in use."""
         ...
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
@@ -199,18 +199,18 @@ class GraphBackend(Protocol):
     ) -> CapturedGraph:
         """Capture the callable on a stream into a pool.
 
-        The callable has no effects on the device during capture; random generators and all storages
-        outside the graph are left as they were. Nested captures are refused. Intermediates that
-        user code keeps stay alive with the graph.
+        The callable has no effects on the device during capture: random generators and storages
+        outside the graph do not change. Nested captures are refused. Intermediates that user code
+        stores stay alive with the graph.
 
         The stream must come from ``new_stream()``: the default stream cannot be captured.
 
         Raises:
-            CaptureError: The original exception is its ``__cause__``. The current stream, the
-                generators, the garbage collector and outside storage are as before.
+            CaptureError: The capture failed. ``__cause__`` is the original exception. The current
+                stream, generators, garbage collector and outside storages are restored.
         """
         ...
 
     def is_capturing(self) -> bool:
-        """Return whether this thread is inside a capture, ours or the caller's."""
+        """Return whether this thread is inside a capture, including captures by other code."""
         ...

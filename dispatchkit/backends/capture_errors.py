@@ -11,7 +11,7 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
-# Texts of CUDA's errors 900, 901 and 907, which invalidate the capture, and of torch's own check of
+# Messages of CUDA errors 900, 901 and 907, which invalidate the capture, and of torch's check of
 # copies, which does not.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
@@ -25,24 +25,24 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames in an error's traceback.
 
-    An error stored as the reason of a failed key would otherwise keep alive every tensor that the
-    callable held when it failed. The frames' functions are kept, so that the traceback still shows
-    where it failed, and with them what they close over; see ``clear_traceback``.
+    Otherwise an error that is stored for a failed key would keep all tensors in these variables
+    alive. The frames still reference their functions and closures, so that the traceback shows
+    where the error occurred; see ``clear_traceback``.
 
     Args:
         error: The error of the capture.
-        handled: The exception the caller was handling when the capture began (``sys.exception()``);
-            it is in the error's context and must not be changed.
+        handled: The exception that the caller was handling when the capture began
+            (``sys.exception()``). It is in the error's context and must not change.
     """
     for one in _chain(error, handled):
         traceback.clear_frames(one.__traceback__)
 
 
 def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
-    """Drop the traceback of an error that nobody will see, with everything it holds.
+    """Remove the traceback of an error that is not reported, to free its objects.
 
-    A cleared frame still references its function and the function's closure (CPython 3.11 and
-    later). The error itself may stay alive: a callable may keep the exception it raises.
+    A cleared frame still references its function and closure (CPython 3.11 and later), and the
+    callable may keep the exception alive.
 
     Args:
         error: The error of the capture.
@@ -54,7 +54,7 @@ def clear_traceback(error: BaseException, handled: BaseException | None) -> None
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
-    """Return an error with its causes, contexts and parts, except for the caller's own."""
+    """Return an error with its causes, contexts and group members, except the handled one."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -69,11 +69,11 @@ def _chain(error: BaseException, handled: BaseException | None) -> list[BaseExce
 
 
 def origin_of(error: BaseException) -> str:
-    """Return the origin of an error as ``model.py:12 (forward)``.
+    """Return the location of an error, such as ``model.py:12 (forward)``.
 
-    It is the innermost frame inside the callable that belongs to neither torch nor dispatchkit. If
-    there is none, as in one of torch's own modules, it is the innermost frame of torch's public
-    modules, since private ones only pass calls on. Empty for an error without a traceback.
+    This is the innermost frame of the callable outside torch and dispatchkit, or else the innermost
+    frame in a public module of torch, because private modules only forward calls. Empty for an
+    error without a traceback.
     """
     found = ""
     for module, place in _places(error):
@@ -88,10 +88,10 @@ def origin_of(error: BaseException) -> str:
 
 
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield the module and the place of each frame of an error, innermost first.
+    """Yield the module and location of each frame of an error, innermost first.
 
-    Frames outside the innermost call by dispatchkit's runners and captures are left out: they
-    belong to the caller of the step, not to the step.
+    Frames outside the innermost call by a runner or capture are omitted, because they belong to the
+    caller of the step.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
@@ -105,7 +105,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _calls_steps(frame: FrameType) -> bool:
-    """Return whether a frame belongs to dispatchkit, other than to its watch of operations."""
+    """Return whether a frame belongs to dispatchkit, excluding its backends."""
     package, _, inside = _module(frame).partition(".")
     return package == "dispatchkit" and not inside.startswith("backends.")
 
@@ -124,10 +124,10 @@ def capture_error(error: BaseException) -> CaptureError:
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _NOT_CAPTURABLE):
         return CaptureError(
-            f"The function did something that a stream cannot capture{at}: "
-            f"{text.splitlines()[0]}. Typical causes are copies to or from pageable host memory, "
-            "synchronization inside an extension, and work on the default stream. Move it out of "
-            "the captured function, or mark that piece eager.",
+            f"The function used an operation that a stream cannot capture{at}: "
+            f"{text.splitlines()[0]}. Typical causes are copies to or from pageable host "
+            "memory, synchronization inside an extension, and work on the default stream. Move "
+            "the operation out of the captured function, or mark that piece eager.",
             reason="host_sync",
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
@@ -139,7 +139,7 @@ def capture_error(error: BaseException) -> CaptureError:
             reason="out_of_memory",
         )
     return CaptureError(
-        f"The function failed during capture{at}: {type(error).__name__}: {error}. Run it eagerly "
-        "to see whether it fails there, too.",
+        f"The function failed during capture{at}: {type(error).__name__}: {error}. Run the "
+        "function eagerly to check whether it also fails there.",
         reason="error",
     )

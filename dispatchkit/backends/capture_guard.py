@@ -1,8 +1,8 @@
-"""State shared by all captures of the process, on any device, without torch.
+"""Process-wide state of captures on all devices, without torch.
 
-One capture runs at a time per device, captures do not nest in a thread, and the garbage collector
-is disabled during captures: a collection in the middle of one may destroy an old graph, whose
-clean-up calls are not allowed while a stream is capturing.
+Only one capture per device runs at a time, and captures in a thread cannot be nested. The garbage
+collector is disabled during captures, because a collection may destroy an old graph, and the
+required driver calls are not allowed while a stream is capturing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _T = TypeVar("_T")
 
 
 class HostSyncError(RuntimeError):
-    """A call waited for the device in the middle of a capture.
+    """A call waits for the device during a capture.
 
     Args:
-        call: The call.
-        why: Why it waits.
-        next_step: What to do about it.
+        call: Name of the call.
+        why: Reason why the call waits.
+        next_step: Suggested change, as a sentence.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class HostSyncError(RuntimeError):
 
 
 class _ThreadState(threading.local):
-    """The device that this thread is capturing on; empty outside a capture.
+    """The device on which this thread is capturing.
 
     Attributes:
-        device: Calls now become part of a graph of this device.
-        paused: A capture on this device has ended a segment and will resume.
+        device: Device of the active capture; empty outside a capture.
+        paused: Device of a capture that has ended a segment and will resume; otherwise empty.
     """
 
     device = ""
@@ -56,7 +56,7 @@ _locks_guard = threading.Lock()
 
 
 def capturing_device() -> str:
-    """Return the device this thread is capturing on, or "" outside a capture."""
+    """Return the device on which this thread is capturing, or "" outside a capture."""
     return _thread.device
 
 
@@ -72,9 +72,9 @@ def _lock_of(device: str) -> threading.Lock:
 
 
 class _CollectorHold:
-    """Disables the garbage collector while any capture of the process runs.
+    """Disables the garbage collector during captures.
 
-    Captures on two devices may overlap: the first to begin saves the setting and the last to end
+    Captures on different devices may overlap: the first capture saves the setting, and the last
     restores it.
     """
 
@@ -84,7 +84,7 @@ class _CollectorHold:
         self._was_enabled = False
 
     def enter(self, holder: object) -> None:
-        """Disable it for a holder."""
+        """Disable the collector for a holder."""
         with self._guard:
             if not self._holders:
                 self._was_enabled = gc.isenabled()
@@ -92,7 +92,7 @@ class _CollectorHold:
             gc.disable()
 
     def leave(self, holder: object) -> None:
-        """Stop disabling it for a holder; a second call has no effect."""
+        """Remove a holder, and restore the setting after the last; a second call has no effect."""
         with self._guard:
             if holder not in self._holders:
                 return
@@ -104,7 +104,7 @@ class _CollectorHold:
             self._holders.discard(holder)
 
     def forget(self) -> None:
-        """Restore the setting in a process that has none of the holders."""
+        """Restore the setting in a forked process, where the holders do not exist."""
         self._guard = threading.Lock()
         if self._holders and self._was_enabled:
             gc.enable()
@@ -112,7 +112,7 @@ class _CollectorHold:
 
     @property
     def is_held(self) -> bool:
-        """Whether any capture of the process runs."""
+        """Whether a capture is running in the process."""
         return bool(self._holders)
 
 
@@ -128,8 +128,8 @@ def refuse_nested(device: str) -> None:
     """Raise CaptureError if this thread is already inside a capture."""
     if outer := _thread.device or _thread.paused:
         raise CaptureError(
-            f"A capture on {device!r} was begun inside a capture on {outer!r} of the "
-            "same thread; captures do not nest. Call the inner function directly: the outer "
+            f"A capture on {device!r} was started inside a capture on {outer!r} in the same "
+            "thread; captures cannot be nested. Call the inner function directly: the outer "
             "capture records it.",
             reason="nested",
         )
@@ -148,8 +148,8 @@ def resume_capture() -> None:
 def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
     """Run a capture, holding the device's lock and with the garbage collector disabled.
 
-    A signal handler's exception may be raised at any instruction, even at the beginning of the
-    clean-up. So the lock has its own ``with`` statement, and the clean-up is called twice.
+    A signal handler may raise at any instruction, even at the beginning of the cleanup. The lock
+    therefore has its own ``with`` statement, and the cleanup is called twice.
 
     Raises:
         CaptureError: This thread is already capturing (reason ``nested``).
@@ -173,7 +173,7 @@ def _end_capture(holder: object) -> None:
     _collector.leave(holder)
 
 
-# Locks of runners, which another thread may hold at a fork and which does not exist in the child.
+# Locks of runners. At a fork, a thread that does not exist in the child may hold them.
 _free_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -1,12 +1,12 @@
-"""Optional parts of backends beyond ``GraphBackend``, and a record of those offered.
+"""Optional backend protocols beyond ``GraphBackend``, and which of them a backend offers.
 
-Each part is a Protocol, and a backend implements those that its device supports. Having the methods
-means offering the part; if only the arguments of a required method differ, a field of
-``BackendCapabilities`` indicates it. ``features_of`` is the only place that checks.
+A backend implements the protocols that its device supports. It offers a protocol by having the
+methods; if only the arguments of a required method differ, a field of ``BackendCapabilities``
+indicates it. Only ``features_of`` checks this.
 
-Without a part, the runner uses an alternative: a warmup instead of a rehearsal, ``replay`` instead
-of a direct launch, copies by torch instead of a copy node. ``BackendTests`` tests each part that is
-offered.
+If a protocol is missing, the runner uses an alternative: a warmup instead of a rehearsal,
+``replay`` instead of a direct launch, copies by torch instead of a copy node. ``BackendTests``
+tests all offered protocols.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
 
 _T = TypeVar("_T")
 
-#: Launches a graph on a stream. The arguments are those of the device's runtime: the handle that
-#: ``direct_launch`` returned for the graph, and the stream's raw handle as ``ctypes.c_void_p``. It
-#: returns 0 or None, or the runtime's error code if nothing was launched.
+#: Function of the device's runtime that launches a graph on a stream. Its arguments are the graph
+#: handle from ``direct_launch`` and the stream's raw handle as ``ctypes.c_void_p``. It returns 0 or
+#: None, or an error code if the launch failed.
 LaunchCall = Callable[[Any, Any], int | None]
 
 
 class RehearsingBackend(Protocol):
-    """A backend that measures in advance how much memory a capture takes.
+    """A backend that measures the memory of a capture in advance.
 
-    Without it, a budget in bytes relies on the memory of the first warmup, and a graph that turns
-    out larger is evicted after its capture.
+    Without it, memory budgets use the memory of the first warmup as an estimate, and evict a larger
+    graph after its capture.
     """
 
     def rehearse(
@@ -41,7 +41,7 @@ class RehearsingBackend(Protocol):
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return an upper bound, in bytes, of the pool's growth by a capture.
+        """Return an upper bound for the pool's growth in a capture, in bytes.
 
         The callable runs once on the stream, like a warmup: the caller restores what it changes.
         The pool does not change.
@@ -62,12 +62,12 @@ class PriorityBackend(Protocol):
         """Return a stream.
 
         Args:
-            priority: Urgency of its work, at least 0. Larger numbers go first, and a number beyond
-                the device's range is reduced to the maximum. A graph keeps the priority of the
-                stream that captured it.
+            priority: Priority of its work, at least 0. Larger numbers run first; numbers above the
+                device's range are reduced to the maximum. A graph keeps the priority of the stream
+                that captured it.
 
         Raises:
-            ConfigError: The device has no stream left; the error states the limit.
+            ConfigError: All streams of the device are in use. The message states the limit.
         """
         ...
 
@@ -75,12 +75,12 @@ class PriorityBackend(Protocol):
 class DirectLaunchBackend(Protocol):
     """A backend that launches graphs through the device's runtime, bypassing ``replay``.
 
-    Without it, ``replay`` launches each graph. Only graphs without random state are launched
-    directly, since they need not advance generators.
+    Without it, ``replay`` launches each graph. Graphs with random state are never launched
+    directly, because their replays must advance generators.
     """
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the launch function and the graph's handle; None if only ``replay`` can launch it.
+        """Return the launch function and the graph's handle, or None if unsupported.
 
         The result is valid until the graph is released. The function runs once per step: it must
         not take a lock or create an object.
@@ -110,11 +110,11 @@ class UploadingBackend(Protocol):
 
 
 class WarmupNotes(Protocol):
-    """What a warmup reveals about the operations of the capture that follows."""
+    """Facts about operations, collected in a warmup for the capture that follows."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operations can be captured with these notes, without another watch."""
+        """Whether the operations can be captured with these notes instead of a watch."""
         ...
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -123,33 +123,33 @@ class WarmupNotes(Protocol):
 
 
 class WatchedGraph(CapturedGraph, Protocol):
-    """A graph that keeps alive what its operations read and write, as far as it was watched."""
+    """A graph that keeps alive the memory that watched operations read and write."""
 
     @property
     def holds(self) -> list[Any]:
-        """Device storages that are kept alive until release; the runner adds more."""
+        """Device storages to keep alive until release; the runner may add storages."""
         ...
 
     @property
     def host_tensors(self) -> list[Any]:
-        """Host memory that the graph copies from or to; each capture has its own."""
+        """Host memory that the graph copies from or to, separate for each capture."""
         ...
 
     @property
     def num_plain_operations(self) -> int:
-        """Operations of functions of torch.compile that were captured without being compiled."""
+        """Number of operations in functions of torch.compile that were captured uncompiled."""
         ...
 
 
 class UnwatchedCaptureBackend(Protocol):
-    """A backend that watches each operation of a capture, and can capture without.
+    """A backend that can capture with or without watching each operation.
 
-    ``capabilities.unwatched_captures`` is True. A watch costs microseconds per operation. Of
-    captures that run the same operations at different sizes, the runner watches one.
+    ``capabilities.unwatched_captures`` is True. Watching takes microseconds per operation. If
+    captures of different sizes run the same operations, the runner watches only one capture.
     """
 
     def new_notes(self) -> WarmupNotes | None:
-        """Return empty notes for a warmup; None if a warmup cannot replace a watch."""
+        """Return empty notes for a warmup, or None if notes cannot replace a watch."""
         ...
 
     def capture(
@@ -171,13 +171,14 @@ class UnwatchedCaptureBackend(Protocol):
             stream: A stream from ``new_stream()``.
             pool: The pool for the graph's memory.
             generators: Random generators other than the default one.
-            watched: Watch each operation. False: the caller watched the same operations in an
-                earlier capture, and adds that graph's ``holds`` to this graph's.
-            notes: Plain notes of a warmup of the same operations, which replace the watch. Memory
-                that only the warmup used is not kept alive.
-            compiled: The callable calls functions of torch.compile, which must run compiled.
-            draws: It may draw random numbers. False: a warmup showed that it draws none, so that
-                other threads may use the generators meanwhile.
+            watched: Whether to watch each operation. False if an earlier capture watched the same
+                operations; the caller then adds ``holds`` of that graph to this graph.
+            notes: Plain notes from a warmup of the same operations, which replace the watch. Memory
+                used only by the warmup is not kept alive.
+            compiled: Whether the callable calls functions of torch.compile, which must run
+                compiled.
+            draws: Whether the callable may draw random numbers. False if a warmup drew none; other
+                threads may then use the generators during the capture.
 
         Raises:
             CaptureError: As for ``GraphBackend.capture``.
@@ -186,7 +187,7 @@ class UnwatchedCaptureBackend(Protocol):
 
 
 class SegmentGraph(CapturedGraph, Protocol):
-    """One segment of a capture: a graph that returns nothing by itself."""
+    """A graph of one segment, without outputs of its own."""
 
     @property
     def num_operations(self) -> int:
@@ -195,15 +196,16 @@ class SegmentGraph(CapturedGraph, Protocol):
 
 
 class SegmentedCapture(Protocol):
-    """A capture with breaks, as seen by the callable that is captured."""
+    """The interface with which a captured callable ends and begins segments."""
 
     def end(self) -> SegmentGraph:
         """End the segment; later calls run immediately.
 
-        Nothing in the segment has run; a replay computes it. Live tensors keep their memory.
+        The operations in the segment have not run; a replay computes them. Live tensors keep their
+        memory.
 
         Raises:
-            CaptureError: No segment has begun, or it cannot be ended.
+            CaptureError: No segment is open, or it cannot be ended.
         """
         ...
 
@@ -211,25 +213,25 @@ class SegmentedCapture(Protocol):
         """Begin the next segment.
 
         Raises:
-            CaptureError: A segment has already begun, or the device refuses.
+            CaptureError: A segment is already open, or the device refuses.
         """
         ...
 
     def keeps(self, tensor: Any) -> bool:
-        """Return whether a tensor's memory was allocated in this capture and stays in the pool.
+        """Return whether a tensor's memory was allocated in a segment of this capture.
 
-        Called between segments. Such memory exists for as long as a graph of the capture, even if
-        the tensor does not: later captures into the pool may then reuse it, and each replay writes
-        it again at its point in the sequence. Memory allocated before the capture, or between
-        segments, is not kept this way.
+        Called between segments. The pool keeps this memory as long as a graph of the capture
+        exists, even if the tensor is freed. Later captures into the pool may then reuse the memory,
+        and each replay writes it again at its point in the sequence. Memory allocated before the
+        capture or between segments is not kept in the pool.
         """
         ...
 
 
 class SegmentingBackend(Protocol):
-    """A backend whose captures can end in the middle of a callable and resume later in it.
+    """A backend whose captures can break and resume within a callable.
 
-    Without it, a step that is one function has no PIECEWISE graphs.
+    Without it, a step that is a single function has no PIECEWISE graphs.
     """
 
     def capture_segments(
@@ -242,19 +244,20 @@ class SegmentingBackend(Protocol):
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Call a function that ends and begins segments, with the first one begun; return its
-        result.
+        """Capture a callable in segments, and return its result.
 
-        ``end`` returns the graphs. A segment left open is refused, since nothing would replay it.
-        Otherwise as for ``GraphBackend.capture``; calls between segments take effect.
+        The first segment is open when the callable is called. ``end`` returns each graph. The
+        callable must not return with an open segment, because its graph would be lost. Calls
+        between segments take effect immediately. Otherwise as for ``GraphBackend.capture``.
 
         Args:
             run: The callable.
             stream: A stream from ``new_stream()``, which must be current at each end.
             pool: The pool for the memory of all segments.
             generators: Random generators other than the default one.
-            compiled: The callable calls functions of torch.compile, which must run compiled.
-            draws: It may draw random numbers.
+            compiled: Whether the callable calls functions of torch.compile, which must run
+                compiled.
+            draws: Whether the callable may draw random numbers.
 
         Raises:
             CaptureError: As for ``GraphBackend.capture``. All its graphs are released.
@@ -266,9 +269,9 @@ class DeviceMemory(NamedTuple):
     """Memory in use on a device.
 
     Attributes:
-        used_bytes: Of the whole device, including other processes and the driver.
-        reserved_bytes: The part reserved by this process's allocator.
-        held_bytes: The part of that in use while no graph runs.
+        used_bytes: Memory in use on the device, including other processes and the driver.
+        reserved_bytes: Memory reserved by this process's allocator.
+        held_bytes: The part of ``reserved_bytes`` in use while no graph runs.
     """
 
     used_bytes: int
@@ -277,10 +280,10 @@ class DeviceMemory(NamedTuple):
 
 
 class MeteringBackend(Protocol):
-    """A backend that reports how the memory of its device is used.
+    """A backend that reports the memory usage of its device.
 
-    Without it, a memory account covers only pools and buffers, and a budget does not count the
-    driver's memory per graph.
+    Without it, memory reports cover only pools and buffers, and budgets exclude the driver's memory
+    per graph.
     """
 
     def device_memory(self) -> DeviceMemory:
@@ -288,14 +291,14 @@ class MeteringBackend(Protocol):
         ...
 
     def workspace_bytes(self, stream: Stream) -> int:
-        """Return the bytes of libraries' workspaces on a stream, kept for graphs captured there."""
+        """Return the bytes of library workspaces kept for graphs captured on a stream."""
         ...
 
 
 class SleepingBackend(Protocol):
-    """A backend whose memory can be returned to the device while its addresses stay.
+    """A backend that can return memory to the device while keeping its addresses.
 
-    Without it, a ``GraphMemory`` that is to sleep is refused.
+    Without it, a ``GraphMemory`` that can sleep is refused.
     """
 
     def sleep_problem(self) -> str:
@@ -313,8 +316,8 @@ class SleepingBackend(Protocol):
     def sleep(self, pools: Sequence[Any]) -> int:
         """Release the memory of pools after all work of the device is done.
 
-        Until ``wake``, nothing may use it and nothing may be captured into the pools. A replay then
-        raises on the tape, and would end the process on a device. Graphs may be released.
+        Until ``wake``, the memory must not be used, and the pools accept no captures. A replay
+        raises on the tape, but may crash the process on a device. Graphs may be released.
 
         Returns:
             The bytes released.
@@ -322,22 +325,22 @@ class SleepingBackend(Protocol):
         ...
 
     def wake(self, pools: Sequence[Any]) -> None:
-        """Map memory to the addresses of pools again; earlier contents are lost.
+        """Map new memory to the addresses of pools; earlier contents are lost.
 
         Raises:
-            ReplayError: There is not enough memory; all of it stays asleep.
+            ReplayError: There is not enough memory. All pools stay asleep.
         """
         ...
 
 
 class CopyRegion(NamedTuple):
-    """The copy that a node makes for one input.
+    """The copy of one input by a copy node.
 
     Attributes:
         target: Device address of the destination.
-        num_bytes: Bytes of the rows.
-        tail_bytes: Bytes of fill to write after the rows.
-        fill: Eight bytes of fill as a little-endian number, repeated.
+        num_bytes: Size of the rows in bytes.
+        tail_bytes: Number of fill bytes to write after the rows.
+        fill: Eight fill bytes as a little-endian number, which are repeated.
     """
 
     target: int
@@ -347,22 +350,22 @@ class CopyRegion(NamedTuple):
 
 
 class CopyNode(Protocol):
-    """The first node of one graph: it copies inputs to where the graph reads them.
+    """The first node of a graph, which copies inputs to its static buffers.
 
-    Until its parameters are set it copies nothing; every launch uses the last parameters set.
+    It copies nothing until its parameters are set. Each launch uses the parameters set last.
     """
 
     @property
     def data(self) -> Any:
-        """Host memory, as a writable buffer, whose contents are read when the node is set."""
+        """Writable buffer in host memory, whose contents are copied when the node is set."""
         ...
 
     def record(self, stream: int) -> None:
-        """Queue the node on a capturing stream, before anything else."""
+        """Queue the node on a capturing stream, before any other work."""
         ...
 
     def attach(self, graph: CapturedGraph) -> str:
-        """Find the node in its captured graph; return the problem, or ``""``."""
+        """Find the node in its captured graph; return an error message or ``""``."""
         ...
 
     def setter(
@@ -370,10 +373,10 @@ class CopyNode(Protocol):
     ) -> Callable[[Sequence[Any]], int]:
         """Return a function that sets the node for batches of one size.
 
-        The function takes contiguous tensors, one per region except the last ``len(offsets)``
-        regions, whose rows are in ``data`` at these offsets. The graph reads the tensors when it
-        runs; ``data`` may be overwritten immediately. A tensor that is its own target is not
-        copied. The function returns an error code, 0 for success.
+        The function accepts contiguous tensors, one for each region except the last
+        ``len(offsets)`` regions, whose rows are in ``data`` at these offsets. The graph reads the
+        tensors when it runs; ``data`` may be overwritten immediately. A tensor at its target
+        address is not copied. The function returns an error code, 0 for success.
         """
         ...
 
@@ -383,36 +386,36 @@ class CopyNode(Protocol):
 
 
 class CopyNodeBackend(Protocol):
-    """A backend whose graphs can begin with a node that copies small inputs in.
+    """A backend whose graphs can begin with a node that copies small inputs.
 
     Without it, torch copies inputs before each launch.
     """
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
-        """Return a node, or why there is none.
+        """Return a copy node, or the reason why it is unavailable.
 
         Args:
             num_regions: Number of inputs to copy.
-            num_bytes: Bytes of the largest.
-            data_bytes: Total bytes of the inputs in the node's ``data``.
+            num_bytes: Size of the largest input in bytes.
+            data_bytes: Total size in bytes of the inputs in the node's ``data``.
         """
         ...
 
 
 @attrs.frozen
 class BackendFeatures:
-    """The optional parts of one backend: the backend itself for parts it offers, else None.
+    """The optional protocols of a backend: the backend itself if offered, else None.
 
     Attributes:
-        rehearsals: It measures the memory of a capture in advance.
-        priorities: Its streams have priorities.
-        direct_launches: It launches graphs, bypassing ``replay``.
-        uploads: It prepares graphs before their first launch.
-        unwatched_captures: It captures without watching each operation.
-        copy_nodes: Its graphs can copy their own inputs.
-        meters: It reports how the memory of its device is used.
-        sleepers: Its memory can be released while addresses stay.
-        segments: Its captures can break and resume.
+        rehearsals: Measures the memory of a capture in advance.
+        priorities: Creates streams with priorities.
+        direct_launches: Launches graphs, bypassing ``replay``.
+        uploads: Prepares graphs before their first launch.
+        unwatched_captures: Captures without watching each operation.
+        copy_nodes: Creates nodes with which graphs copy their inputs.
+        meters: Reports the memory usage of the device.
+        sleepers: Releases memory while keeping its addresses.
+        segments: Captures callables in segments.
     """
 
     rehearsals: RehearsingBackend | None = None
@@ -427,8 +430,8 @@ class BackendFeatures:
 
 
 def features_of(backend: GraphBackend) -> BackendFeatures:
-    """Return which optional parts a backend offers."""
-    # Looked up on the object, not on its class: a backend may delegate to another one.
+    """Return the optional protocols that a backend offers."""
+    # Looked up on the object, not its class, because a backend may delegate to another backend.
     capabilities, offer = backend.capabilities, cast(Any, backend)
 
     def offering(method: str) -> Any:

@@ -1,4 +1,4 @@
-"""Resolve names to backends, importing torch only when one is requested."""
+"""Resolve backend names, importing torch only when a backend is requested."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def resolve_backend(
             name, a device such as ``"cuda:1"`` or ``"cpu"``, a registered name, or a backend, which
             is returned unchanged.
         device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
-            torch.device. None: the current one.
-        registered: Backends of plugins, by name: callables that take ``device=`` and return the
-            backend. One with a built-in name replaces the built-in backend, even if ``"auto"`` or a
-            device resolves to that name.
+            torch.device; None for the current device.
+        registered: Factories of plugin backends by name, which accept ``device=``. A factory with a
+            built-in name replaces the built-in backend, even if ``"auto"`` or a device resolves to
+            that name.
 
     Raises:
         UnknownNameError: No backend has that name.
@@ -44,7 +44,7 @@ def resolve_backend(
         missing = [name for name in _REQUIRED if not hasattr(spec, name)]
         if missing:
             raise ConfigError(
-                "backend", spec, "a name or a GraphBackend", f"It has no {', '.join(missing)}."
+                "backend", spec, "a name or a GraphBackend", f"It lacks {', '.join(missing)}."
             )
         if device is not None:
             raise ConfigError("device", device, "omitted if the backend is an object")
@@ -82,8 +82,8 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise BackendUnavailableError(
-            "The backends need torch, which cannot be imported here "
-            f"({error}). Install it: pip install 'dispatchkit[torch]'."
+            f"Backends need torch, which cannot be imported ({error}). Run: pip install "
+            "'dispatchkit[torch]'."
         ) from error
     return torch
 

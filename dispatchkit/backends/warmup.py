@@ -1,4 +1,4 @@
-"""Warmup on a stream, the same on every backend; no torch here."""
+"""Warmup on a stream, shared by all backends, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run_warmup(backend: Any, run: Callable[[], Any], stream: Any, iterations: int) -> Any:
-    """Run a callable on a stream, ordered between the caller's earlier and later work.
+    """Run a callable on a stream, ordered with the caller's stream.
 
     Returns:
         The result of the last run.
@@ -20,6 +20,7 @@ def run_warmup(backend: Any, run: Callable[[], Any], stream: Any, iterations: in
             for _ in range(iterations):
                 result = run()
     finally:
-        # Also after a failure: work queued before it may still write the caller's state.
+        # Needed after a failure, too, because work queued earlier may still write the caller's
+        # state.
         caller.wait_stream(stream)
     return result

@@ -1,11 +1,11 @@
-"""The command line, and helpers for commands of plugins.
+"""The command line, and helpers for plugin commands.
 
 A command is a function with typer's annotations. It prints its result with ``console``, ``table``
-and ``print_json``, and everything else with ``complain``. For bad input it raises a
-``DispatchkitError``, shown as one message with exit code 2. If it completes but a check failed, it
-raises ``typer.Exit(1)``. Any other exception is a defect and keeps its traceback.
+and ``print_json``, and other messages with ``complain``. For bad input it raises a
+``DispatchkitError``, which is printed as one message with exit code 2. If it completes but a check
+fails, it raises ``typer.Exit(1)``. Any other exception is a bug, and its traceback is printed.
 
-Importing this loads neither typer nor rich: names are loaded on first use.
+Importing this package does not import typer or rich: names are imported on first use.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ __getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)
 
 
 _NEEDS = ("typer", "rich")
-# Older versions accept newer versions of click but do not work with them: they lose arguments.
+# Older versions accept newer versions of click, but then lose arguments.
 _OLDEST_TYPER = (0, 20)
 
 
 def main() -> NoReturn:
-    """Run the command line on ``sys.argv`` and exit with its code.
+    """Run the command line with ``sys.argv``, and exit with its exit code.
 
-    Exit codes: 0 done, 1 done but a check failed, 2 bad input, 130 stopped by Ctrl-C, 141 the
-    reader of the output is gone, 143 terminated.
+    Exit codes: 0 success, 1 a check failed, 2 bad input, 130 stopped by Ctrl-C, 141 the output pipe
+    was closed, 143 terminated.
     """
     _open_missing_streams()
     for name in ("SIGTERM", "SIGHUP"):
@@ -162,8 +162,8 @@ def _terminate(number: int, frame: Any) -> None:
 def _open_missing_streams() -> None:
     """Open the null device for standard streams that are closed.
 
-    A file opened later would get the closed stream's descriptor, and output would be written into
-    it.
+    Otherwise a file opened later would get the descriptor of the closed stream, and output would be
+    written to that file.
     """
     if sys.stdin is None or sys.stdout is None or sys.stderr is None:
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -1,8 +1,8 @@
-"""The application: its commands, and the handling of errors.
+"""The application: its commands and error handling.
 
-Everything goes through ``run``, including commands of plugins. Errors that dispatchkit raises on
-purpose, and mistakes on the command line, become one message on stderr and exit code 2. Anything
-else is a defect of dispatchkit or a plugin, and keeps its traceback.
+``run`` handles all commands, including plugin commands. Errors of dispatchkit and incorrect command
+lines result in one message on stderr and exit code 2. Any other exception is a bug in dispatchkit
+or a plugin, and its traceback is printed.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 READER_GONE = 141
 
-# The exception classes for a wrong command line: click's, which newer versions of typer vendor.
+# Exception classes for incorrect command lines. They are click's, which newer versions of typer
+# vendor.
 UsageError: Any = typer.BadParameter.__mro__[1]
 ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The group of all commands; those of plugins are looked up on demand."""
+    """The group of all commands; plugin commands are looked up on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, for help and completion."""
@@ -67,8 +68,8 @@ class Commands(TyperGroup):
         for name in sorted(plugins.commands):
             if name in self.commands:
                 complain(
-                    f"Command {name!r} of {plugins.commands[name].origin} is left out: "
-                    "dispatchkit has a command of that name."
+                    f"Command {name!r} ({plugins.commands[name].origin}) is skipped: "
+                    "dispatchkit has a command with this name."
                 )
             elif self._of_plugin(plugins, name) is not None:
                 own.append(name)
@@ -89,7 +90,7 @@ class Commands(TyperGroup):
             known = install_hint if plugins is None else plugins.hint
             hint = known("command", name)
             if distribution_of("command", name) is not None:
-                raise MissingDistributionError(f"There is no command {name!r} here. {hint}")
+                raise MissingDistributionError(f"The command {name!r} is not installed. {hint}")
             raise UnknownNameError("command", name, self.list_commands(ctx), hint)
         return super().resolve_command(ctx, args)
 
@@ -98,11 +99,11 @@ class Commands(TyperGroup):
         try:
             return load_installed_plugins()
         except DispatchkitError as error:
-            complain(f"Commands of plugins are left out: {error}")  # help must still work
+            complain(f"Plugin commands are skipped: {error}")  # help must still work
             return None
 
     def _of_plugin(self, plugins: PluginSet, name: str) -> Any:
-        """Return a plugin's command; None if missing, with a message if it is broken."""
+        """Return a plugin's command, or None if it is missing or broken."""
         of, made = self.__dict__.get("_made", (None, {}))
         if of is not plugins:
             made = {}
@@ -116,14 +117,14 @@ class Commands(TyperGroup):
                 text = help_of(function) or summary
                 single.command(name, help=text, short_help=summary)(function)
                 made[name] = typer.main.get_command(single)
-            # Signatures that typer cannot read raise errors of many classes.
+            # typer raises exceptions of many classes for unsupported signatures.
             except Exception as error:  # noqa: BLE001
-                complain(f"Command {name!r} of {registered.origin} is left out: {error}")
+                complain(f"Command {name!r} ({registered.origin}) is skipped: {error}")
                 made[name] = None
         return made.get(name)
 
     def invoke(self, ctx: Any) -> None:
-        """Run a command; turn interruptions from outside into a line and an exit code."""
+        """Run a command; report interruptions as one line and an exit code."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("always", category=CaptureSizeWarning)
@@ -134,13 +135,13 @@ class Commands(TyperGroup):
             complain("Stopped.")
             raise typer.Exit(STOPPED) from error
         except BrokenPipeError as error:
-            _let_go_of_stdout()
+            _discard_stdout()
             raise typer.Exit(READER_GONE) from error
 
 
-def _let_go_of_stdout() -> None:
-    """Python flushes stdout again on exit, and would report the error again."""
-    with contextlib.suppress(OSError, ValueError):  # it has no file behind it
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device, because Python flushes it again at exit."""
+    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor
         number = sys.stdout.fileno()
         try:
             sys.stdout.flush()
@@ -164,21 +165,23 @@ class Group(TyperGroup):
 
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """Show a warning as one line, without its source location."""
+    """Print a warning as one line, without its source location."""
     complain(f"Warning: {message}")
 
 
 def help_of(command: Callable[..., None]) -> str:
-    """Return a command's docstring as help, with each paragraph on one line for wrapping."""
+    """Return a command's docstring as help text, with each paragraph on one line."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 app: typer.Typer = typer.Typer(
     cls=Commands,
-    help="Decide which captured CUDA graph serves a batch, and see why.",
-    epilog="Exit codes: 0 done, 1 done but a check failed, 2 bad input, 130 stopped by Ctrl-C, "
-    "143 terminated.",
+    help="Decide which captured CUDA graph runs a batch, and explain why.",
+    epilog=(
+        "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 stopped by Ctrl-C, 143 "
+        "terminated."
+    ),
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -200,7 +203,7 @@ def _top(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Read settings from this TOML file, not the nearest pyproject.toml.",
+            help="Read settings from this TOML file instead of the nearest pyproject.toml.",
         ),
     ] = None,
     sets: Annotated[
@@ -226,7 +229,7 @@ def _top(
     if ctx.invoked_subcommand is None:
         with contextlib.redirect_stdout(sys.stderr):
             text = ctx.get_help()
-        complain(text or "Name one of these commands.")
+        complain(text or "Give one of these commands.")
         raise typer.Exit(BAD_INPUT)
 
 
@@ -234,7 +237,7 @@ app.command("demo", help=help_of(demo))(demo)
 app.command("policies", help=help_of(policies))(policies)
 app.command("plugins", help=help_of(plugins))(plugins)
 app.command("explain", help=help_of(explain_batch))(explain_batch)
-# Everything after the script belongs to the script, including options.
+# All arguments after the script, including options, are passed to the script.
 app.command("record", help=help_of(record), context_settings={"allow_interspersed_args": False})(
     record
 )
@@ -246,7 +249,7 @@ app.add_typer(config, name="config", cls=Group)
 
 @functools.cache
 def _command() -> Any:
-    # Not app(), which would install typer's hook for unexpected exceptions.
+    # Calling app() would install typer's exception hook.
     return typer.main.get_command(app)
 
 
@@ -254,12 +257,12 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        args: Arguments after the program's name; by default those of the process.
+        args: Arguments without the program name; by default those of the process.
     """
     COMMON.config_file, COMMON.sets = None, ()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            # Escape characters that the terminal cannot show, rather than fail.
+            # Escape characters that the terminal cannot encode instead of failing.
             stream.reconfigure(errors="backslashreplace")
     command = _command()
     try:
@@ -280,28 +283,31 @@ def run(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:
-        _let_go_of_stdout()
+        _discard_stdout()
         return READER_GONE
     except OSError as error:
-        _let_go_of_stdout()
+        _discard_stdout()
         if error.errno == errno.ENOSPC:
-            complain("No space is left on the output device; nothing more was written.")
+            complain(
+                "The output device is full, so the output is incomplete. Next: free space and "
+                "run the command again."
+            )
         else:
-            # An unanticipated error of the operating system, which is not a defect of dispatchkit.
+            # An error of the operating system, which is not a bug in dispatchkit.
             where = f"{error.filename}: " if error.filename is not None else ""
             complain(f"{where}{error.strerror or error}.")
         return BAD_INPUT
     except MemoryError:
         complain("Not enough memory. Next: use smaller sizes or a shorter trace.")
         return BAD_INPUT
-    except SystemExit as done:  # from completion and from commands of plugins
+    except SystemExit as done:  # raised by completion and plugin commands
         if isinstance(done.__context__, BrokenPipeError):  # rich would exit with code 1
             return READER_GONE
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return code if isinstance(code, int) else 0
 
 
-#: The allowed values, by the type's name in click (``integer``) and typer (``int``).
+#: Allowed values by type name, which is click's (``integer``) or typer's (``int``).
 _WANTED: dict[str, str] = {
     "int": "a whole number",
     "integer": "a whole number",
@@ -313,10 +319,10 @@ _NOT_VALID: re.Pattern[str] = re.compile(r"'(?P<value>.*)' is not a valid (?P<ty
 
 
 def _with_value(error: Any, text: str) -> str:
-    """Return the text of a mistake, with the given value and what is allowed.
+    """Return the message of a usage error, with the given and the allowed values.
 
-    Some versions of typer validate with pydantic, whose errors omit the value, others with click,
-    whose errors include it.
+    Depending on its version, typer validates with pydantic, whose messages omit the value, or with
+    click, whose messages include it.
     """
     details = getattr(error.__cause__ or error.__context__, "errors", None)
     name = text.partition("'")[2].partition("'")[0]
@@ -339,13 +345,15 @@ def _refuse(error: Exception) -> None:
 
 
 def _as_ours(error: Any) -> Exception:
-    """Return a command-line mistake in the wording of other dispatchkit errors."""
+    """Return a usage error in the wording of dispatchkit's errors."""
     ctx = getattr(error, "ctx", None)
     if ctx is not None and type(error).__name__ == "NoSuchOption":
         flags = {flag for one in ctx.command.get_params(ctx) for flag in one.opts}
         known = [flag for flag in flags if flag.startswith("-")]
         if error.option_name[1:2].isdigit():
-            refused: Exception = UsageError(f"A number must be 0 or more, got {error.option_name}.")
+            refused: Exception = UsageError(
+                f"The number must be at least 0, got {error.option_name}."
+            )
             return refused
         hint = ""
         before = ctx.find_root().command

@@ -1,4 +1,4 @@
-"""``bench``: the benchmark scripts of a checkout."""
+"""``bench``: run the benchmark scripts of a checkout."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def bench(
     ] = False,
     checkout: Annotated[
         Path | None,
-        typer.Option("--checkout", metavar="FOLDER", help="Checkout with the folder bench/."),
+        typer.Option(
+            "--checkout", metavar="FOLDER", help=("The checkout, which contains the folder bench/.")
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the benchmarks of a checkout, each in a process of its own.
+    """Run the benchmarks of a checkout, each in a separate process.
 
-    They print one JSON line per result; --json collects them. Exit code 1 if one fails.
+    Each result is a line of JSON; --json collects the results. Exit code 1 if a benchmark fails.
 
     Example: dispatchkit bench decision
     """
@@ -74,20 +76,19 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
     """Return the benchmark scripts of a checkout, by name.
 
     Raises:
-        BackendUnavailableError: There are none; an installed package has no benchmarks.
+        BackendUnavailableError: There are no benchmarks; installed packages do not include them.
     """
     root = checkout or Path(__file__).resolve().parents[2]
     folder = root / "bench"
     found: list[Path] = []
-    # In site-packages, another package may be called bench.
+    # In site-packages, the folder bench may belong to another package.
     if checkout is not None or (root / "pyproject.toml").is_file():
         found = sorted(folder.glob("*.py"))
     scripts = {path.stem: path for path in found if not path.stem.startswith("_")}
     if not scripts:
         raise BackendUnavailableError(
-            f"There are no benchmarks in {folder}: they are scripts in a checkout and are not part "
-            "of an installed package. Next: clone the repository, then "
-            "`dispatchkit bench --checkout FOLDER`."
+            f"There are no benchmarks in {folder}; installed packages do not include them. "
+            "Next: clone the repository, then run `dispatchkit bench --checkout FOLDER`."
         )
     return scripts
 

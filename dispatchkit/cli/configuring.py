@@ -1,4 +1,4 @@
-"""``config show``: every setting with its value and source."""
+"""``config show``: show every setting with its value and source."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def show_config(
 ) -> None:
     """Show every setting with its value and source.
 
-    Settings are read from [tool.dispatchkit] of the nearest pyproject.toml, then from the
-    environment (DISPATCHKIT_POLICY, ...), then from the command line; the last one wins.
+    Settings come from [tool.dispatchkit] in the nearest pyproject.toml, from the environment
+    (DISPATCHKIT_POLICY, ...) and from the command line. Later sources override earlier ones.
 
     Example: dispatchkit --set lazy=true config show --policy vllm
     """
@@ -59,7 +59,7 @@ def show_config(
             "cost_model": cost_model,
         }
     )
-    settings.dispatch_config()  # raises here if settings contradict each other
+    settings.dispatch_config()  # raises if settings contradict each other
     if as_json:
         file = None if settings.file is None else str(settings.file)
         print_json({"file": file, "settings": settings.rows()})
@@ -78,5 +78,5 @@ def show_config(
 
 
 def _short(source: str, settings: Settings) -> str:
-    """Return a source without the path, which the first line shows."""
+    """Return a source without the path, which is in the first line."""
     return source.replace(f"{settings.file} ", "") if settings.file is not None else source

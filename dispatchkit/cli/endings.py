@@ -1,4 +1,4 @@
-"""Exit codes and exceptions for commands ended from outside."""
+"""Exit codes and exceptions for interrupted commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TERMINATED = 143
 
 
 class Terminated(SystemExit):
-    """SIGTERM or a closed terminal, as an exception, so that unfinished output is cleaned up."""
+    """Raised on SIGTERM or a closed terminal, so that unfinished output is cleaned up."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)

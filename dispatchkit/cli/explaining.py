@@ -1,4 +1,4 @@
-"""``explain``: show how a batch or a whole trace would run, and why. Needs no device."""
+"""``explain``: show how a batch or a trace would run, and why, without a device."""
 
 from __future__ import annotations
 
@@ -39,45 +39,52 @@ if TYPE_CHECKING:
 def explain_batch(
     num_tokens: Annotated[
         str | None,
-        typer.Argument(metavar="N", help="Tokens of the batch.", show_default=False),
+        typer.Argument(metavar="N", help="Number of tokens of the batch.", show_default=False),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Explain a whole trace instead; any file that `plan` reads.",
+            help="Explain a trace instead of a batch; accepts the files that `plan` reads.",
         ),
     ] = None,
     num_reqs: Annotated[
-        int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0 if unknown.")
+        int,
+        typer.Option(
+            "--num-reqs", metavar="N", help=("Number of requests of the batch; 0 if unknown.")
+        ),
     ] = 0,
     uniform: Annotated[
         bool,
         typer.Option(
-            "--uniform", metavar="", help="A uniform decode batch, rather than a mixed one."
+            "--uniform",
+            metavar="",
+            help=("Whether the batch is a uniform decode batch, not a mixed batch."),
         ),
     ] = False,
-    loras: Annotated[int, typer.Option("--loras", metavar="N", help="Adapters in use.")] = 0,
+    loras: Annotated[
+        int, typer.Option("--loras", metavar="N", help=("Number of adapters in use."))
+    ] = 0,
     values: Annotated[
         list[str] | None,
         typer.Option(
             "--value",
             metavar="AXIS=N",
-            help="Value of an axis of --axes; give one for each.",
+            help="Value of an axis in --axes; repeat the option for each axis.",
             show_default=False,
         ),
     ] = None,
     ceiling: Annotated[
         str,
         typer.Option(
-            "--ceiling", metavar="MODE", help="Highest mode allowed: NONE, PIECEWISE or FULL."
+            "--ceiling", metavar="MODE", help="Highest allowed mode: NONE, PIECEWISE or FULL."
         ),
     ] = "FULL",
     show_all: Annotated[
         bool,
         typer.Option(
-            "--all", metavar="", help="Show every decision of a trace, not only the costliest."
+            "--all", metavar="", help="Show all decisions of a trace, not only the most expensive."
         ),
     ] = False,
     policy: PolicyOption = None,
@@ -91,9 +98,9 @@ def explain_batch(
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which graph a batch would get, by which policy, why, and at what cost.
+    """Show which graph would run a batch, by which policy, why, and at what cost.
 
-    All graphs that the policy declares are assumed to be captured. Costs and whole traces need
+    All graphs that the policy declares are assumed to be captured. Costs and traces need
     dispatchkit-plan.
 
     Example: dispatchkit explain 13 --num-reqs 13 --uniform
@@ -127,7 +134,7 @@ def explain_batch(
         facts |= {"--loras": loras, "--value": values}
         for flag, value in facts.items():
             if value:
-                raise ConfigError(flag, value, "omitted with --trace, which has its own")
+                raise ConfigError(flag, value, "omitted with --trace, which contains it")
         if highest is not RuntimeMode.FULL:
             raise ConfigError("--ceiling", ceiling, "omitted with --trace")
         explain_trace = load_attribute("explain_trace", "explain --trace")
@@ -150,7 +157,7 @@ def explain_batch(
 
 
 def _cost_model(settings: Settings) -> CostModel | None:
-    """Return the cost model of the settings; None if the default is not installed."""
+    """Return the cost model of the settings, or None if the default is not installed."""
     try:
         return find_cost_model(settings["cost_model"])
     except MissingDistributionError:
@@ -160,12 +167,12 @@ def _cost_model(settings: Settings) -> CostModel | None:
 
 
 def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
-    """Return the configuration of the settings; limits not given are large enough for the batch."""
+    """Return the configuration, with limits that are large enough for the batch."""
     config = settings.dispatch_config(max_loras=loras)
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # the output says so
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # the output reports it
         return settings.dispatch_config(
             max_loras=loras,
             max_num_tokens=num_tokens,
@@ -190,7 +197,7 @@ def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
 
 
 def show(answer: Explanation, out: Console) -> None:
-    """Print an explanation, readable at 80 columns."""
+    """Print an explanation for 80 columns."""
     batch, decision = answer.batch, answer.decision
     allowed = ", ".join(mode.name for mode in sorted(batch.allowed_modes))
     out.print(Text(f"Batch    {', '.join(answer.facts)}; allowed: {allowed}"))
@@ -218,4 +225,4 @@ def show(answer: Explanation, out: Console) -> None:
         for each in answer.candidates
     ]
     out.print()
-    out.print(table(["Graphs that could serve it", "Padding", "Verdict"], rows, right=[1]))
+    out.print(table(["Graphs that could run it", "Padding", "Verdict"], rows, right=[1]))

@@ -1,4 +1,4 @@
-"""Facts of a set-up for bug reports: system, versions, driver, settings."""
+"""Facts for bug reports: system, versions, driver and settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dispatchkit.settings import SETTINGS, Settings, shown
 
-__all__ = ["driver", "given_settings", "libraries", "python", "version_of", "without_home"]
+__all__ = ["driver", "given_settings", "hide_home", "libraries", "python", "version_of"]
 
 _LIBRARIES = ("attrs", "pluggy", "numpy", "typer", "rich", "hypothesis", "pytest", "transformers")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -26,7 +26,7 @@ def python() -> str:
 
 
 def libraries() -> str:
-    """Return the versions of the installed libraries that we use."""
+    """Return the versions of installed dependencies."""
     found = {name: version_of(name) for name in _LIBRARIES}
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)
 
@@ -42,7 +42,7 @@ def version_of(*names: str) -> str | None:
 
 
 def driver(path: Path = _DRIVER_FILE) -> str:
-    """Return the version of NVIDIA's kernel module; empty if there is none."""
+    """Return the version of NVIDIA's kernel module, or ""."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -52,11 +52,11 @@ def driver(path: Path = _DRIVER_FILE) -> str:
 
 
 def given_settings(settings: Settings) -> str:
-    """Return the settings that were given, each with its source; may be empty."""
+    """Return the given settings with their sources, as text; may be empty."""
     given = [(name, settings.lookup(name)) for name in SETTINGS if settings.is_given(name)]
     return "; ".join(f"{name} = {shown(one.value)} ({one.source})" for name, one in given)
 
 
-def without_home(text: str) -> str:
-    """Replace the user's home folder with ``~``, since reports are shown to others."""
+def hide_home(text: str) -> str:
+    """Replace the path of the user's home folder with ``~``, because reports are shared."""
     return text.replace(str(Path.home()) + os.sep, f"~{os.sep}")

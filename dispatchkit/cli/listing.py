@@ -1,4 +1,4 @@
-"""``policies`` and ``plugins``: list what is installed, its origin, and what is broken."""
+"""``policies`` and ``plugins``: list installed policies and plugins, and broken plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dispatchkit.plugins import PluginState
 
 
 def policies(as_json: JsonOption = False) -> None:
-    """List the policies that can be chosen by name."""
+    """List the installed policies."""
     plugins = load_installed_plugins()
     rows: list[dict[str, Any]] = [
         {
@@ -40,17 +40,23 @@ def policies(as_json: JsonOption = False) -> None:
         console().print(table(["Policy", "Distribution", "Version", "Summary"], cells))
     if not rows:
         if any(info.state is not PluginState.LOADED for info in plugins.describe()):
-            complain("No policy is loaded. Next: `dispatchkit plugins` lists what was left out.")
+            complain(
+                "No policy is loaded. Next: run `dispatchkit plugins` to list the plugins that "
+                "were skipped."
+            )
         else:
             default = distribution_of("policy", DEFAULT_POLICY)
-            complain(f"No policy is installed. Next: pip install {default}, the default one.")
+            complain(
+                f"No policy is installed. Next: pip install {default}, which has the default "
+                "policy."
+            )
         raise typer.Exit(1)
 
 
 def plugins(as_json: JsonOption = False) -> None:
-    """List every plugin found, with what it provides or why it was left out.
+    """List all plugins, with what they provide or why they were skipped.
 
-    Exit code 1 if any could not be loaded.
+    Exit code 1 if a plugin could not be loaded.
     """
     loaded = load_installed_plugins()
     infos = loaded.describe()
@@ -60,7 +66,7 @@ def plugins(as_json: JsonOption = False) -> None:
         out = console()
         out.print(
             table(
-                ["Plugin", "Version", "State", "Brings"],
+                ["Plugin", "Version", "State", "Provides"],
                 [
                     [info.name, info.version, info.state, ", ".join(info.registers) or None]
                     for info in infos

@@ -1,4 +1,4 @@
-"""``new-policy``: create a distribution with a policy that installs and passes its tests."""
+"""``new-policy``: create an installable distribution with a policy and its tests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dispatchkit.errors import ConfigError
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LONGEST_NAME = 100  # file systems allow 255 bytes, and package tools add a suffix
 
-#: Template -> path; ``{package}`` stands for the package.
+#: Template -> path; ``{package}`` is replaced by the package name.
 _FILES = {
     "pyproject.toml.in": "pyproject.toml",
     "README.md.in": "README.md",
     "__init__.py.in": "src/{package}/__init__.py",
     "plugin.py.in": "src/{package}/plugin.py",
 }
-#: The rule and its tests, for a policy that does not learn and for one that does.
+#: The files of the rule and its tests, for policies that learn and that do not.
 _RULE = {
     False: {
         "policy.py.in": "src/{package}/policy.py",
@@ -42,7 +42,7 @@ _RULE = {
         "test_learning_policy.py.in": "tests/test_policy.py",
     },
 }
-#: What the rule does, and its methods, in a few words.
+#: Summary of the rule, and its methods.
 _WORDS = {
     False: ("Smallest graph that covers the batch", "`decide`"),
     True: ("Smallest graph, or eager where it is faster", "`decide`, with `observe` for learning,"),
@@ -54,11 +54,11 @@ def new_policy(
     directory: Annotated[
         Path,
         typer.Option(
-            "--directory", metavar="FOLDER", help="Folder in which dispatchkit-NAME is created."
+            "--directory", metavar="FOLDER", help="Folder in which to create dispatchkit-NAME."
         ),
     ] = Path(),
     learning: Annotated[
-        bool, typer.Option("--learning", help="A policy that learns from measured steps.")
+        bool, typer.Option("--learning", help="Create a policy that learns from measured steps.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,7 +69,7 @@ def new_policy(
     taken = load_installed_plugins().policies.get(name)
     if taken is not None:
         raise ConfigError(
-            "NAME", name, "a name not taken by another policy", f"It belongs to {taken.origin}."
+            "NAME", name, "a name that is not in use", f"It belongs to {taken.origin}."
         )
     made = write_distribution(name, directory, learning=learning)
     steps = [
@@ -95,12 +95,12 @@ def new_policy(
 
 
 def write_distribution(name: str, directory: Path, *, learning: bool = False) -> Path:
-    """Write the files of a new distribution; return its folder.
+    """Write the files of a new distribution, and return its folder.
 
     Args:
         name: The policy's name: lower-case letters, digits and single hyphens.
-        directory: Where to create the folder.
-        learning: The policy learns from measured steps.
+        directory: The folder in which to create the distribution's folder.
+        learning: Whether the policy learns from measured steps.
 
     Raises:
         ConfigError: The name is invalid, or the folder exists or cannot be written.
@@ -131,7 +131,7 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     part: Path | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Complete or absent: it gets its name once all files are in it.
+        # A temporary folder, which is renamed when all files are written.
         part = Path(tempfile.mkdtemp(prefix=".new-policy-", suffix=".part", dir=directory))
         part.chmod(0o777 & ~_umask())
         for template, where in (_FILES | _RULE[learning]).items():
@@ -151,7 +151,7 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
 
 
 def _umask() -> int:
-    """Return the umask: permissions that new files do not get."""
+    """Return the umask of the process."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

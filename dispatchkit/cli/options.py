@@ -1,7 +1,6 @@
-"""Options shared by several commands, and the settings and plugins made from them.
+"""Options shared by several commands, and the settings and plugins derived from them.
 
-Every option is declared with its flag and metavar, since derived ones differ between versions of
-typer.
+Every option declares its flags and metavar, because derived names differ between versions of typer.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ class Common:
 
 
 COMMON = Common()
-"""The options of the running command; set by the application."""
+"""The options given before the running command; set by the application."""
 
 
 def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = None) -> Any:
-    """Return the option of a setting; a text option, since the setting parses and checks it."""
+    """Return the option of a setting, whose value is text that the setting parses."""
     setting = SETTINGS[name]
     default = shown(setting.default).strip('"') if setting.default is not None else setting.derived
     return typer.Option(
@@ -78,21 +77,21 @@ def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = N
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Return the installed policies with a prefix, for shell completion."""
+    """Return installed policies with a prefix, for shell completion."""
     return [name for name in load_installed_plugins().policies if name.startswith(incomplete)]
 
 
 def complete_modes(incomplete: str) -> list[str]:
-    """Return the modes with a prefix, for shell completion."""
+    """Return modes with a prefix, for shell completion."""
     from dispatchkit.keys import CUDAGraphMode
 
     names = [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
-    # In the case as typed: a shell drops completions that do not match the typed letters exactly.
+    # Keep the typed case, because shells discard completions that differ from it.
     return names if incomplete == incomplete.upper() else [name.lower() for name in names]
 
 
 def complete_cost_models(incomplete: str) -> list[str]:
-    """Return the built-in cost models with a prefix, for shell completion."""
+    """Return built-in cost models with a prefix, for shell completion."""
     try:
         models = load_attribute("BUILTIN_COST_MODELS")
     except MissingDistributionError:
@@ -144,18 +143,18 @@ _FLAGS = {
 
 
 def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
-    """Return the policy's name: the given one, a plugin's choice or the default."""
+    """Return the name of the given policy, a plugin's choice, or the default."""
     return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 
 def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings of command line, environment and ``pyproject.toml``.
+    """Return settings from the command line, environment and ``pyproject.toml``.
 
     Args:
-        given: Values of the command's options, by setting; None if not given.
+        given: Values of the command's options, by setting name; None if not given.
 
     Raises:
-        ConfigError: A value is invalid, or was given twice on the command line.
+        ConfigError: A value is invalid, or given twice on the command line.
     """
     values = {name: value for name, value in (given or {}).items() if value is not None}
     sources = {name: f"option {_FLAGS.get(name, '--' + name.replace('_', '-'))}" for name in values}
@@ -176,7 +175,7 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
 
 
 def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
-    """Return a dispatcher of the chosen policy, with every declared graph marked as captured."""
+    """Return a dispatcher of the chosen policy, which treats all declared graphs as captured."""
     from dispatchkit.dispatch import Dispatcher
 
     plugins = load_installed_plugins(settings)
@@ -192,7 +191,7 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
     """Load the installed plugins that the settings allow, once.
 
     Args:
-        settings: Gives ``plugins`` and ``disable``; read if not given.
+        settings: Settings that contain ``plugins`` and ``disable``; loaded by default.
 
     Raises:
         ConfigError: The settings are invalid.
@@ -206,14 +205,14 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
 def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool) -> PluginSet:
     from dispatchkit.plugins import load_plugins
 
-    # The command line reports problems itself, in one line or in full (`plugins`).
+    # The command line reports problems itself: in one line, or in detail by `plugins`.
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    # The settings that name plugins already include the environment.
+    # Given plugin settings already include the environment.
     return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
 
 
 def forget_plugins() -> None:
-    """Load plugins again next time."""
+    """Clear the cache of ``load_installed_plugins``."""
     _load.cache_clear()

@@ -1,4 +1,4 @@
-"""Output shared by all commands: consoles, tables, JSON and a progress bar."""
+"""Output helpers of all commands: consoles, tables, JSON and a progress bar."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Tell = Callable[[str, int, int], None]
 
 JsonOption = Annotated[
     bool,
-    # Without a metavar, some versions of typer show a flag as if it took a value.
+    # Without a metavar, some versions of typer show flags as if they had a value.
     typer.Option("--json", metavar="", help="Print only JSON on standard output."),
 ]
 
 
 ForceOption = Annotated[
-    bool, typer.Option("--force", metavar="", help="Replace the output if it exists.")
+    bool, typer.Option("--force", metavar="", help="Overwrite an existing output file.")
 ]
-FORCE_HINT = "Next: choose another name, or use --force to replace it."
+FORCE_HINT = "Next: choose another name, or use --force to overwrite it."
 
 
 def console() -> Console:
-    """Return a console on standard output; plain text if it is not a terminal."""
+    """Return a console for standard output, which prints plain text if it is not a terminal."""
     return Console(highlight=False, markup=False, soft_wrap=False)
 
 
 def complain(message: str) -> None:
-    """Print a message on standard error, never on standard output."""
+    """Print a message on standard error."""
     print(message, file=sys.stderr)
 
 
@@ -55,12 +55,12 @@ def print_json(value: Any) -> None:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
 ) -> Table:
-    """Return a table without lines, for 80 columns.
+    """Return a borderless table for 80 columns.
 
     Args:
-        columns: Headers.
-        rows: Cells; None is shown as a dash.
-        right: Indices of columns with numbers, which are right-aligned.
+        columns: Column headers.
+        rows: Cells of each row; None is shown as a dash.
+        right: Indices of right-aligned columns, which contain numbers.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
     for index, column in enumerate(columns):
@@ -72,17 +72,17 @@ def table(
             overflow="fold",
         )
     for row in rows:
-        # Text objects, so that a bracket in a name is not parsed as markup.
+        # Text objects, because rich would parse brackets in a string as markup.
         made.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
     return made
 
 
 @contextmanager
 def progress() -> Iterator[Tell]:
-    """Show a progress bar on standard error if it is a terminal; it is removed afterwards.
+    """Show a temporary progress bar if standard error is a terminal.
 
     Yields:
-        A function to call with the current activity, the amount done and the total.
+        A function that accepts the current activity, the completed amount and the total.
     """
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
@@ -98,14 +98,14 @@ def progress() -> Iterator[Tell]:
 
 
 def short_origin(origin: Origin) -> str:
-    """Return an origin as distribution and version, if it has one."""
+    """Return an origin as distribution and version, if known."""
     if origin.distribution is None:
         return str(origin)
     return " ".join(filter(None, (origin.distribution, origin.version)))
 
 
 def mention_problems(plugins: PluginSet) -> None:
-    """Report on standard error if plugins were left out."""
+    """Report skipped plugins on standard error."""
     if plugins.problems:
         names = ", ".join(dict.fromkeys(problem.origin.plugin for problem in plugins.problems))
-        complain(f"Plugins left out: {names}. Next: `dispatchkit plugins` shows why.")
+        complain(f"Skipped plugins: {names}. Next: run `dispatchkit plugins` to show the reasons.")

@@ -1,4 +1,4 @@
-"""``record``: run a script and record every batch that it dispatches."""
+"""``record``: run a script and record every batch it dispatches."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def record(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a Python script and record every batch it dispatches as a step trace.
+    """Run a Python script, and record every batch it dispatches as a step trace.
 
-    Batches of every GraphRunner and Dispatcher in this process are recorded; those of child
-    processes are not. Output of the script goes to standard error. However the script ends, the
-    steps until then are written to OUTPUT, or to OUTPUT.part if the process is killed.
+    The trace contains the batches of all runners and dispatchers in the process, but not in child
+    processes. The script's standard output is redirected to standard error. The recorded steps are
+    written to OUTPUT even if the script fails or is stopped, or remain in OUTPUT.part if the
+    process is killed.
 
     Example: dispatchkit record trace.csv.gz serve.py --port 8000
 
@@ -93,9 +94,9 @@ def record(
             if isinstance(done.code, str):
                 complain(done.code)
         except KeyboardInterrupt:
-            # Servers are stopped this way: the steps recorded until then form a complete trace.
+            # This is the normal way to stop a server, so the trace is complete.
             end = _End(STOPPED)
-        except Exception as error:  # noqa: BLE001 - the script's own; what it did is kept
+        except Exception as error:  # noqa: BLE001 - an exception of the script; the recorded steps are kept
             end = _End(1, error)
         if not writer.num_steps and not writer.num_lost:
             writer.discard()
@@ -108,7 +109,7 @@ def record(
         raise ConfigError(
             "script",
             target,
-            "one that dispatches batches in this process",
+            "a script that dispatches batches in this process",
             "No batch was dispatched.",
         )
     _report(output, steps, end, left_out, as_json=as_json)
@@ -123,7 +124,7 @@ def record(
 
 @attrs.frozen
 class _End:
-    """How a script ended: its exit code and exception, or why it could not run."""
+    """The result of a script: its exit code and exception, or why it could not run."""
 
     code: int = 0
     error: Exception | None = None
@@ -145,13 +146,14 @@ def _report(output: Path, steps: int, end: _End, left_out: Counter[str], *, as_j
         console().print(Text(f"{steps:,} steps written to {output}."))
     if left_out:
         complain(
-            f"Note: {sum(left_out.values()):,} steps of runners whose axes differ from the first's "
-            f"({', '.join(left_out)}) are left out, because a trace has one set of columns."
+            f"Note: {sum(left_out.values()):,} steps are omitted: their axes "
+            f"({', '.join(left_out)}) differ from those of the first step, and a trace has one "
+            "set of columns."
         )
 
 
 def _check_script(target: str) -> None:
-    """Validate that a script can be read and compiled, or is a zip file that runpy takes."""
+    """Validate that a script can be read and compiled, or is a zip file for runpy."""
     path = Path(target)
     try:
         if not path.is_file():
@@ -170,24 +172,24 @@ def _check_script(target: str) -> None:
 
 
 def _module_problem(target: str) -> str:
-    """Describe what is wrong with a module's name, if anything; imports its package."""
+    """Return the problem of a module name, or ""; imports its package."""
     try:
-        # A relative name, or an empty one, is relative to nothing.
+        # A relative or empty name has no parent package here.
         spec = None if target.startswith(".") or not target else importlib.util.find_spec(target)
         is_package = spec is not None and spec.submodule_search_locations is not None
         if is_package and importlib.util.find_spec(f"{target}.__main__") is None:
             return "a package with a __main__.py, or a module"
     except ModuleNotFoundError as error:
         if error.name is None or not f"{target}.".startswith(f"{error.name}."):
-            raise  # the target's package fails to import something
+            raise  # an import inside the target's package failed
         spec = None
-    except ValueError:  # an invalid name, or a module without a spec
+    except ValueError:  # the name is invalid, or the module has no spec
         spec = None
-    return "" if spec is not None else "one that can be imported from here"
+    return "" if spec is not None else "a module that can be imported from the current folder"
 
 
 def _print_traceback(error: Exception) -> None:
-    """Print the traceback of a script without the frames that ran it."""
+    """Print the traceback of a script, without frames outside the script."""
     whole = traceback.TracebackException.from_exception(error)
     todo: list[traceback.TracebackException | None] = [whole]
     while todo:
@@ -205,13 +207,13 @@ def _is_ours(filename: str) -> bool:
 
 @contextmanager
 def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
-    """Record every batch that any dispatcher of this process decides.
+    """Record every batch dispatched in this process.
 
     Args:
-        writer: An open writer, which gets the steps in the order they are decided.
+        writer: An open writer, which receives the steps in dispatch order.
 
     Yields:
-        The number of steps left out because their axes differ from the first step's.
+        The number of omitted steps by axes, which differ from the axes of the first step.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()
@@ -233,11 +235,11 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         is_uniform, query_len, most = self.config.query_class(int(uniform))
         variants = self.config.variants
         names = tuple(axis.name for axis in self.config.axes)
-        # Recording must never raise here, or the recorded program would fail.
+        # An exception here would make the recorded program fail.
         tokens = int(num_tokens)
         reqs = int(num_reqs) or _fewest(tokens, query_len)
         if is_uniform and reqs * query_len != tokens:
-            is_uniform, most = False, 0  # the numbers contradict the query class
+            is_uniform, most = False, 0  # the counts contradict the query class
         step = TraceStep(
             num_tokens=tokens,
             num_reqs=reqs,
@@ -245,7 +247,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
             uniform_decode=is_uniform,
             num_active_loras=variants.facts(int(loras))[0],
             t_s=time.monotonic() - start,
-            # A value above the largest that a trace can hold is outside all buckets anyway.
+            # A value above MAX_COUNT, the maximum in a trace, is outside all buckets anyway.
             axes={
                 name: min(value, MAX_COUNT)
                 for name, value in zip(names, variants.values(loras), strict=True)
@@ -269,7 +271,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
 
 
 def _fewest(num_tokens: int, query_len: int) -> int:
-    """Return a lower bound of the number of requests, if the caller did not give it."""
+    """Return a lower bound for the number of requests."""
     return min(num_tokens, max(1, num_tokens // query_len if query_len else 1))
 
 
@@ -285,7 +287,7 @@ def _arguments(target: str, rest: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Reserve standard output for our own output, which may be JSON."""
+    """Redirect the script's standard output, to reserve it for the command's output."""
     before = sys.stdout
     sys.stdout = sys.stderr
     try:

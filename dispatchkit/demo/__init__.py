@@ -1,4 +1,4 @@
-"""The demo: a small decoder with a real cache, and a real step trace to run.
+"""The demo: a small decoder with a KV cache, and a real step trace.
 
-Modules that compute import torch; this one, ``traffic`` and ``report`` do not.
+This module, ``traffic`` and ``report`` do not import torch.
 """

@@ -1,12 +1,12 @@
-"""A small decoder with a real key/value cache, in plain code.
+"""A small decoder with a key/value cache.
 
-For decode steps (FULL), a capture gives one graph. For mixed steps (PIECEWISE), the capture breaks
-at attention, which is marked to run eager, so that graphs and attention alternate.
+Decode steps (FULL) are captured as one graph. Captures of mixed steps (PIECEWISE) break at
+attention, which is marked to run eager, so that graphs and attention alternate.
 
-Every shape depends only on the number of tokens, never on the values of positions or slots, so that
-attention can be captured, too. In return, each token reads its request's whole cache and masks
-later positions. A serving engine has a kernel for that; here it keeps the model readable and
-identical on every device.
+All shapes depend only on the number of tokens, not on the values of positions or slots, so
+attention can also be captured. For this, each token reads its request's complete cache and masks
+later positions. A serving engine uses a special kernel; plain operations keep this model readable
+and equal on all devices.
 
 Shape legend: T tokens of the step, E embedding width, H heads, D head width, L cache rows of
 one request, S request slots, V vocabulary.
@@ -27,14 +27,14 @@ from dispatchkit.keys.checks import check_count
 
 @attrs.frozen(kw_only=True)
 class DecoderShape:
-    """Sizes of the decoder and of its cache.
+    """Sizes of the decoder and its cache.
 
     Attributes:
-        num_layers: Transformer blocks.
-        num_heads: Query heads; all share one key/value head, as in multi-query attention.
-        head_dim: Width of a head, even for the rotary embedding.
-        cache_len: Cache rows of one request, in tokens.
-        num_slots: Requests that the cache holds at once; one more slot takes padding rows.
+        num_layers: Number of transformer blocks.
+        num_heads: Number of query heads, which share one key/value head (multi-query attention).
+        head_dim: Width of a head; must be even for the rotary embedding.
+        cache_len: Number of cache rows (tokens) of one request.
+        num_slots: Maximum number of concurrent requests; an additional slot is for padding rows.
         vocab: Number of token ids.
     """
 
@@ -56,17 +56,17 @@ class DecoderShape:
 
     @property
     def sink_slot(self) -> int:
-        """The slot that padding rows write to; never assigned to a request."""
+        """The slot for padding rows, which is never assigned to a request."""
         return self.num_slots
 
 
 class KVCache:
-    """Keys and values of all requests: one flat tensor of rows per layer.
+    """The keys and values of all requests, as flat tensors with rows for each layer.
 
-    Row ``slot * cache_len + position`` belongs to that position of the request in the slot.
+    Row ``slot * cache_len + position`` contains that position of the request in the slot.
 
     Attributes:
-        keys: For each layer ((S + 1) * L, D).
+        keys: Tensor ((S + 1) * L, D) for each layer.
         values: Likewise.
     """
 
@@ -86,22 +86,22 @@ class KVCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of the cache: the state that a step changes."""
+        """All tensors of the cache, which are the state that a step changes."""
         return (*self.keys, *self.values)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache takes."""
+        """Size of the cache in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def real_rows(self) -> tuple[Tensor, ...]:
-        """Return the rows of requests, without the padding slot."""
+        """Return the rows of all slots except the padding slot."""
         rows = self.shape.num_slots * self.shape.cache_len
         return tuple(tensor[:rows] for tensor in self.tensors)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, written out in plain operations."""
+    """Root-mean-square normalization in plain operations."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, as the two halves around attention."""
+    """A transformer block, split into the parts before and after attention."""
 
     num_heads: int
     head_dim: int
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
 
     Args:
         shape: Sizes.
-        device: Where the weights are.
+        device: Device of the weights.
         seed: Seed of the weights; the same seed gives the same weights on every device.
     """
 
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
             tokens: Token ids (T,), int64.
             positions: Position of each token in its request (T,), int64.
             slots: Slot of each token's request (T,), int64.
-            cache: Changed in place.
+            cache: The cache, which is changed in place.
 
         Returns:
             Logits (T, V), float32.
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
         return self.logits(hidden)
 
     def block(self, layer: int) -> Block:
-        """Return one block."""
+        """Return a block."""
         return cast("Block", self.blocks[layer])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -224,9 +224,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Write this step's keys and values, then attend over each token's request.
 
-        Tokens of one request in the same step see each other through the cache, up to
-        their own position. Two padding rows may write the same sink row; no request reads the
-        result.
+        Tokens of the same request attend to each other through the cache, up to their own position.
+        Several padding rows may write the same row of the padding slot, which no request reads.
 
         Shapes: query (T, H, D), key and value (T, D) -> (T, E).
         """
@@ -245,10 +244,10 @@ class Decoder(nn.Module):
 
     @eager_region
     def attend_into(self, out: Tensor, *args: Any) -> None:
-        """Attend and write the result (T, E) into a tensor of the step.
+        """Attend, and write the result (T, E) to a tensor of the step.
 
-        It returns nothing, so there is no result to compare at a replay, and the cache it changes
-        need not be saved and restored, however large it is.
+        It returns nothing, so a replay has no result to compare, and the cache need not be saved
+        and restored.
         """
         out.copy_(self.attend(*args))
 
@@ -260,7 +259,7 @@ class Decoder(nn.Module):
         """Return the model on one cache, as a step for a ``GraphRunner``.
 
         Args:
-            cache: The cache to write to; declare it as the runner's state.
+            cache: The cache to write, which must be declared as state of the runner.
         """
 
         def step(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -289,6 +288,6 @@ def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of features (first half, second half) by a position's angles."""
+    """Rotate pairs of features (first half, second half) by a position's angles."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,7 +1,6 @@
-"""Models to measure, each as a function that returns a runner.
+"""Models for measurements: functions that return a runner.
 
-``dispatchkit calibrate`` takes such a function by name, ``module:function``. Write your own like
-these.
+``dispatchkit calibrate`` accepts the name of a function such as these, as ``module:function``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
-#: Spread over the sizes of a serving loop; denser where steps are frequent.
+#: Distributed over the sizes of a serving loop, denser for frequent sizes.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _TAPE_SIZES = (1, 2, 4, 8, 16)
 
@@ -36,15 +35,16 @@ def decoder(
     options: RunnerOptions | None = None,
     **settings: Any,
 ) -> GraphRunner:
-    """Return a runner of the demo's decoder with its own cache.
+    """Return a runner of the demo's decoder with a new cache.
 
     Args:
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
         shape: Sizes of the model; by default chosen for the device.
         sizes: Capture sizes.
-        max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
-        options: Options of the runner, other than the configuration and the device.
-        settings: Further arguments of the runner.
+        max_num_tokens: Maximum tokens per step; by default the largest size on the tape, 2048 on a
+            GPU.
+        options: Options of the runner; configuration and device are replaced.
+        settings: Additional arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
     shape = shape or (CUDA_SHAPE if is_gpu else TAPE_SHAPE)
@@ -81,16 +81,17 @@ def mlp(
     options: RunnerOptions | None = None,
     **settings: Any,
 ) -> GraphRunner:
-    """Return a runner of a plain MLP, in bfloat16 on a GPU: (rows, width) to the same shape.
+    """Return a runner of an MLP from (rows, width) to (rows, width).
 
     Args:
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
-        num_layers: Linear layers, with a ReLU after each.
+        num_layers: Number of linear layers, each followed by a ReLU.
         width: Width of all layers; by default chosen for the device.
         sizes: Capture sizes.
-        max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
-        options: Options of the runner, other than the configuration and the device.
-        settings: Further arguments of the runner.
+        max_num_tokens: Maximum tokens per step; by default the largest size on the tape, 2048 on a
+            GPU.
+        options: Options of the runner; configuration and device are replaced.
+        settings: Additional arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
     width = width or (4096 if is_gpu else 32)
@@ -120,7 +121,7 @@ def mlp(
 
 def _config(**fields: Any) -> DispatchConfig:
     with warnings.catch_warnings():
-        # Steps above the sizes are intended: eager is measured, too.
+        # Steps above the largest size are intended, to measure eager.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(**fields)
 

@@ -1,4 +1,4 @@
-"""Run a step trace through the decoder eager and dispatched, and compare each step."""
+"""Run a step trace through the decoder, eager and dispatched, and compare each step."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from dispatchkit.settings import Settings
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-#: The order of summation depends on the batch size; float32 has about seven digits, and a result is
-#: a few hundred sums deep. Measured differences are below a tenth of this.
+#: The order of summation depends on the batch size. float32 has about seven digits, and a result is
+#: the sum of a few hundred terms. Measured differences are less than a tenth of this.
 ATOL, RTOL = 1e-3, 1e-3
 MIN_SLOTS, MAX_SLOTS = 8, 512
 DEVICES = ("auto", "tape", "cpu", "cuda")
 
-#: Small enough to finish in a minute on two cores; on a GPU, large enough for launches to matter.
+#: Small enough to finish in a minute on two cores, and large enough on a GPU for launches to
+#: matter.
 TAPE_SHAPE = DecoderShape()
 CUDA_SHAPE = DecoderShape(num_layers=8, num_heads=8, head_dim=32)
 
@@ -54,14 +55,14 @@ class DemoOptions:
     """Options of the demo.
 
     Attributes:
-        settings: Policy, sizes, budgets and all other settings of a runner; see ``load_settings``.
-            Settings not given fit the trace. ``backend`` is ``tape`` or ``cpu`` for the simulation
-            on a CPU, ``cuda`` or ``cuda:N`` for a GPU, or ``auto`` for a GPU if torch finds one,
-            else the tape.
-        trace: A step trace; None for the excerpt in the package.
-        steps: Most steps to run, from the start of the trace.
-        shape: Sizes of the decoder; None to choose them for the device. Its number of slots is set
-            from the trace.
+        settings: Settings of the runner, such as policy, sizes and budgets; see ``load_settings``.
+            Limits that are not given are derived from the trace. ``backend`` is ``tape`` or ``cpu``
+            for the simulation on a CPU, ``cuda`` or ``cuda:N`` for a GPU, or ``auto`` for a GPU if
+            torch finds one, else the tape.
+        trace: Path of a step trace; None for the excerpt in the package.
+        steps: Maximum number of steps to run, from the start of the trace.
+        shape: Sizes of the decoder; None for the default of the device. The number of slots is
+            derived from the trace.
     """
 
     settings: Settings = attrs.field(factory=Settings)
@@ -74,15 +75,17 @@ class DemoOptions:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device that a name stands for.
+    """Return the torch device for a name.
 
     Raises:
-        UnknownNameError: There is no such name.
-        BackendUnavailableError: There is no such device here.
+        UnknownNameError: The name is unknown.
+        BackendUnavailableError: The device is not available.
     """
     kind, _, index = name.partition(":")
     if kind not in DEVICES or (index and not (kind == "cuda" and index.isdecimal())):
-        raise UnknownNameError("device", name, DEVICES, "A GPU may have a number: cuda:1.")
+        raise UnknownNameError(
+            "device", name, DEVICES, ("For a specific GPU, give its number, such as cuda:1.")
+        )
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kind in ("tape", "cpu"):
@@ -102,7 +105,7 @@ def resolve_device(name: str) -> torch.device:
     if int(index or 0) >= count:
         allowed = ", ".join(f"cuda:{number}" for number in range(count))
         raise BackendUnavailableError(
-            f"Device {name!r} does not exist; torch finds {count}: {allowed}. Name one of these."
+            f"Device {name!r} does not exist; torch detects {count}: {allowed}. Give one of these."
         )
     return torch.device("cuda", int(index or 0))
 
@@ -113,15 +116,16 @@ def run_demo(
     plugins: PluginSet | None = None,
     progress: Progress | None = None,
 ) -> DemoReport:
-    """Replay a trace eagerly and dispatched, each from its own copy of the state.
+    """Run a trace eager and dispatched, each with its own state.
 
     Args:
-        options: Trace, policy, device.
-        plugins: The plugins that provide the policy; loaded if not given.
-        progress: Called with the current activity, the amount done and the total.
+        options: Trace, settings and device.
+        plugins: The plugins that provide the policy; loaded by default.
+        progress: Function that is called with the current activity, the completed amount and the
+            total.
 
     Returns:
-        The report. Wrong results do not raise; see ``report.comparison``.
+        The report. Incorrect results do not raise; see ``report.comparison``.
 
     Raises:
         TraceError: The trace cannot be read.
@@ -132,7 +136,7 @@ def run_demo(
     device = resolve_device(options.settings["backend"])
     trace_name, rows = _read(options.trace, options.steps)
     shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
-    # A power of two, as in servers, so that every decode step has a FULL graph.
+    # A power of two, so that every decode step has a FULL graph.
     most = min(MAX_SLOTS, max(rows.column("num_reqs")))
     num_slots = max(MIN_SLOTS, 1 << (most - 1).bit_length())
     shape = attrs.evolve(shape, num_slots=num_slots)
@@ -211,9 +215,9 @@ def make_runner(
     device: torch.device,
     plugins: PluginSet | None = None,
 ) -> GraphRunner:
-    """Return a runner for the decoder, sized for the traffic.
+    """Return a runner for the decoder with limits for the traffic.
 
-    Padding rows are dummy tokens that write to the sink slot.
+    Padding rows are dummy tokens that write to the padding slot.
     """
     settings = options.settings
     largest = max(step.num_tokens for step in traffic.steps)
@@ -243,7 +247,7 @@ def make_runner(
         },
         policy=policy if plugins is None else plugins.with_policy(policy),
         backend="cuda" if device.type == "cuda" else "tape",
-        # Every result is read before the next step.
+        # Each result is read before the next step.
         outputs=settings["outputs"] if settings.is_given("outputs") else "view",
         state=cache.tensors,
         lazy=settings["lazy"],
@@ -252,7 +256,7 @@ def make_runner(
 
 
 class _Pair:
-    """The two runs, side by side, with the same weights and separate caches."""
+    """The eager and the dispatched run, with the same weights and separate caches."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, runner: GraphRunner, device: torch.device
@@ -267,7 +271,7 @@ class _Pair:
         )
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run both once on padding rows, at the smallest and the largest size."""
+        """Run both on padding rows, at the smallest and the largest size."""
         shape = self.decoder.shape
         for size in {1, num_tokens}:
             zeros = torch.zeros(size, dtype=torch.int64, device=self.device)
@@ -277,7 +281,7 @@ class _Pair:
         self._synchronize()
 
     def run_both(self, index: int, step: PlannedStep) -> None:
-        """Run one step eagerly and dispatched, time both and compare all rows."""
+        """Run a step eager and dispatched, time both, and compare all rows."""
         tokens, positions, slots = (
             torch.tensor(values, dtype=torch.int64, device=self.device)
             for values in (step.tokens, step.positions, step.slots)
@@ -326,7 +330,7 @@ class _Pair:
         )
 
     def times(self) -> tuple[KindTimes, ...]:
-        """Return medians per kind of step and runtime mode, most steps first."""
+        """Return median times by kind and runtime mode, most frequent first."""
         rows = [
             KindTimes(
                 kind=kind,
@@ -342,7 +346,7 @@ class _Pair:
         return tuple(sorted(rows, key=lambda row: -row.steps))
 
     def batch1(self, *, rounds: int = 5) -> Batch1:
-        """Decode one request alone in slot 0; the caches are not usable afterwards."""
+        """Decode a single request in slot 0, which invalidates the caches."""
         calls = min(self.decoder.shape.cache_len, 100 if self.device.type == "cuda" else 20)
         one = torch.tensor([1], dtype=torch.int64, device=self.device)
         slot = torch.zeros_like(one)
@@ -382,13 +386,13 @@ class _Pair:
 
 
 def _uniform(config: DispatchConfig, query_len: int) -> int:
-    """Return the ``uniform`` argument for steps of that many tokens per request."""
+    """Return the ``uniform`` argument for a number of tokens per request."""
     lens = config.query_lens
     return lens.index(query_len) + 1 if query_len in lens else 0
 
 
 def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
-    """Return mode and computed tokens of the single step between two readings."""
+    """Return the mode and computed tokens of the step between two readings."""
     mode = next(
         mode for mode, count in after.steps_by_mode.items() if count > before.steps_by_mode[mode]
     )
@@ -396,7 +400,7 @@ def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
 
 
 def _eager_reasons(before: RunnerStats, after: RunnerStats) -> dict[str, int]:
-    """Return how often each reason for eager was counted between two readings."""
+    """Return the number of eager steps by reason between two readings."""
     return {
         reason: count - before.eager_by_reason.get(reason, 0)
         for reason, count in after.eager_by_reason.items()
@@ -405,7 +409,7 @@ def _eager_reasons(before: RunnerStats, after: RunnerStats) -> dict[str, int]:
 
 
 def _compare(actual: torch.Tensor, expected: torch.Tensor) -> tuple[bool, float]:
-    """Return whether two results agree within the tolerance, and their largest difference."""
+    """Return whether two results are within the tolerance, and their largest difference."""
     if actual.shape != expected.shape:
         return False, float("nan")
     if expected.numel() == 0:
@@ -415,12 +419,12 @@ def _compare(actual: torch.Tensor, expected: torch.Tensor) -> tuple[bool, float]
 
 
 def _larger(one: float, other: float) -> float:
-    """Return the larger value; NaN counts as the largest."""
+    """Return the larger value, or NaN if either is NaN."""
     return other if other != other or other > one else one
 
 
 def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
-    """Return the name and the first steps of a trace."""
+    """Return the name and first steps of a trace."""
     if path is not None:
         return str(path), _read_file(path)[:steps]
     with as_file(files("dispatchkit.demo") / "data" / "azure_conv_high.csv") as excerpt:
@@ -428,7 +432,7 @@ def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
 
 
 def _read_file(path: Path) -> StepTrace:
-    """Return the steps in a file; with dispatchkit-plan, also of counts and logs."""
+    """Return the steps in a file, which dispatchkit-plan may also read from counts and logs."""
     try:
         read: Callable[[Path], StepTrace] = load_attribute("read_steps")
     except MissingDistributionError as missing:
@@ -442,7 +446,7 @@ def _read_file(path: Path) -> StepTrace:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Run torch on one CPU thread if the CPU computes, and restore the setting afterwards."""
+    """Limit torch to one CPU thread in a ``with`` block if the device is the CPU."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

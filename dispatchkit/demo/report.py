@@ -12,16 +12,16 @@ from dispatchkit.demo.traffic import Traffic
 
 @attrs.frozen(kw_only=True)
 class KindTimes:
-    """Steps of one kind, and the time of one of them.
+    """Statistics of steps of one kind.
 
     Attributes:
         kind: ``decode`` or ``mixed``, from the trace.
-        mode: Runtime mode they ran in.
+        mode: Runtime mode of the steps.
         steps: Number of steps.
-        num_tokens: Their real tokens.
-        padding: Padding tokens computed.
+        num_tokens: Number of tokens before padding.
+        padding: Number of padding tokens.
         eager_ms: Median milliseconds of an eager step.
-        dispatched_ms: Median milliseconds of a dispatched one.
+        dispatched_ms: Median milliseconds of a dispatched step.
     """
 
     kind: str
@@ -39,8 +39,8 @@ class Difference:
 
     Attributes:
         step: Number of the step, from 0.
-        mode: Runtime mode it ran in.
-        num_tokens: Its tokens.
+        mode: Runtime mode of the step.
+        num_tokens: Number of tokens.
         worst: Largest absolute difference; NaN if a result is NaN.
     """
 
@@ -57,11 +57,11 @@ class Comparison:
     Attributes:
         atol: Absolute tolerance.
         rtol: Relative tolerance.
-        steps: Steps compared.
-        different: Steps that differed beyond the tolerance.
-        worst: Largest absolute difference of any step.
-        caches_differ: The final caches differ beyond the tolerance.
-        worst_cache: Largest absolute difference of the final caches.
+        steps: Number of compared steps.
+        different: Steps with differences above the tolerance.
+        worst: Largest absolute difference of all steps.
+        caches_differ: Whether the final caches differ by more than the tolerance.
+        worst_cache: Largest absolute difference between the final caches.
     """
 
     atol: float
@@ -74,19 +74,19 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differed."""
+        """Whether all results and caches agree."""
         return not self.different and not self.caches_differ
 
 
 @attrs.frozen(kw_only=True)
 class Batch1:
-    """One request decoding alone: the step where launching costs most.
+    """Times of decoding a single request, where launch overhead is largest.
 
     Attributes:
         eager_us: Microseconds of an eager step (median of means, device idle at both ends).
         dispatched_us: Microseconds of a dispatched step.
-        mode: Runtime mode it ran in.
-        ratio: Eager over dispatched.
+        mode: Runtime mode of the step.
+        ratio: Eager time divided by dispatched time.
     """
 
     eager_us: float
@@ -97,24 +97,24 @@ class Batch1:
 
 @attrs.frozen(kw_only=True)
 class DemoReport:
-    """All that ``dispatchkit demo`` prints.
+    """The results that ``dispatchkit demo`` prints.
 
     Attributes:
         policy: Name of the policy.
-        policy_origin: Distribution and version it comes from.
+        policy_origin: Distribution and version of the policy.
         backend: Name of the backend.
-        device: Facts of the device.
+        device: Facts about the device.
         trace: Name of the trace.
         model: Sizes of the decoder and its cache.
-        traffic: Steps, requests and what was cut.
-        times: Per kind of step and runtime mode.
-        eager_reasons: Eager steps by reason.
-        num_tokens: Real tokens of all steps.
-        padding: Padding tokens computed.
-        capture: Graphs, seconds, bytes, and failures.
-        comparison: Whether replays computed the results of eager.
-        batch1: One request alone.
-        seconds: The whole run.
+        traffic: Steps and requests, and the omitted parts of the trace.
+        times: Statistics by kind of step and runtime mode.
+        eager_reasons: Number of eager steps by reason.
+        num_tokens: Number of tokens of all steps, before padding.
+        padding: Number of padding tokens.
+        capture: Number of graphs, seconds, bytes, and failures.
+        comparison: Comparison of dispatched and eager results.
+        batch1: Times of a single request.
+        seconds: Duration of the run.
     """
 
     policy: str
@@ -135,11 +135,11 @@ class DemoReport:
 
     @property
     def is_tape(self) -> bool:
-        """Whether it ran on the tape, which simulates a device."""
+        """Whether the backend is the tape, which simulates a device."""
         return self.backend == "tape"
 
     def meaning(self) -> list[str]:
-        """Explain in a few sentences what the numbers mean on this device."""
+        """Return sentences that explain the results on this device."""
         equal = (
             "Every dispatched step, padded or not, gave the same results as eager."
             if self.comparison.is_equal
@@ -177,7 +177,7 @@ class DemoReport:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, with None in a value."""
+    """Replace NaN and infinity in a value with None, because JSON lacks them."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,16 +1,16 @@
 """Generate requests from a step trace: the tokens and positions of each step.
 
-A step trace has the number of tokens and requests of each step, but not which requests they were.
-The demo needs requests that come and go, so they are generated deterministically:
+A step trace contains the numbers of tokens and requests of each step, but not the requests
+themselves. The demo generates requests deterministically:
 
 - each request of a step gets one token; the others go to as few requests as possible, each with at
   most ``max_query_len`` in total. These are prompts, and a prompt belongs to a new request;
-- if a step needs a slot, or has fewer requests than the previous step, the oldest leave;
-- a request whose cache is full leaves, and a new one replaces it.
+- if a step needs a slot, or has fewer requests than the previous step, the oldest requests end;
+- a request whose cache is full ends, and a new request replaces it.
 
-Positions, slots and token ids follow from that. Prompts longer than the cache allows, requests
-beyond the slots, and tokens beyond the largest step are cut and counted. Steps without tokens are
-left out.
+Positions, slots and token ids follow from that. Prompts that exceed the cache, requests without a
+slot, and tokens above the maximum per step are omitted and counted. Steps without tokens are
+skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attrs
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace
 
-#: Steps of a trace that the demo runs: many of both kinds, in half a minute on a CPU.
+#: Default number of steps: many of both kinds, in half a minute on a CPU.
 DEFAULT_STEPS = 200
 
 
@@ -32,13 +32,13 @@ class PlannedStep:
     """One step, token by token.
 
     Attributes:
-        num_reqs: Requests in the step.
-        uniform: Every request is past its prompt and has ``query_len`` tokens.
-        query_len: Tokens per request if uniform, else 0.
+        num_reqs: Number of requests in the step.
+        uniform: Whether all requests are past their prompts and have ``query_len`` tokens.
+        query_len: Number of tokens per request if uniform, else 0.
         tokens: Token ids.
         positions: Position of each token in its request, from 0.
         slots: Cache slot of each token's request.
-        cut_tokens: Tokens of the trace's step that were cut.
+        cut_tokens: Number of omitted tokens of the trace's step.
     """
 
     num_reqs: int
@@ -57,16 +57,16 @@ class PlannedStep:
 
 @attrs.frozen
 class Traffic:
-    """All steps, and what was cut.
+    """The generated steps, and counts of the omitted parts of the trace.
 
     Attributes:
         steps: In order.
-        num_requests: Different requests over all steps.
-        max_prompt: Longest prompt kept, in tokens.
-        num_tokens: Tokens of all steps, after cutting.
-        cut_tokens: Tokens cut.
-        cut_steps: Steps that lost any.
-        cut_requests: Requests cut from steps for lack of slots.
+        num_requests: Number of distinct requests.
+        max_prompt: Maximum prompt length in tokens.
+        num_tokens: Number of tokens of all steps, without omitted tokens.
+        cut_tokens: Number of omitted tokens.
+        cut_steps: Number of steps with omitted tokens.
+        cut_requests: Number of requests omitted because there was no slot.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -79,7 +79,7 @@ class Traffic:
 
     @property
     def query_len(self) -> int:
-        """The most frequent number of tokens per request of uniform steps; 1 if there are none."""
+        """The most frequent query length of uniform steps; 1 without uniform steps."""
         lengths = [step.query_len for step in self.steps if step.uniform]
         return max(set(lengths), key=lengths.count, default=1)
 
@@ -118,18 +118,18 @@ def plan_traffic(
     vocab: int,
     max_step_tokens: int = 4096,
 ) -> Traffic:
-    """Return steps with requests that come and go according to a trace's counts.
+    """Return steps with generated requests that match a trace's counts.
 
     Args:
-        trace: Steps; it needs ``num_reqs``, ``max_query_len`` and ``uniform_decode``.
-        num_slots: Largest number of requests at a time.
-        cache_len: Tokens that one request's cache holds. A prompt may fill 7/8 of it, which leaves
-            room to decode.
+        trace: A trace with the columns ``num_reqs``, ``max_query_len`` and ``uniform_decode``.
+        num_slots: Maximum number of concurrent requests.
+        cache_len: Number of tokens in the cache of a request. Prompts are limited to 7/8 of it, to
+            leave room for decoding.
         vocab: Number of token ids.
-        max_step_tokens: Most tokens of a step.
+        max_step_tokens: Maximum number of tokens of a step.
 
     Raises:
-        TraceError: A column is missing, or no step has a token.
+        TraceError: A column is missing, or all steps are empty.
     """
     max_prompt = max(1, cache_len * 7 // 8)
     requests = _Requests(num_slots)
@@ -157,7 +157,7 @@ def plan_traffic(
         slots: list[int] = []
         for request, count in zip(members, counts, strict=True):
             span = range(request.length, request.length + count)
-            # Any rule that differs between requests and positions will do.
+            # Any function that depends on both request and position is suitable.
             tokens += [(request.number * 7919 + position * 104_729) % vocab for position in span]
             positions += span
             slots += [request.slot] * count
@@ -175,7 +175,9 @@ def plan_traffic(
                 )
             )
     if not steps:
-        raise TraceError(trace.source, None, "has no step with tokens and requests.")
+        raise TraceError(
+            trace.source, None, ("has no step with tokens and requests. Use another trace.")
+        )
     return Traffic(
         tuple(steps),
         requests.num_started,
@@ -192,9 +194,9 @@ def _prompt_lengths(rest: int, max_query_len: int, num_reqs: int, max_prompt: in
 
     Args:
         rest: Tokens of the step beyond one per request.
-        max_query_len: Most tokens of one request, in the trace.
-        num_reqs: Requests of the step.
-        max_prompt: Most tokens kept of a prompt.
+        max_query_len: Maximum number of tokens of a request in the trace's step.
+        num_reqs: Number of requests of the step.
+        max_prompt: Maximum prompt length in tokens.
     """
     lengths: list[int] = []
     while rest > 0 and max_query_len > 1 and len(lengths) < num_reqs:
@@ -207,7 +209,7 @@ def _prompt_lengths(rest: int, max_query_len: int, num_reqs: int, max_prompt: in
 def _members(
     requests: _Requests, num_reqs: int, num_prompts: int, query_len: int, cache_len: int
 ) -> list[_Request]:
-    """Return a step's requests: those that continue, then as many new ones as needed."""
+    """Return a step's requests: continuing requests first, then new requests."""
     for request in list(requests.active.values()):
         if request.length + query_len > cache_len:
             requests.leave(request)

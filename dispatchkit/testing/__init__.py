@@ -9,11 +9,11 @@ Three lines test a policy::
             return HalfFull()
 
 or, without pytest, ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
-``run_lane_policy_conformance`` do the same for lane policies, ``BackendTests`` for backends, and
-``RunnerTests`` for a policy, backend or step in a GraphRunner. ``SmallestPolicy`` and
-``OneBucketPolicy`` are simple policies for tests of other things.
+``run_lane_policy_conformance`` test lane policies, ``BackendTests`` backends, and ``RunnerTests`` a
+policy, backend or step in a GraphRunner. ``SmallestPolicy`` and ``OneBucketPolicy`` are simple
+policies for tests of other components.
 
-Names are loaded on first use, so that the kit for one kind of plugin does not load the others.
+Names are imported on first use, so that a kit does not import the other kits.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         if error.name in {"hypothesis", "pytest"}:
-            error.add_note("The kit needs it: pip install 'dispatchkit[testing]'")
+            error.add_note("The test kit requires it. Run: pip install 'dispatchkit[testing]'")
         raise
     globals()[name] = value
     return value

@@ -16,16 +16,16 @@ from dispatchkit.backends.base import (
 )
 from dispatchkit.testing.backend_rig import FUNCTIONS, Pair, Rig
 
-NOT_POISONED = "Outputs hold something other than poison before the first replay."
+NOT_POISONED = "Outputs must contain poison before the first replay."
 
 
 class CaptureTests:
-    """A replay computes what eager computes, at fixed addresses, without Python."""
+    """A replay computes the results of eager at fixed addresses, without Python."""
 
     # -- what it is ---------------------------------------------------------------------
 
     def test_it_names_itself_and_its_device(self, rig: Rig) -> None:
-        """Reports and look-ups by name need both."""
+        """Reports and look-ups by name require both."""
         assert rig.backend.name
         assert rig.zeros(1).device == rig.torch.device(rig.backend.torch_device)
         assert isinstance(rig.backend.capabilities, BackendCapabilities)
@@ -49,7 +49,7 @@ class CaptureTests:
     def test_replay_equals_eager_on_changed_inputs(
         self, rig: Rig, function: Callable[[Any, Any], Any], mode: str
     ) -> None:
-        """Inputs change each time: a replay of the captured inputs would prove nothing."""
+        """Inputs change before each replay, because equal inputs would hide stale results."""
         x = rig.randn(4, 8)
         with getattr(rig.torch, mode)():
             graph = rig.warm_capture(lambda: function(rig.torch, x))
@@ -59,7 +59,7 @@ class CaptureTests:
                 rig.torch.testing.assert_close(rig.replayed(graph), expected, rtol=1e-5, atol=1e-5)
 
     def test_outputs_keep_their_addresses(self, rig: Rig) -> None:
-        """Only then do precomputed views of the outputs stay valid."""
+        """Otherwise precomputed views of the outputs would become invalid."""
         x = rig.randn(4, 8)
         graph = rig.capture(lambda: (x * 2, [x + 1]))
         outputs = graph.outputs
@@ -70,7 +70,7 @@ class CaptureTests:
             assert [outputs[0].data_ptr(), outputs[1][0].data_ptr()] == addresses
 
     def test_replay_overwrites_the_outputs(self, rig: Rig) -> None:
-        """An output kept across the next replay shows the next result."""
+        """An output that is kept across a replay contains the new result."""
         x = rig.zeros(3)
         graph = rig.capture(lambda: x + 1)
         graph.replay()
@@ -80,7 +80,7 @@ class CaptureTests:
         assert rig.read(kept) == [6.0] * 3
 
     def test_python_runs_once(self, rig: Rig) -> None:
-        """Prints and attribute writes happen at capture, never at replay."""
+        """Prints and attribute writes happen during the capture, never during a replay."""
         runs: list[int] = []
         x = rig.zeros(2)
 
@@ -91,11 +91,11 @@ class CaptureTests:
         graph = rig.capture(run)
         for _ in range(3):
             graph.replay()
-        assert runs == [1], "The Python of the callable ran again at replay."
+        assert runs == [1], "The callable's Python code ran again during a replay."
         assert rig.read(graph.outputs) == [1.0, 1.0]
 
     def test_python_of_a_custom_operator_runs_once(self, rig: Rig) -> None:
-        """The operator's work is captured, not the call."""
+        """The operator's kernels are captured, not the Python call."""
         torch = rig.torch
         runs: list[int] = []
         name = f"dispatchkit_backend_tests::scale_{id(runs)}"
@@ -114,7 +114,7 @@ class CaptureTests:
         assert runs == [1]
 
     def test_a_custom_operator_that_writes_its_argument_is_captured(self, rig: Rig) -> None:
-        """Attention written as an operator fills a buffer it is given."""
+        """An attention operator, for example, writes to an output argument."""
         torch = rig.torch
         name = f"dispatchkit_backend_tests::fill_{id(rig)}"
 
@@ -132,7 +132,7 @@ class CaptureTests:
         assert rig.read(out) == [6.0] * 4
 
     def test_nested_outputs_keep_their_structure(self, rig: Rig) -> None:
-        """Dicts, lists, named tuples, None and plain values come back as returned."""
+        """Outputs may contain dicts, lists, named tuples, None and plain values."""
         x = rig.zeros(2)
         graph = rig.capture(lambda: {"a": [x + 1, None], "b": Pair(x + 2, 7), "c": (x,)})
         graph.replay()
@@ -145,7 +145,7 @@ class CaptureTests:
         assert outputs["c"][0] is x
 
     def test_an_output_may_be_a_view_of_another(self, rig: Rig) -> None:
-        """Views need no work at replay, and must show the new data."""
+        """Views must contain the new data after a replay, without work of their own."""
         x = rig.zeros(4)
 
         def run() -> Any:
@@ -170,7 +170,7 @@ class CaptureTests:
         "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
     )
     def test_outputs_are_not_computed_at_capture(self, rig: Rig, dtype: str) -> None:
-        """Reading before the first replay must be noticeable."""
+        """A read before the first replay must be detectable."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
         graph = rig.capture(x.clone)
@@ -198,7 +198,7 @@ class CaptureTests:
         rig.torch.testing.assert_close(
             rig.replayed(graph),
             x @ weight,
-            msg=lambda text: f"The replay used the values of weights of the capture. {text}",
+            msg=lambda text: f"The replay used weight values from the time of the capture. {text}",
         )
 
     def test_intermediates_that_the_callable_stashed_stay(self, rig: Rig) -> None:
@@ -221,7 +221,7 @@ class CaptureTests:
         assert rig.read(stash["hidden"]) == [3.0] * 64
 
     def test_outputs_of_a_graph_survive_the_replays_of_another(self, rig: Rig) -> None:
-        """Graphs of a pool share intermediates, not outputs that are still held."""
+        """Graphs of a pool share memory for intermediates, but not for live outputs."""
         x = rig.zeros(256)
         first = rig.capture(lambda: ((x + 1) * 2 + 1) * 2)
         second = rig.capture(lambda: ((x - 5) * 3 - 5) * 3)
@@ -231,7 +231,7 @@ class CaptureTests:
         assert rig.read(second.outputs) == [-60.0] * 256
 
     def test_grad_mode_is_the_callers(self, rig: Rig) -> None:
-        """A capture changes no mode behind the callable's back."""
+        """A capture does not change the autograd mode."""
         torch = rig.torch
         seen: list[tuple[bool, bool]] = []
 
@@ -247,7 +247,7 @@ class CaptureTests:
         )
 
     def test_a_graph_captured_in_inference_mode_replays_outside(self, rig: Rig) -> None:
-        """The caller's mode at replay does not matter: a replay is a launch."""
+        """The autograd mode during a replay has no effect."""
         torch = rig.torch
         with torch.inference_mode():
             state = rig.zeros(3)
@@ -258,7 +258,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == [4.0] * 3
 
     def test_replay_ignores_the_callers_autocast(self, rig: Rig) -> None:
-        """Work captured in full precision stays in full precision."""
+        """Operations captured in full precision are replayed in full precision."""
         x = rig.randn(4, 8)
         graph = rig.warm_capture(lambda: x @ x.t())
         expected = x @ x.t()
@@ -267,7 +267,7 @@ class CaptureTests:
         rig.torch.testing.assert_close(graph.outputs, expected)
 
     def test_a_training_step_gives_eager_gradients_and_weights(self, rig: Rig) -> None:
-        """Backward inside the callable is captured like any other work."""
+        """A backward pass inside the callable is captured like other operations."""
         torch = rig.torch
         x = rig.randn(8, 4)
         start = rig.randn(4, 4)
@@ -323,7 +323,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == expected
 
     def test_running_statistics_are_left_alone_by_a_capture(self, rig: Rig) -> None:
-        """Batch norm writes its statistics without declaring so in its schema."""
+        """Batch norm writes its statistics, although its schema does not declare it."""
         torch = rig.torch
         norm = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)
         twin = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)

@@ -1,4 +1,4 @@
-"""Tests of captures that fail, for BackendTests."""
+"""Tests of failed captures, for BackendTests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.testing.backend_rig import HOST_SYNCS, PlannedError, Rig
 
 
 class FailureTests:
-    """A failed capture has a reason and leaves everything as it was."""
+    """A failed capture reports a reason and has no side effects."""
 
     def release_unused_memory(self, rig: Rig) -> None:
         """Return unused memory to the device; see BackendTests."""
@@ -22,7 +22,7 @@ class FailureTests:
     # -- captures that fail ---------------------------------------------------------------
 
     def _program(self, rig: Rig, state: Any, generator: Any) -> list[Callable[[], Any]]:
-        """Return operations of every kind; a callable fails after some number of them."""
+        """Return operations of every kind, after any of which a callable may fail."""
         device = rig.backend.torch_device
         torch = rig.torch
         return [
@@ -42,7 +42,7 @@ class FailureTests:
     def test_a_capture_that_fails_leaves_everything_as_before(
         self, rig: Rig, num_steps: int
     ) -> None:
-        """After any operation: state, generators, stream, garbage collector and other graphs."""
+        """This applies to state, generators, stream, garbage collector and other graphs."""
         backend, torch = rig.backend, rig.torch
         state, generator = rig.randn(8), rig.generator()
         x = rig.zeros(8)
@@ -79,7 +79,7 @@ class FailureTests:
 
     @pytest.mark.parametrize("name", HOST_SYNCS)
     def test_calls_that_wait_for_the_device_are_refused(self, rig: Rig, name: str) -> None:
-        """With a reason to count, and without affecting later work."""
+        """The refusal has a reason to count, and does not affect later work."""
         x = rig.torch.ones(4, 8, device=rig.backend.torch_device)
         before = rig.default_generator().get_state()
         error = rig.refused(name, lambda: HOST_SYNCS[name](rig.torch, x + 1), reason="host_sync")
@@ -89,13 +89,13 @@ class FailureTests:
         assert rig.read(rig.replayed(graph)[0]) == [2.0] * 8
 
     def test_a_refused_call_is_named(self, rig: Rig) -> None:
-        """The user must be able to find it in a model of a thousand lines."""
+        """The user must be able to find the call in a large model."""
         x = rig.zeros(3)
         with pytest.raises(CaptureError, match=r"Tensor\.item"):
             rig.capture(lambda: x.sum().item())
 
     def test_a_refused_call_that_the_callable_catches_still_fails(self, rig: Rig) -> None:
-        """The capture is invalid anyway and must not appear to have worked."""
+        """The capture is invalid, so it must not appear to succeed."""
         x = rig.zeros(3)
 
         def run() -> Any:
@@ -120,12 +120,12 @@ class FailureTests:
     def test_waits_through_the_backend_are_refused(
         self, rig: Rig, wait: Callable[[Rig], Any]
     ) -> None:
-        """A device forbids them in a capture, and so must every backend."""
+        """Devices do not allow them during a capture, so every backend must refuse them."""
         rig.refused("A wait", lambda: wait(rig), reason="host_sync")
         assert rig.read(rig.replayed(rig.capture(lambda: rig.zeros(1) + 1))) == [1.0]
 
     def test_captures_do_not_nest(self, rig: Rig) -> None:
-        """Only one layer may capture; the inner function is to be called directly."""
+        """Only the outer capture may run; the inner function must be called directly."""
         x = rig.zeros(2)
         inner = "A capture inside a capture"
         rig.refused(inner, lambda: rig.capture(lambda: x + 1), reason="nested")
@@ -143,7 +143,7 @@ class FailureTests:
         assert rig.read(rig.replayed(healthy)) == [1.0] * 4
 
     def test_an_interrupt_passes_through_and_leaves_everything_as_before(self, rig: Rig) -> None:
-        """Ctrl-C is not a capture error, but must not break the device, either."""
+        """Ctrl-C is not a capture error, and must not break the device."""
         state = rig.zeros(2)
 
         def run() -> None:
@@ -156,13 +156,15 @@ class FailureTests:
             passed = True
         except CaptureError:
             passed = False
-        assert passed, "Ctrl-C in a capture was swallowed, or turned into another error."
+        assert passed, (
+            "KeyboardInterrupt in a capture was swallowed or converted to another exception."
+        )
         assert rig.read(state) == [0.0, 0.0]
         assert not rig.backend.is_capturing()
         assert rig.read(rig.replayed(rig.capture(lambda: state + 1))) == [1.0, 1.0]
 
     def test_failing_captures_reserve_no_memory(self, rig: Rig) -> None:
-        """Twenty failures of several kinds leave the pool as it was."""
+        """The size of the pool is unchanged after twenty failures of several kinds."""
         x = rig.zeros(1024)
         rig.capture(lambda: (x + 1) * 2)
         kinds: list[Callable[[], Any]] = [
@@ -184,7 +186,7 @@ class FailureTests:
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("fails", [True, False])
     def test_the_collector_is_held_and_put_back(self, rig: Rig, enabled: bool, fails: bool) -> None:
-        """A collection in a capture may destroy an old graph; the setting is restored."""
+        """A collection during a capture may destroy an old graph. The setting is restored."""
         seen: list[bool] = []
 
         def run() -> Any:
@@ -210,7 +212,7 @@ class FailureTests:
         assert seen == [False], "The garbage collector was enabled during the capture."
 
     def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
-        """Code relies on it to pass calls through inside a capture."""
+        """Code uses it to bypass wrappers inside a capture."""
         seen: list[bool] = []
 
         def run() -> Any:

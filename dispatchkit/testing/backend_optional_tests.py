@@ -1,4 +1,4 @@
-"""Tests of a backend's optional parts, for BackendTests; missing parts are skipped."""
+"""Tests of optional protocols, for BackendTests; missing protocols are skipped."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dispatchkit.testing.backend_rig import Rig
 
 
 def offered(rig: Rig, part: str) -> Any:
-    """Return a part of the backend under test, by its name in ``BackendFeatures``, or skip."""
+    """Return an optional protocol by its field in ``BackendFeatures``, or skip."""
     found = getattr(features_of(rig.backend), part)
     if found is None:
-        pytest.skip(f"Backend {rig.backend.name!r} offers no {part.replace('_', ' ')}.")
+        pytest.skip(f"Backend {rig.backend.name!r} does not offer {part.replace('_', ' ')}.")
     return found
 
 
 def direct_launch(rig: Rig, graph: Any) -> tuple[LaunchCall, Any]:
-    """Return the direct launch of a graph; skip if only ``replay`` can launch it."""
+    """Return a graph's direct launch; skip if only ``replay`` can launch it."""
     found = offered(rig, "direct_launches").direct_launch(graph)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} launches this graph only through replay.")
@@ -45,12 +45,12 @@ def assert_refused(ask: Callable[[], Any], problem: str) -> None:
 
 
 class OptionalTests:
-    """Parts offered beyond ``GraphBackend`` do what their Protocols say."""
+    """Optional protocols that a backend offers are implemented correctly."""
 
     # -- rehearsals -----------------------------------------------------------------------
 
     def test_a_rehearsal_measures_the_growth_of_the_pool(self, rig: Rig) -> None:
-        """A budget in bytes relies on this number before memory is taken."""
+        """Memory budgets use this number before memory is allocated."""
         rehearsals = offered(rig, "rehearsals")
         x = rig.zeros(1 << 18)
 
@@ -71,7 +71,7 @@ class OptionalTests:
     # -- meters ---------------------------------------------------------------------------
 
     def test_a_meter_sees_what_graphs_take(self, rig: Rig) -> None:
-        """A memory account adds up only if pools are part of the memory in use."""
+        """In a memory report, pools must be part of the memory in use."""
         meter = offered(rig, "meters")
         x = rig.zeros(1 << 20)
         run = lambda: ((x + 1) * 2).sum() + x  # noqa: E731
@@ -81,15 +81,17 @@ class OptionalTests:
         graph = rig.capture(run)
         after, grown = meter.device_memory(), rig.backend.pool_bytes(rig.pool)
         assert after.reserved_bytes - before.reserved_bytes >= grown > 0, (
-            "The pool is not reserved."
+            "The pool is not included in the reserved bytes."
         )
-        assert after.held_bytes - before.held_bytes >= x.nbytes, "The output is not held."
+        assert after.held_bytes - before.held_bytes >= x.nbytes, (
+            "The output is not included in the held bytes."
+        )
         for one in (before, after):
             assert one.used_bytes >= one.reserved_bytes >= one.held_bytes >= 0, one
         graph.release()
 
     def test_workspaces_belong_to_streams_that_were_captured(self, rig: Rig) -> None:
-        """They stay as long as graphs of the stream may use them."""
+        """Workspaces are kept as long as graphs of the stream may use them."""
         meter = offered(rig, "meters")
         stream, square = rig.backend.new_stream(), rig.randn(16, 16)
         assert meter.workspace_bytes(stream) >= 0
@@ -102,7 +104,7 @@ class OptionalTests:
     # -- memory that sleeps ---------------------------------------------------------------
 
     def test_graphs_whose_memory_slept_replay_at_their_addresses(self, rig: Rig) -> None:
-        """Nothing is captured again, and earlier contents of the memory are not used."""
+        """Graphs are not recaptured, and earlier memory contents are not used."""
         sleeper = self._sleeper(rig)
         graphs, tensors = sleeper.new_sleeping_pool(), sleeper.new_sleeping_pool()
         x = sleeper.allocate(tensors, lambda: rig.zeros(1 << 20))
@@ -119,7 +121,7 @@ class OptionalTests:
         for value in (1.0, 2.0):
             given_back = sleeper.sleep([graphs, tensors])
             assert given_back >= x.nbytes, f"{given_back} bytes were released."
-            assert rig.backend.pool_bytes(graphs) == 0, "A sleeping pool takes memory."
+            assert rig.backend.pool_bytes(graphs) == 0, "A sleeping pool still uses memory."
             sleeper.wake([graphs, tensors])
             assert x.data_ptr() == address
             x.fill_(value)
@@ -151,7 +153,7 @@ class OptionalTests:
     # -- priorities -----------------------------------------------------------------------
 
     def test_streams_of_every_priority_are_distinct_and_capture(self, rig: Rig) -> None:
-        """Lanes of any priority must not share a queue, even beyond the device's range."""
+        """Lanes must not share a queue, even with priorities beyond the device's range."""
         priorities = offered(rig, "priorities")
         streams = [priorities.new_stream(priority=priority) for priority in (0, 1, 1, 99)]
         handles = {one.handle for one in (*streams, rig.stream)}
@@ -172,7 +174,7 @@ class OptionalTests:
         """Each launch runs the graph once, on the given stream."""
         x, count = rig.zeros(4), rig.zeros(1)
         graph = rig.warm_capture(lambda: (count.add_(1), x * 2 + 1))
-        graph.replay()  # only now may a graph know that it draws nothing
+        graph.replay()  # before the first replay, a graph may not know whether it draws
         assert not graph.has_random_state
         launch, handle = direct_launch(rig, graph)
         count.zero_()
@@ -187,7 +189,7 @@ class OptionalTests:
         assert rig.read(count) == [2.0], "Two direct launches did not run the graph twice."
 
     def test_a_graph_of_somebody_else_has_no_direct_launch(self, rig: Rig) -> None:
-        """A runner also takes graphs captured elsewhere that only have ``replay``."""
+        """A runner also accepts graphs captured by other code, which only have ``replay``."""
         launches = offered(rig, "direct_launches")
 
         class Foreign:
@@ -201,7 +203,7 @@ class OptionalTests:
         assert launches.direct_launch(Foreign()) is None
 
     def test_a_released_graph_has_no_direct_launch(self, rig: Rig) -> None:
-        """Its handle may belong to another graph by now."""
+        """The handle may belong to another graph."""
         launches = offered(rig, "direct_launches")
         x = rig.zeros(2)
         graph = rig.capture(lambda: x + 1)
@@ -226,7 +228,7 @@ class OptionalTests:
         assert rig.read(rig.replayed(graph)) == [1.0]
 
     def test_a_released_graph_is_not_uploaded(self, rig: Rig) -> None:
-        """Its handle may belong to another graph by now."""
+        """The handle may belong to another graph."""
         uploads = offered(rig, "uploads")
         x = rig.zeros(2)
         graph = rig.capture(lambda: x + 1)
@@ -238,12 +240,12 @@ class OptionalTests:
     # -- copy nodes -----------------------------------------------------------------------
 
     def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
-        """A graph reads the rows of this batch followed by fill, and no earlier batch."""
+        """A graph reads the rows of the current batch followed by fill, never earlier rows."""
         torch = rig.torch
         x, host = rig.zeros(8, 4), rig.zeros(8)
         node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
         if isinstance(node, str):
-            pytest.skip(f"Backend {rig.backend.name!r} makes no copy node: {node}.")
+            pytest.skip(f"Backend {rig.backend.name!r} cannot create a copy node: {node}.")
 
         def run() -> Any:
             return x * 2, host * 2
@@ -272,9 +274,11 @@ class OptionalTests:
             assert not code, f"The node was not set: error code {code}."
             data.fill_(-1)  # read already
             graph.replay()
-            assert rig.equal(graph.outputs[0][:3], batch * 2), "The rows are not the batch's."
+            assert rig.equal(graph.outputs[0][:3], batch * 2), (
+                "The graph did not read the rows of the batch."
+            )
             assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, (
-                "The rows are not followed by fill."
+                "The graph did not read fill after the rows."
             )
             assert rig.read(graph.outputs[1]) == [0.0, 2.0, 4.0, *[14.0] * 5]
         x.fill_(1)
@@ -296,7 +300,7 @@ class OptionalTests:
     def test_captures_give_the_same_graph_watched_or_not(
         self, rig: Rig, options: dict[str, bool]
     ) -> None:
-        """A watch only observes; captured work does not depend on it."""
+        """Captured operations do not depend on whether they are watched."""
         offered(rig, "unwatched_captures")
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph: Any = rig.warm_capture(lambda: (x @ weight).relu() + 1, **options)
@@ -306,7 +310,7 @@ class OptionalTests:
         rig.torch.testing.assert_close(rig.replayed(graph), (x @ weight).relu() + 1)
 
     def test_a_watched_graph_holds_what_it_reads_until_release(self, rig: Rig) -> None:
-        """A weight that the model replaced is still read at its address."""
+        """The graph still reads the address of a weight that the model has replaced."""
         offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
         graph: Any = rig.warm_capture(lambda: x + weights[0])
@@ -315,7 +319,7 @@ class OptionalTests:
         assert graph.holds == [], "A released graph still holds memory."
 
     def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
-        """Then the first capture of a step is as fast as later ones."""
+        """With notes, the first capture of a step is as fast as later captures."""
         unwatched = offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
 
@@ -330,12 +334,12 @@ class OptionalTests:
 
     @staticmethod
     def _noted(rig: Rig, unwatched: UnwatchedCaptureBackend, run: Callable[[], Any]) -> Any:
-        """Return the notes of a warmup; skip if the backend has none."""
+        """Return the notes of a warmup; skip if unsupported."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         notes: Any = unwatched.new_notes()
         if notes is None:
-            pytest.skip(f"Backend {rig.backend.name!r} has no notes.")
+            pytest.skip(f"Backend {rig.backend.name!r} does not support notes.")
 
         class Showing(TorchDispatchMode):
             def __torch_dispatch__(
@@ -353,7 +357,7 @@ class OptionalTests:
 
     @staticmethod
     def _assert_holds(rig: Rig, graph: Any, x: Any, weights: list[Any]) -> None:
-        """Check that a graph of ``x + weights[0]`` keeps the weight alive."""
+        """Check that a graph that reads ``weights[0]`` keeps the weight alive."""
         address = weights[0].untyped_storage().data_ptr()
         held = {storage.data_ptr() for storage in graph.holds}
         assert address in held, "The graph does not keep alive a weight that it reads."

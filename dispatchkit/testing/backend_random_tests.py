@@ -13,7 +13,7 @@ from dispatchkit.testing.backend_rig import DRAWS, Rig
 
 
 def drawing(rig: Rig, generator: Any = None, work: int = 0) -> Callable[[], Any]:
-    """Return a callable that draws after some amount of work."""
+    """Return a callable that draws random numbers after some work."""
     device = rig.backend.torch_device
 
     def run() -> Any:
@@ -34,12 +34,12 @@ def capture_apart(rig: Rig, run: Callable[[], Any], generator: Any = None) -> Ca
 
 
 def draws_as(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list[bool]:
-    """Return which draws are as expected, once all work is done."""
+    """Synchronize, and return which draws are as expected."""
     return [rig.equal(one, other) for one, other in zip(drawn, expected, strict=True)]
 
 
 class RandomTests:
-    """Replays draw what eager would draw, and captures draw nothing."""
+    """Replays draw the same numbers as eager, and captures draw nothing."""
 
     # -- random numbers -------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class RandomTests:
     def test_replays_draw_the_sequence_of_eager(
         self, rig: Rig, name: str, own_generator: bool
     ) -> None:
-        """Eager steps and replays may be mixed without repeated or lost numbers."""
+        """Mixing eager steps and replays neither repeats nor skips numbers."""
         device = rig.backend.torch_device
         generator = rig.generator() if own_generator else None
         source = generator if generator is not None else rig.default_generator()
@@ -61,13 +61,13 @@ class RandomTests:
             lambda: draw(rig.torch, device, generator),
             generators=[] if generator is None else [generator],
         )
-        assert rig.torch.equal(source.get_state(), before), "The capture moved the generator."
+        assert rig.torch.equal(source.get_state(), before), "The capture advanced the generator."
         drawn = [rig.replayed(graph), draw(rig.torch, device, generator).clone()]
         drawn += [rig.replayed(graph), rig.replayed(graph)]
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
 
     def test_dropout_draws_the_sequence_of_eager(self, rig: Rig) -> None:
-        """As models draw in training."""
+        """Models use it in training."""
         x = rig.torch.ones(64, device=rig.backend.torch_device)
 
         def drop() -> Any:
@@ -81,7 +81,7 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 3
 
     def test_seeding_again_repeats_the_replays(self, rig: Rig) -> None:
-        """The seed is read at replay, not at capture."""
+        """Replays use the current seed, not the seed during the capture."""
         graph = rig.capture(lambda: rig.torch.rand(8, device=rig.backend.torch_device))
         rig.default_generator().manual_seed(5)
         first = rig.replayed(graph)
@@ -107,13 +107,13 @@ class RandomTests:
     def test_replays_on_two_streams_draw_in_the_order_they_were_asked_for(
         self, rig: Rig, own_generator: bool
     ) -> None:
-        """Even while one is busy, no number is drawn twice or lost."""
+        """No number is repeated or skipped, even while one stream is busy."""
         generator = rig.generator() if own_generator else None
         source = generator if generator is not None else rig.default_generator()
         source.manual_seed(11)
         eager = drawing(rig, generator)
         expected = [eager().clone() for _ in range(8)]
-        # One draws late in its work, long after the other was launched.
+        # One graph draws long after the other is launched.
         graphs = [capture_apart(rig, drawing(rig, generator, work), generator) for work in (1, 0)]
         streams = [rig.backend.new_stream() for _ in graphs]
         rig.backend.synchronize()
@@ -128,7 +128,7 @@ class RandomTests:
         assert right == [True] * 8, f"Replays on two streams drew each other's numbers: {right}"
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
-        """The streams are not otherwise ordered if the numbers go to the caller's memory."""
+        """The streams have no other order if the numbers are written to the caller's memory."""
         source = rig.default_generator()
         place = rig.zeros(4, 16)
         turn = rig.zeros(1, dtype=rig.torch.int64)
@@ -151,7 +151,7 @@ class RandomTests:
         assert right == [True] * 4, f"One graph on two streams drew numbers twice: {right}"
 
     def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
-        """The set-up of a capture must wait until they have been drawn."""
+        """The setup of a capture must wait until the numbers are drawn."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         source.manual_seed(6)
         expected = [drawing(rig)().clone() for _ in range(3)]
@@ -170,7 +170,7 @@ class RandomTests:
         assert right == [True] * 3, f"A capture changed what a replay in flight drew: {right}"
 
     def test_a_replay_after_a_capture_draws_with_its_own_seed(self, rig: Rig) -> None:
-        """Even if the stream of the capture has not reached it yet."""
+        """This holds even if the stream has not reached the capture yet."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         graph = capture_apart(rig, drawing(rig, work=4))
         source.manual_seed(9)
@@ -188,7 +188,7 @@ class RandomTests:
         other.release()
 
     def test_release_right_after_a_replay_that_draws_is_safe(self, rig: Rig) -> None:
-        """The memory of its seed is not reused before it has been read."""
+        """The memory of the seed is not reused before the replay has read it."""
         source, target = rig.default_generator(), rig.zeros(16)
         source.manual_seed(2)
         expected = drawing(rig)().clone()
@@ -209,7 +209,7 @@ class RandomTests:
         )
 
     def test_threads_draw_no_number_twice(self, rig: Rig) -> None:
-        """In any order, together they draw the numbers that eager would."""
+        """In any order, the replays together draw the same numbers as eager."""
         source = rig.default_generator()
         source.manual_seed(12)
         expected = [drawing(rig)().clone() for _ in range(16)]
@@ -239,7 +239,7 @@ class RandomTests:
         for thread in threads:
             thread.join()
         rig.backend.synchronize()
-        assert errors == [], f"In a thread a replay failed: {errors[0]!r}"
+        assert errors == [], f"A replay failed in a thread: {errors[0]!r}"
         numbers = sorted(tuple(one.tolist()) for one in drawn)
         wanted = sorted(tuple(one.tolist()) for one in expected)
         assert numbers == wanted, "Threads drew numbers twice, or numbers that eager does not draw."

@@ -1,4 +1,4 @@
-"""A rig for the backend tests, and tables of functions to capture."""
+"""The fixture of the backend tests, and tables of functions to capture."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dispatchkit.errors import CaptureError
 
 @attrs.define
 class Rig:
-    """A backend with one stream and one pool, and shorthands to use them.
+    """A backend under test, with a stream, a pool and helper methods.
 
     Attributes:
         torch: The torch module.
         backend: The backend under test.
-        stream: The stream captures run on.
-        pool: The pool they share.
+        stream: The stream of captures.
+        pool: The pool of captures.
     """
 
     torch: Any
@@ -32,16 +32,16 @@ class Rig:
         return self.torch.zeros(*shape, device=self.backend.torch_device, **options)
 
     def randn(self, *shape: int) -> Any:
-        """Return normal numbers on the backend's device."""
+        """Return normally distributed numbers on the backend's device."""
         return self.torch.randn(*shape, device=self.backend.torch_device)
 
     def occupy(self, times: int = 1) -> None:
-        """Queue work on the current stream, also inside a capture; about 10 ms per unit."""
+        """Queue work of about 10 ms per unit on the current stream, even inside a capture."""
         for _ in range(times):
             if self.backend.torch_device == "cpu":
                 self.zeros(8, 8).add_(1).mul_(2)
             else:
-                self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - nothing public waits there
+                self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - no public API waits on the device
 
     def generator(self, seed: int = 7) -> Any:
         """Return a new generator on the backend's device."""
@@ -60,7 +60,7 @@ class Rig:
         return self.backend.capture(run, stream=self.stream, pool=self.pool, **options)
 
     def refused(self, what: str, run: Callable[[], Any], *, reason: str = "") -> CaptureError:
-        """Capture a callable that must be refused with the given reason; return the error."""
+        """Check that a capture is refused with the given reason, and return the error."""
         try:
             self.capture(run)
         except CaptureError as error:
@@ -71,12 +71,12 @@ class Rig:
         raise AssertionError(f"{what}: the capture was not refused.")
 
     def warm_capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
-        """Warm up, then capture; for callables whose first run initializes a library."""
+        """Capture after a warmup, for callables whose first run initializes a library."""
         self.backend.warmup(run, stream=self.stream)
         return self.capture(run, **options)
 
     def read(self, tensor: Any) -> Any:
-        """Return a tensor's values once all work is done."""
+        """Synchronize, and return a tensor's values."""
         self.backend.synchronize()
         return tensor.tolist()
 
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
 
 
 class PlannedError(Exception):
-    """Raised by callables that are meant to fail."""
+    """Raised by callables that fail on purpose."""
 
 
 # -- pure functions of one float tensor (4, 8) --------------------------------------------------

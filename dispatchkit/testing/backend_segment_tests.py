@@ -13,7 +13,7 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def in_segments(rig: Rig, run: Any, **options: Any) -> Any:
-    """Capture a callable in segments on the rig's stream, into its pool; or skip."""
+    """Capture a callable in segments with the rig's stream and pool; skip if unsupported."""
     segments = features_of(rig.backend).segments
     if segments is None:
         pytest.skip(f"Backend {rig.backend.name!r} has no captures in segments.")
@@ -21,10 +21,10 @@ def in_segments(rig: Rig, run: Any, **options: Any) -> Any:
 
 
 class SegmentTests:
-    """Segments compute what eager computes, in its order."""
+    """Segments compute the results of eager, in the same order."""
 
     def test_segments_and_what_runs_between_them_are_eager(self, rig: Rig) -> None:
-        """Between two segments, the host reads results of the first."""
+        """The host can read results of a segment after it."""
         x, seen = rig.zeros(4).add_(1), []
 
         def run(capture: Any) -> Any:
@@ -48,11 +48,11 @@ class SegmentTests:
         between.copy_(hidden)
         last.replay()
         assert rig.read(result) == [12.0] * 4, "Replays of segments differ from eager."
-        assert first.num_operations > 0, "A segment with kernels reports that it has none."
-        assert last.num_operations > 0, "A segment with kernels reports that it has none."
+        assert first.num_operations > 0, "A segment with kernels reports no operations."
+        assert last.num_operations > 0, "A segment with kernels reports no operations."
 
     def test_a_segment_changes_nothing_until_it_is_replayed(self, rig: Rig) -> None:
-        """State is changed once by each replay, and by no capture."""
+        """Each replay changes state once, and captures do not change it."""
         state, seen = rig.zeros(4), []
 
         def run(capture: Any) -> Any:
@@ -98,7 +98,7 @@ class SegmentTests:
         assert rig.read(result[:2]) == [7.0] * 2, "A segment was overwritten by a later one."
 
     def test_memory_from_elsewhere_is_not_kept(self, rig: Rig) -> None:
-        """Memory of the caller, of an earlier capture, or allocated between segments."""
+        """Memory of the caller, of earlier captures and between segments is not kept."""
         x = rig.zeros(1 << 12).add_(1)
 
         def earlier(capture: Any) -> Any:
@@ -121,14 +121,14 @@ class SegmentTests:
 
         found, kept, graphs, _ = in_segments(rig, run)
         assert found == [False] * 3, (
-            f"Memory that is not the capture's own is reported as kept: {found}"
+            f"Memory from outside the segments is reported as kept: {found}"
         )
         assert isinstance(kept, bool)
         assert rig.read(alive[:2]) == [2.0] * 2
         del graphs
 
     def test_a_segment_without_work_says_so(self, rig: Rig) -> None:
-        """It is left out of replays."""
+        """The runner omits empty segments from replays."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:
@@ -146,7 +146,7 @@ class SegmentTests:
         assert rig.read(result) == [1.0] * 4
 
     def test_what_fails_in_a_segment_leaves_nothing_behind(self, rig: Rig) -> None:
-        """In a segment or between two: earlier segments are released, and captures still work."""
+        """Earlier segments are released, and later captures work."""
         state, ended = rig.zeros(4), []
 
         def fail(capture: Any, *, between: bool) -> None:
@@ -170,7 +170,7 @@ class SegmentTests:
         assert rig.read(rig.replayed(graph)) == [1.0] * 4
 
     def test_the_host_waits_between_segments_alone(self, rig: Rig) -> None:
-        """In a segment, calls that wait for the device are refused by name."""
+        """Calls that wait for the device are refused by name."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:
@@ -184,7 +184,7 @@ class SegmentTests:
         assert caught.value.reason == "host_sync", f"refused as {caught.value.reason!r}"
 
     def test_segments_draw_as_eager_draws(self, rig: Rig) -> None:
-        """Draws in and between segments follow the order of eager."""
+        """Draws in and between segments are in the same order as in eager."""
         torch, device = rig.torch, rig.backend.torch_device
         generator = rig.default_generator()
 

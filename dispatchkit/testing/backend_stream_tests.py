@@ -14,7 +14,7 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> None:
-    """Fail, naming the problem, unless a call raises the error."""
+    """Fail with the problem unless a call raises the error."""
     try:
         call()
     except error:
@@ -23,7 +23,7 @@ def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> No
 
 
 class StreamTests:
-    """Released memory is freed, and work is ordered by its waits."""
+    """Released memory is freed, and waits order work."""
 
     def release_unused_memory(self, rig: Rig) -> None:
         """Return unused memory to the device; see BackendTests."""
@@ -32,7 +32,7 @@ class StreamTests:
     # -- release --------------------------------------------------------------------------
 
     def test_a_released_graph_refuses_to_replay(self, rig: Rig) -> None:
-        """It would use memory that is no longer its own."""
+        """The replay would use memory of other graphs."""
         x = rig.zeros(2)
         graph, other = rig.capture(lambda: x + 1), rig.capture(lambda: x + 2)
         graph.replay()
@@ -83,7 +83,7 @@ class StreamTests:
         assert rig.backend.pool_bytes(rig.pool) == 0
 
     def test_a_shared_pool_is_smaller_than_a_pool_each(self, rig: Rig) -> None:
-        """Captured largest first, one pool is hardly larger than for the largest graph alone."""
+        """If the largest graph is captured first, other graphs hardly increase the pool."""
         base = rig.zeros(1 << 22)
         sizes = [1 << shift for shift in (22, 21, 20, 19)]
 
@@ -108,7 +108,7 @@ class StreamTests:
     # -- streams and events ---------------------------------------------------------------
 
     def test_use_stream_sets_and_restores_the_current_stream(self, rig: Rig) -> None:
-        """Even if the block raises or blocks are nested."""
+        """This holds even if the block raises or blocks are nested."""
         backend = rig.backend
         other = backend.new_stream()
         start = backend.current_stream_handle()
@@ -124,7 +124,7 @@ class StreamTests:
         assert backend.current_stream_handle() == start
 
     def test_the_current_stream_is_the_threads_own(self, rig: Rig) -> None:
-        """One thread's choice does not affect another's work."""
+        """The current stream of a thread does not affect other threads."""
         seen: list[int] = []
         start = rig.backend.current_stream_handle()
         with rig.backend.use_stream(rig.stream):
@@ -136,13 +136,13 @@ class StreamTests:
         assert seen == [start], "use_stream changed another thread's current stream."
 
     def test_streams_are_distinct_up_to_the_limit(self, rig: Rig) -> None:
-        """Two lanes on one stream would wait for each other unnoticed."""
+        """Two lanes that share a stream would silently wait for each other."""
         limit = rig.backend.capabilities.max_streams
         if limit is None:
-            pytest.skip("the backend states no limit of streams")
+            pytest.skip("the backend does not report a stream limit")
         streams = [rig.stream, *(rig.backend.new_stream() for _ in range(limit - 1))]
         distinct = len({stream.handle for stream in streams})
-        assert distinct == limit, f"At least one stream was given out twice: {distinct} of {limit}."
+        assert distinct == limit, f"Streams are not distinct: {distinct} of {limit}."
         with pytest.raises(ConfigError, match=str(limit)):
             rig.backend.new_stream()
         streams.pop()
@@ -150,7 +150,7 @@ class StreamTests:
         assert rig.backend.new_stream().handle
 
     def test_a_graph_replays_on_any_stream(self, rig: Rig) -> None:
-        """It is launched on the caller's stream, in stream order."""
+        """The graph is launched on the caller's stream."""
         x = rig.zeros(4)
         graph = rig.capture(lambda: x * 2)
         for value in range(5):
@@ -168,7 +168,7 @@ class StreamTests:
         backend.synchronize()
         for value in range(12):
             with backend.use_stream(caller):
-                # Without this wait the next input would overwrite one still being read.
+                # Without this wait, the next input would overwrite the input that is being read.
                 caller.wait_stream(rig.stream)
                 x.fill_(value)
                 rig.stream.wait_stream(caller)
@@ -182,7 +182,7 @@ class StreamTests:
         ]
 
     def test_events_order_two_streams(self, rig: Rig) -> None:
-        """Record on one, wait on the other; the event is reused."""
+        """The event is recorded on one stream, waited for on the other, and reused."""
         backend = rig.backend
         other, event = backend.new_stream(), backend.new_event()
         x = rig.zeros(1 << 12)
@@ -201,7 +201,7 @@ class StreamTests:
             assert result.unique().tolist() == [2.0 * value]
 
     def test_events_tell_when_work_is_done(self, rig: Rig) -> None:
-        """An event never recorded has nothing to wait for."""
+        """Waiting for an unrecorded event has no effect."""
         event = rig.backend.new_event()
         assert event.query()
         event.record(rig.stream)
@@ -210,7 +210,7 @@ class StreamTests:
         assert rig.stream.query()
 
     def test_timing_events_measure(self, rig: Rig) -> None:
-        """In microseconds, from the first event to the second."""
+        """The time is in microseconds."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         x = rig.zeros(1 << 16)
         start.record()
@@ -221,7 +221,7 @@ class StreamTests:
         assert start.elapsed_us(end) > 0.0
 
     def test_events_without_timing_refuse_to_measure(self, rig: Rig) -> None:
-        """A time of zero would look like a fast step."""
+        """Returning zero would look like a fast step."""
         start, end = rig.backend.new_event(), rig.backend.new_event(timing=True)
         start.record()
         end.record()
@@ -233,13 +233,13 @@ class StreamTests:
         """Both events must have been recorded."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         start.record()
-        problem = "A time was returned that was never measured"
+        problem = "An unmeasured time was returned"
         refuses(problem, ReplayError, lambda: start.elapsed_us(end))
 
     # -- warm-up --------------------------------------------------------------------------
 
     def test_warmup_runs_on_the_given_stream_in_the_callers_order(self, rig: Rig) -> None:
-        """After the caller's earlier work and before its later work."""
+        """The warmup runs after the caller's earlier work and before its later work."""
         seen: list[int] = []
         x = rig.zeros(1 << 12)
         start = rig.backend.current_stream_handle()
@@ -256,7 +256,7 @@ class StreamTests:
         assert rig.backend.current_stream_handle() == start
 
     def test_a_failing_warmup_raises_what_the_callable_raised(self, rig: Rig) -> None:
-        """The step itself is broken, independent of captures."""
+        """The step itself fails, independent of captures."""
         start = rig.backend.current_stream_handle()
 
         def run() -> None:
@@ -299,7 +299,7 @@ class StreamTests:
             thread.start()
         for thread in threads:
             thread.join()
-        assert errors == [], f"In a thread a capture or replay failed: {errors[0]!r}"
+        assert errors == [], f"A capture or replay failed in a thread: {errors[0]!r}"
         assert results == {
             number: [(turn + 1.0) * (number + 1) for turn in range(5)] for number in range(4)
         }

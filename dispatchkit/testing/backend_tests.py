@@ -4,7 +4,8 @@
         def make_backend(self):
             return MyBackend()
 
-The tape and cuda pass the same tests. torch is imported by the tests that run, not by this module.
+The tape and cuda backends pass the same tests. The tests import torch when they run; this module
+does not.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 
 import pytest
 
-# The tests are in separate modules, which pytest would not rewrite by default, so that a failing
-# assert would not show its values.
+# Register the modules with the tests, so that pytest rewrites their asserts to show values.
 _PARTS = (
     "capture_tests",
     "failure_tests",
@@ -41,7 +41,7 @@ __all__ = ["BackendTests", "Rig"]
 class BackendTests(
     CaptureTests, RandomTests, FailureTests, StreamTests, OptionalTests, SegmentTests
 ):
-    """Tests of GraphBackend and of the optional parts that a backend offers.
+    """Tests of GraphBackend and of the optional protocols that a backend offers.
 
     Subclass it and define ``make_backend``.
     """

@@ -1,4 +1,4 @@
-"""Random cases for tests of policies, and a decorator that runs a check on many cases."""
+"""Random cases for policy tests, and a decorator that runs a check on many cases."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from dispatchkit.testing.samples import graph_view
 
 @attrs.define
 class Case:
-    """One random case: a policy under a configuration, with its graphs in some state.
+    """A random case: a policy with a configuration and graphs in random states.
 
     Attributes:
         policy: A fresh policy.
         config: The configuration.
         keys: The keys that the policy declares.
-        registry: Its graphs.
-        graphs: The policy's view of them.
-        make_policy: Creates another fresh policy.
-        rng: Chooses batches, changes and outcomes.
+        registry: The registry with the graphs.
+        graphs: The policy's view of the graphs.
+        make_policy: Function that returns a fresh policy.
+        rng: Random generator of batches, changes and outcomes.
     """
 
     policy: Policy
@@ -50,12 +50,12 @@ class Case:
             yield strategies.sample_batch(self.config, self.rng, known_reqs=known_reqs)
 
     def change(self, keys: list[GraphKey], kinds: Sequence[str]) -> strategies.Change | None:
-        """Change the state of one of some graphs; return the change, or None if impossible."""
+        """Change the state of a random graph; return the change, or None if impossible."""
         change = strategies.Change(self.rng.choice(kinds), self.rng.choice(keys))
         return change if strategies.apply_change(self.registry, change) else None
 
     def decide(self, batch: Batch, policy: Policy | None = None) -> Decision:
-        """Ask the policy; None and a choice of eager both become an eager decision."""
+        """Return the policy's decision, which is eager if it returns None."""
         asked = self.policy if policy is None else policy
         try:
             answer = asked.decide(batch, self.graphs)
@@ -68,13 +68,13 @@ class Case:
         return answer
 
     def declare(self, policy: Policy) -> list[GraphKey]:
-        """Ask a policy for its keys."""
+        """Return the keys that a policy declares."""
         return list(policy.declare(self.config))
 
     def fail(
         self, problem: str, batch: Batch | None = None, *, cause: Exception | None = None
     ) -> NoReturn:
-        """Raise AssertionError with the problem and everything needed to reproduce it."""
+        """Raise AssertionError with the problem and the facts to reproduce it."""
         lines = [problem]
         if batch is not None:
             lines.append(f"  batch:  {_short(batch)}")
@@ -88,7 +88,7 @@ class Case:
         raise AssertionError("\n".join(lines)) from cause
 
     def admissible(self, batch: Batch) -> Iterator[GraphKey]:
-        """Yield the graphs of allowed modes that can run now and cover the batch."""
+        """Yield the graphs that can run now and cover the batch, in allowed modes."""
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if batch.allows(mode):
                 yield from filter(self.graphs.is_ready, self.graphs.covering(batch, mode))
@@ -114,13 +114,13 @@ def for_all_cases(
     all_captured: bool = False,
     share: float = 1.0,
 ) -> Callable[[_Check], Callable[[Any], None]]:
-    """Turn a check of one case into a test that runs many.
+    """Convert a check of one case to a test of many cases.
 
     Args:
-        trait: Skip it if the policy does not claim this trait.
-        learning: Skip it if the policy has no ``observe``.
-        all_captured: Only with every graph captured and every mode possible.
-        share: Fraction of the usual number of examples, for slow checks.
+        trait: Skip the test if the policy does not claim this trait.
+        learning: Skip the test if the policy has no ``observe``.
+        all_captured: Use only cases with all graphs captured and all modes supported.
+        share: Fraction of the number of examples to run, for slow checks.
     """
 
     def wrap(check: _Check) -> Callable[[Any], None]:
@@ -137,18 +137,19 @@ def for_all_cases(
 
 
 class CaseRunner:
-    """Creates cases of a policy and runs checks on them; the base of ``PolicyTests``.
+    """Base class of ``PolicyTests``, which runs checks on cases of a policy.
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
+        max_examples: Number of cases per property, scaled with the hypothesis profile's
+            ``max_examples`` (relative to 100).
     """
 
     seed: int = 0
     max_examples: int = 60
 
     def make_policy(self) -> Policy:
-        """Return a fresh policy, without any history."""
+        """Return a policy without history."""
         raise NotImplementedError(f"{type(self).__name__} must define make_policy().")
 
     def configs(self) -> st.SearchStrategy[DispatchConfig]:
@@ -162,7 +163,7 @@ class CaseRunner:
     # -- inside ---------------------------------------------------------------------------
 
     def skip_unless(self, trait: str | None, *, learning: bool) -> None:
-        """Skip a test of something that the policy does not claim or do."""
+        """Skip the test if the policy does not claim the trait or does not learn."""
         policy = self.make_policy()
         if trait is not None and trait not in policy_traits(policy):
             raise unittest.SkipTest(f"trait {trait} is not claimed")
@@ -170,10 +171,10 @@ class CaseRunner:
             raise unittest.SkipTest("the policy does not learn")
 
     def for_all(self, check: Callable[[Case], None], *, all_captured: bool, share: float) -> None:
-        """Run a check on random cases, the same ones for the same seed.
+        """Run a check on random cases, which the seed determines.
 
-        The configurations are drawn once for all properties. Everything else in a case (states of
-        graphs, batches, changes) comes from a generator seeded with it.
+        The configurations are drawn once for all properties, each with a seed for the rest of its
+        case (graph states, batches, changes).
         """
         wanted = hypothesis.settings.default
         usual = 100 if wanted is None else wanted.max_examples
@@ -187,7 +188,7 @@ class CaseRunner:
         if accepted == 0:
             raise AssertionError(
                 f"declare rejected all {len(drawn)} configurations, so nothing was tested. "
-                "Override configs() to return those that the policy supports."
+                "Override configs() to return configurations that the policy supports."
             )
 
     def _case(
@@ -237,7 +238,7 @@ def _draw(runner: CaseRunner, count: int) -> list[tuple[DispatchConfig, int]]:
     if (runner.seed, count) not in known:
         drawn: list[tuple[DispatchConfig, int]] = []
 
-        # Nothing to shrink or store: hypothesis only generates here.
+        # hypothesis only generates cases here, without shrinking or storing them.
         @hypothesis.seed(runner.seed)
         @hypothesis.settings(
             max_examples=count,

@@ -1,4 +1,4 @@
-"""Run the whole kit for one policy or lane policy in one call, without pytest."""
+"""Run the test kit for a policy or lane policy in one call, without pytest."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Finding:
     """The result of one property.
 
     Attributes:
-        name: The property, in words.
+        name: Name of the property.
         holds: Whether it holds; None if it was not tested.
-        trait: The trait it belongs to; "" in the core set.
-        message: What violated it, or why it was not tested.
-        why: Why it matters.
+        trait: The trait that requires it; "" for the core set.
+        message: The violation, or the reason why it was not tested.
+        why: The reason for the property.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Finding:
 
 @attrs.frozen
 class Verdict:
-    """The results of the kit for a policy; print it.
+    """The printable results of the test kit for a policy.
 
     Attributes:
         policy: Name of the policy.
-        findings: One per property, in the order of the kit.
+        findings: One finding per property, in test order.
         claimed: Traits that the policy claims.
-        unknown: Claims that are not traits.
+        unknown: Claimed traits that do not exist.
         seed: Seed of the random cases.
         kind: "policy" or "lane policy".
     """
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all tested properties hold, and all claims are traits."""
+        """Whether all tested properties hold and all claimed traits exist."""
         return not self.failures and not self.unknown
 
     @property
@@ -81,7 +81,7 @@ class Verdict:
         return tuple(sorted(self._traits - set(self.claimed)))
 
     def raise_if_failed(self) -> None:
-        """Raise AssertionError with the whole text unless it passed."""
+        """Raise AssertionError with the full text if the policy failed."""
         if not self.passed:
             raise AssertionError(str(self))
 
@@ -94,7 +94,7 @@ class Verdict:
         lines = [f"{self.kind.capitalize()} {self.policy!r} {outcome} (seed {self.seed})."]
         for each in self.findings:
             if each.trait and each.holds is None and each.trait not in self.claimed:
-                continue  # named once, below
+                continue  # reported below
             state = {True: _HOLDS, False: _FAILS, None: _SKIPPED}[each.holds]
             note = f": {each.message}" if each.holds is None else ""
             lines.append(f"  {state:<10}  {each.name}{note}")
@@ -118,17 +118,17 @@ def run_policy_conformance(
     max_examples: int = PolicyTests.max_examples,
     configs: st.SearchStrategy[DispatchConfig] | None = None,
 ) -> Verdict:
-    """Check a policy against the core set and the traits it claims.
+    """Test a policy for the core set and its claimed traits.
 
     Args:
         policy: A policy without history, or a factory (its class, a function). If an instance is
             given, deep copies are tested and it does not change.
         seed: Seed of the random cases; the same seed gives the same verdict.
         max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
-        configs: Configurations to try, if the policy supports only some.
+        configs: Configurations to test, if the policy supports only some.
 
     Returns:
-        The verdict. It does not raise for a faulty policy: see ``raise_if_failed``.
+        The verdict. A faulty policy does not raise; call ``raise_if_failed`` for that.
     """
     make = _factory(policy, "decide")
 
@@ -152,7 +152,7 @@ def run_lane_policy_conformance(
     seed: int = 0,
     max_examples: int = LanePolicyTests.max_examples,
 ) -> Verdict:
-    """Check a lane policy against the core set and the traits it claims.
+    """Test a lane policy for the core set and its claimed traits.
 
     Args:
         policy: A lane policy without history, or a factory (its class, a function). If an instance
@@ -161,7 +161,7 @@ def run_lane_policy_conformance(
         max_examples: Schedules per property.
 
     Returns:
-        The verdict. It does not raise for a faulty lane policy: see ``raise_if_failed``.
+        The verdict. A faulty lane policy does not raise; call ``raise_if_failed`` for that.
     """
     make = _factory(policy, "choose")
 
@@ -231,6 +231,6 @@ def _find(tests: PolicyTests | LanePolicyTests, name: str) -> Finding:
         holds, message = None, str(skip)
     except AssertionError as error:
         holds, message = False, str(error)
-    except Exception as error:  # noqa: BLE001 - whatever a policy does is a finding about it
+    except Exception as error:  # noqa: BLE001 - any exception of a policy is a finding
         holds, message = False, f"{type(error).__name__}: {error}"
     return Finding(words, holds, trait, message, why)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit.backends.cuda import default_generator  # noqa: E402
-from dispatchkit.backends.cuda.default_generator import begin_beside_draws  # noqa: E402
+from dispatchkit.backends.cuda.default_generator import begin_allowing_draws  # noqa: E402
 
 
 class State:
@@ -83,7 +83,7 @@ def test_others_draw_what_they_would_have_drawn(default):
     begin = registering(default, lambda place: drawn.append(default.draw()))
     own = default.state
     for _ in range(3):
-        begin_beside_draws(begin, 0)
+        begin_allowing_draws(begin, 0)
         drawn.append(default.draw())
         assert default.state is own
         assert not own.is_captured
@@ -91,7 +91,7 @@ def test_others_draw_what_they_would_have_drawn(default):
 
 
 def test_a_seed_that_others_set_meanwhile_stays(default):
-    begin_beside_draws(registering(default, lambda place: default.set_state((9, 0))), 0)
+    begin_allowing_draws(registering(default, lambda place: default.set_state((9, 0))), 0)
     assert default.get_state() == (9, 0)
 
 
@@ -105,7 +105,7 @@ def test_whatever_raises_the_own_state_comes_back(default, where):
             raise RuntimeError("no capture")
 
     with pytest.raises(RuntimeError, match="no capture"):
-        begin_beside_draws(registering(default, fail), 0)
+        begin_allowing_draws(registering(default, fail), 0)
     assert default.state is own
     assert default.draw() == (7, 104)
 
@@ -114,7 +114,7 @@ def test_a_torch_that_registers_nothing_is_left_alone_from_then_on(default):
     """As from 2.13 on: states are registered when a capture draws from them."""
     states = []
     for _ in range(2):
-        begin_beside_draws(lambda: states.append(default.state), 0)
+        begin_allowing_draws(lambda: states.append(default.state), 0)
     own = default.state
     assert states[0] is not own
     assert states[1] is own
@@ -132,5 +132,5 @@ def test_a_draw_in_the_very_moment_of_the_exchange_is_not_drawn_again(default, m
         exchange(self, other)
 
     monkeypatch.setattr(Generator, "graphsafe_set_state", late)
-    begin_beside_draws(registering(default, lambda place: drawn.append(default.draw())), 0)
+    begin_allowing_draws(registering(default, lambda place: drawn.append(default.draw())), 0)
     assert len(set(drawn)) == len(drawn) == 4

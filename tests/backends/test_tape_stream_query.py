@@ -85,11 +85,11 @@ def test_overlapping_captures_of_two_tapes_end_in_any_order():
     answers = []
 
     from dispatchkit.backends.capture_guard import _thread
-    from dispatchkit.backends.tape.stream_query import answering_capture
+    from dispatchkit.backends.tape.stream_query import reporting_capture
 
     def first():
         _thread.device = "cpu"
-        with answering_capture():
+        with reporting_capture():
             inside.set()
             other_is_done.wait(10)
             answers.append(imported_early())
@@ -97,7 +97,7 @@ def test_overlapping_captures_of_two_tapes_end_in_any_order():
     thread = threading.Thread(target=first)
     thread.start()
     assert inside.wait(10)
-    with answering_capture():
+    with reporting_capture():
         pass
     other_is_done.set()
     thread.join()

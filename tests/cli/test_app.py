@@ -259,7 +259,7 @@ def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
         (["config", "sho"], "'config show'"),
         (["config"], "dispatchkit config --help"),
         (["--sett", "x"], "'--set'"),
-        (["explain", "-5"], "A number must be 0 or more, got -5"),
+        (["explain", "-5"], "The number must be at least 0, got -5"),
         (["explain", "3", "--set", "x"], "before the command: dispatchkit --set ..."),
         (["explain", "3", "--polcy", "x"], "'--policy'"),
         (["explain"], "--trace"),
@@ -280,7 +280,7 @@ def test_full_device_is_told_in_one_line(run: Any, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("dispatchkit.cli.listing.print_json", full)
-    monkeypatch.setattr("dispatchkit.cli.app._let_go_of_stdout", lambda: None)
+    monkeypatch.setattr("dispatchkit.cli.app._discard_stdout", lambda: None)
     done = run("policies", "--json")
     assert (done.code, done.out) == (2, "")
-    assert "No space is left" in done.err
+    assert "The output device is full" in done.err

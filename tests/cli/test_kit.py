@@ -114,7 +114,7 @@ def test_a_command_that_cannot_be_loaded_is_left_out_and_named(
     done = run("--help")
     assert done.code == 0
     assert "Still there" in done.out
-    assert "Command 'bad' of passed in as 'mine' is left out" in done.err
+    assert "Command 'bad' (passed in as 'mine') is skipped" in done.err
     assert says in done.err
     assert run("good").out == "fine\n"
     done = run("bad")
@@ -141,7 +141,7 @@ def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
     done = run("simulate", "trace.csv")
     assert (done.code, done.out) == (2, "")
-    assert "There is no command 'simulate' here. It may be in plugin 'plan'" in done.err
+    assert "The command 'simulate' is not installed. It may be in plugin 'plan'" in done.err
     assert done.err.count("plugin '") == 1, "others that are not loaded do not bring it"
     assert "pip install" not in done.err
 

@@ -59,7 +59,7 @@ def test_no_policy_at_all_is_found_wanting(
     done = run("policies", "--json")
     assert done.code == 1
     assert json.loads(done.out) == []
-    assert "`dispatchkit plugins` lists what was left out" in done.err
+    assert "run `dispatchkit plugins` to list the plugins that were skipped" in done.err
 
 
 def test_a_broken_plugin_is_shown_with_its_reason(run: Any, plugins_with: Any) -> None:
@@ -83,7 +83,9 @@ def test_other_commands_mention_a_broken_plugin_in_one_line(run: Any, plugins_wi
     done = run("policies", "--json")
     assert done.code == 0
     assert "vllm" in {row["name"] for row in json.loads(done.out)}
-    assert done.err == "Plugins left out: bad. Next: `dispatchkit plugins` shows why.\n"
+    assert (
+        done.err == "Skipped plugins: bad. Next: run `dispatchkit plugins` to show the reasons.\n"
+    )
 
 
 def test_a_blocked_plugin_is_shown_and_is_no_fault(

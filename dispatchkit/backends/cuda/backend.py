@@ -27,7 +27,7 @@ from dispatchkit.backends.capture_guard import (
 )
 from dispatchkit.backends.cuda.capture import CaptureAttempt
 from dispatchkit.backends.cuda.copy import CopyNode, copy_node
-from dispatchkit.backends.cuda.default_generator import begin_beside_draws
+from dispatchkit.backends.cuda.default_generator import begin_allowing_draws
 from dispatchkit.backends.cuda.destroy import destroy_pending, free_idle_memory
 from dispatchkit.backends.cuda.device import device_index, require_cuda
 from dispatchkit.backends.cuda.draw_order import draw_order
@@ -65,23 +65,23 @@ class CudaBackend:
 
     Args:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None: the current device.
-        capture_error_mode: What other threads may do during a capture; see torch.cuda.graph.
-            ``"thread_local"`` lets them copy, allocate and poll.
-        refuse_host_syncs: Refuse calls that wait for the device by name, before the driver
-            invalidates the capture. Turn off for functions that do not work under a dispatch mode
-            (those of torch.compile do). Then torch or the driver refuses such calls, without naming
-            them, and errors of torch that the function swallows go unnoticed. Recovery from
-            failures is the same.
-        copy_node: Graphs begin with a kernel that copies small inputs in, if it is available.
+        capture_error_mode: Which calls other threads may make during a capture; see
+            torch.cuda.graph. ``"thread_local"`` allows them to copy, allocate and poll.
+        refuse_host_syncs: Whether to refuse calls that wait for the device, with their names,
+            before the driver invalidates the capture. Set it to False for functions that do not
+            work under a dispatch mode (functions of torch.compile do). Then torch or the driver
+            refuses these calls without naming them, and errors of torch that the function catches
+            go unnoticed. Recovery from failures is the same.
+        copy_node: Whether graphs begin with a kernel that copies small inputs, if it is available.
             Otherwise torch copies device inputs before each launch, and graphs copy host inputs
             from pinned memory.
 
     Raises:
-        BackendUnavailableError: This torch has no CUDA support, or finds no device.
-        ConfigError: The device does not exist, or the mode is not known.
+        BackendUnavailableError: torch has no CUDA support, or there is no device.
+        ConfigError: The device does not exist, or the mode is unknown.
 
     Attributes:
-        current_stream_handle: Returns the raw handle of the current stream.
+        current_stream_handle: Function that returns the raw handle of the current stream.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CudaBackend:
         self._has_copy_node = copy_node
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         self._streams_guard = threading.Lock()
-        # Read in every step, so it is torch's own function without a Python wrapper.
+        # Called in every step, so it is torch's C function without a Python wrapper.
         self.current_stream_handle: Callable[[], int] = partial(
             torch._C._cuda_getCurrentRawStream, self._index
         )
@@ -130,7 +130,7 @@ class CudaBackend:
             poisons_outputs=False,
             stream_priorities=True,
             unwatched_captures=True,
-            steps_beside_captures=True,
+            steps_during_captures=True,
         )
 
     def device_info(self) -> dict[str, str]:
@@ -147,15 +147,15 @@ class CudaBackend:
     # -- streams and events -------------------------------------------------------------
 
     def current_stream(self) -> CudaStream:
-        """Return the current stream of this thread; takes 4 us in torch."""
+        """Return the current stream of this thread; torch takes 4 us."""
         return CudaStream(torch.cuda.current_stream(self._index))
 
     def new_stream(self, *, priority: int = 0) -> CudaStream:
-        """Return a stream whose queue no other live stream of this backend shares.
+        """Return a stream whose queue is not shared with another live stream of this backend.
 
         Args:
-            priority: Urgency of its work: 0 is normal, larger goes first, up to the device's range.
-                Graphs inherit it from the stream that captured them.
+            priority: Priority of its work: 0 is normal, and larger numbers run first, up to the
+                device's range. Graphs inherit the priority of the stream that captured them.
 
         Raises:
             ConfigError: All of the device's streams are in use.
@@ -193,11 +193,11 @@ class CudaBackend:
         return None if call is None else (call, ctypes.c_void_p(handle))
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
-        """Return a copy node for the beginning of a graph, or why there is none.
+        """Return a copy node for a graph, or the reason why it is unavailable.
 
         Args:
             num_regions: Number of inputs to copy.
-            num_bytes: Bytes of the largest.
+            num_bytes: Size of the largest input in bytes.
             data_bytes: Total bytes of the inputs in host memory.
         """
         if not self._has_copy_node:
@@ -205,7 +205,7 @@ class CudaBackend:
         return copy_node(self._index, num_regions, num_bytes, data_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
-        """Queue the upload of a graph to the device; return False if not possible.
+        """Queue the upload of a graph to the device; return whether it is supported.
 
         Raises:
             ReplayError: The graph was released.
@@ -230,8 +230,8 @@ class CudaBackend:
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes that the pool currently reserves; 0 once it is unused.
 
-        torch keeps the memory of an unused pool until it needs it. This call returns it to the
-        device, unless a capture is running. Not for the hot path.
+        torch keeps the memory of unused pools for later allocations. This call returns it to the
+        device, unless a capture is running, so it must not be called in every step.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
@@ -283,8 +283,8 @@ class CudaBackend:
     def device_memory(self) -> DeviceMemory:
         """Return the device memory in use, and the part held by torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._index)
-        # Not torch.cuda.memory_reserved(): it calls memory_stats() (2.11 to 2.13), which leaves a
-        # self-referencing function with 120 numbers to the garbage collector on each call.
+        # torch.cuda.memory_reserved() calls memory_stats(), each call of which creates a reference
+        # cycle with 120 numbers for the garbage collector (2.11 to 2.13).
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         reserved, allocated = (
             int(stats[name]["all"]["current"]) for name in ("reserved_bytes", "allocated_bytes")
@@ -312,8 +312,8 @@ class CudaBackend:
         caller = torch.cuda.current_stream(self._index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                # The memory belongs to the other stream, which must not reuse it while the caller's
-                # stream still reads it.
+                # The memory belongs to the warmup stream, which must not reuse it while the
+                # caller's stream reads it.
                 leaf.record_stream(caller)
         return result
 
@@ -343,30 +343,30 @@ class CudaBackend:
     ) -> CudaGraph:
         """Capture the callable on a stream into a pool, without running it on the device.
 
-        torch registers the default generator; any other generator that the callable draws from must
-        be in ``generators``. Draws from host generators happen once, at capture.
+        torch registers the default generator; ``generators`` must contain all other generators that
+        the callable uses. Host generators are used only once, during the capture.
 
-        While a callable that may draw is captured, torch up to 2.12 refuses eager draws of other
-        threads from the default generator.
+        During the capture of a callable that may draw, torch (up to 2.12) refuses eager draws from
+        the default generator in other threads.
 
         Args:
             run: The callable to capture.
             stream: The stream to capture on.
             pool: The pool for the graph's memory.
             generators: Random generators other than the default one.
-            watched: Watch each operation, as configured; it takes several microseconds each. Not
-                needed if the same operations were watched once. Without a watch, unsupported
-                operations fail with the driver's error.
+            watched: Whether to watch each operation, which takes several microseconds per
+                operation. Not needed if the same operations were watched in an earlier capture.
+                Without it, unsupported operations fail with the driver's error.
             notes: Notes of a warmup of the same operations, which replace the watch.
-            compiled: The callable calls functions of torch.compile, which a function mode would
-                make compile again, so none is used.
-            draws: It may draw random numbers. False: a warmup showed that it draws none, and
-                other threads may draw meanwhile.
+            compiled: Whether the callable calls functions of torch.compile. If True, no function
+                mode is used, because it would cause recompilation.
+            draws: Whether the callable may draw random numbers. False if a warmup drew none; other
+                threads may then draw during the capture.
 
         Raises:
-            CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
-                ``error``; its ``__cause__`` is the original exception. Nothing outside
-                has changed.
+            CaptureError: The capture failed with reason ``host_sync``, ``out_of_memory``,
+                ``nested`` or ``error``. ``__cause__`` is the original exception. State outside the
+                capture has not changed.
             ConfigError: A generator does not belong to this device, or the stream is the device's
                 default stream.
         """
@@ -388,13 +388,13 @@ class CudaBackend:
             except CaptureError as error:
                 if draws or _NOT_REGISTERED not in str(error.__cause__):
                     raise
-            # It draws in a way that a warmup does not reveal.
+            # It draws random numbers in a way that the warmup did not reveal.
             return run_as_capture(self.torch_device, ordered(True))
         finally:
             destroy_pending()
 
     def _in_order(self, stream: Any, capture: Callable[[], _T], draws: bool) -> _T:
-        """Run a capture on a stream, in turn with other graphs that draw."""
+        """Run a capture on a stream, ordered with other graphs that draw."""
         use = UseStream(stream.raw)
         try:
             with use:
@@ -408,14 +408,15 @@ class CudaBackend:
                 hold_workspace(stream.raw)
                 return self._order.capture(stream.raw, capture) if draws else capture()
         finally:
-            use.put_back()  # again: a signal handler may have raised at the end of the block
+            # Repeated, because a signal handler may have raised at the end of the block.
+            use.put_back()
 
     def _refuse_foreign_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                f"A capture on {self.torch_device!r} was begun on a stream that other code is "
-                "capturing; captures do not nest. Call the inner function directly: the outer "
-                "capture records it.",
+                f"A capture on {self.torch_device!r} was started on a stream that other code is "
+                "capturing; captures cannot be nested. Call the inner function directly: the "
+                "outer capture records it.",
                 reason="nested",
             )
 
@@ -445,7 +446,7 @@ class CudaBackend:
                     else:
                         outputs = run()
                     watch.raise_swallowed_error()
-            except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
+            except BaseException as error:  # noqa: BLE001 - raised below, after the capture has ended
                 failure = error
             make_current(stream)  # the callable may have changed it
             failure = attempt.end(failure)
@@ -469,7 +470,7 @@ class CudaBackend:
             generators,
             watch,
             holds=[] if seen is None else seen.outside(pool.segments(self._index)),
-            # Not all operations were seen: the first replay reveals whether they draw.
+            # Not all operations were watched: the first replay reveals whether they draw.
             draws=draws and (watch.draws or not watched or compiled),
         )
 
@@ -480,7 +481,7 @@ class CudaBackend:
         generators: list[Any],
         draws: bool,
     ) -> CaptureAttempt:
-        begin = partial(begin_beside_draws, device_index=self._index)
+        begin = partial(begin_allowing_draws, device_index=self._index)
         begin_by = None if draws else lambda torchs: self._order.pause(partial(begin, torchs))
         return CaptureAttempt(stream, pool, generators, self._mode, begin_by)
 
@@ -518,10 +519,10 @@ class CudaBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Capture a callable that ends and begins segments; the first is already begun.
+        """Capture a callable in segments, which it ends and begins itself.
 
         Raises:
-            CaptureError: As for ``capture``; all its graphs are released.
+            CaptureError: As for ``capture``. All graphs of the callable are released.
             ConfigError: As for ``capture``.
         """
         own_generators = self._check_generators(generators)
@@ -568,7 +569,7 @@ class CudaBackend:
                     "generators",
                     generator,
                     f"generators of {self.torch_device}",
-                    f"Make it with torch.Generator(device={self.torch_device!r}).",
+                    f"Create it with torch.Generator(device={self.torch_device!r}).",
                 )
         return [generator for generator in own if generator is not default]
 
@@ -580,11 +581,11 @@ class CudaBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return the bytes by which a capture would make the pool grow.
+        """Return the number of bytes by which a capture would increase the pool.
 
-        Runs the callable once in a copy of the pool, which is returned to the device immediately,
-        so that the result includes the allocator's rounding. Meanwhile it needs as much memory as a
-        warmup and the pool. See rehearsal.py.
+        Runs the callable once in a temporary copy of the pool, so that the result includes the
+        allocator's rounding. This temporarily needs the memory of a warmup and of the pool. See
+        rehearsal.py.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)
@@ -599,8 +600,9 @@ class CudaBackend:
         return grown
 
     def is_capturing(self) -> bool:
-        """Return whether this thread is inside a capture, ours or the caller's."""
+        """Return whether this thread is inside a capture, including captures by other code."""
         if capturing_device():
             return True
-        # The default stream, handle 0, cannot be captured; querying the driver takes longer.
+        # Check the handle first, because querying the driver is slower: the default stream (0)
+        # cannot be captured.
         return self.current_stream_handle() != 0 and torch.cuda.is_current_stream_capturing()

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _registers: dict[str, bool] = {}
 
 
-def begin_beside_draws(begin: Callable[[], None], device_index: int) -> None:
+def begin_allowing_draws(begin: Callable[[], None], device_index: int) -> None:
     """Begin a capture on the current stream without marking the default generator.
 
     Args:
@@ -48,13 +48,13 @@ def begin_beside_draws(begin: Callable[[], None], device_index: int) -> None:
                 with exchange:
                     begin()
             finally:
-                _come_back(exchange, device_index)
+                _restore(exchange, device_index)
         finally:  # again: a signal handler may have raised in the first
-            _come_back(exchange, device_index)
+            _restore(exchange, device_index)
         _registers["default"] = exchange.was_registered
 
 
-def _come_back(exchange: _Exchange, device_index: int) -> None:
+def _restore(exchange: _Exchange, device_index: int) -> None:
     if exchange.is_on:  # torch registered nothing, or failed before
         # A generator can be read and set only while the current stream is not capturing.
         with UseStream(torch.cuda.default_stream(device_index)):

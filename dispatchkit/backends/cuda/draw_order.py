@@ -61,7 +61,7 @@ class DrawOrder:
             )
         with self._lock:
             if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:
-                self._come_to(torch.cuda.current_stream(self._index))
+                self._switch_to(torch.cuda.current_stream(self._index))
             try:
                 launch()
             finally:  # a failed one may have filled the memory
@@ -70,7 +70,7 @@ class DrawOrder:
     def capture(self, stream: torch.cuda.Stream, run: Callable[[], _T]) -> _T:
         """Run a capture on a stream, the current one, in turn."""
         with self._lock:
-            self._come_to(stream)
+            self._switch_to(stream)
             try:
                 return run()
             finally:
@@ -87,18 +87,18 @@ class DrawOrder:
         """Block until all turns so far have finished."""
         self._last.synchronize()
 
-    def _come_to(self, stream: torch.cuda.Stream) -> None:
+    def _switch_to(self, stream: torch.cuda.Stream) -> None:
         """Make a stream wait for the last turn; further turns on the stream are in stream order."""
         self._last.wait(stream)
         self._stream = stream
-        self._handle = stream.cuda_stream if _stays(stream) else _NONE
+        self._handle = stream.cuda_stream if _has_permanent_handle(stream) else _NONE
 
 
 # Not the handle of any stream.
 _NONE = -1
 
 
-def _stays(stream: torch.cuda.Stream) -> bool:
+def _has_permanent_handle(stream: torch.cuda.Stream) -> bool:
     """Return whether a handle permanently identifies its stream: the default's and torch's own do.
 
     A stream created by other code may be destroyed and its handle reused. The IDs of such streams

@@ -18,22 +18,22 @@ from dispatchkit.errors import ReplayError
 
 def _refuse_replay() -> None:
     raise ReplayError(
-        "A released graph was replayed. Capture it again, or keep it until its last use."
+        "A released graph was replayed. Capture it again, or release it after its last use."
     )
 
 
 class CudaGraph:
     """One captured and instantiated CUDA graph.
 
-    It keeps alive its outputs and everything it reads and writes: host memory that its copies use,
-    and device inputs, weights and state, as far as the capture was watched. Memory of its pool is
-    shared by the pool's graphs.
+    It keeps its outputs alive, the host memory of its copies, and all device inputs, weights and
+    state that the watch of its capture recorded. It shares the memory of its pool with the pool's
+    other graphs.
 
     Attributes:
-        holds: Storages on the device that are kept alive.
-        host_tensors: Host memory that is kept alive; each capture has its own.
-        num_plain_operations: Operations of functions of torch.compile that were captured without
-            being compiled, as far as the capture was watched.
+        holds: Device storages to keep alive.
+        host_tensors: Host memory to keep alive, separate for each capture.
+        num_plain_operations: Number of watched operations in functions of torch.compile that were
+            captured uncompiled.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CudaGraph:
 
     @property
     def outputs(self) -> Any:
-        """The callable's result at capture; overwritten by every replay.
+        """The callable's result during the capture; overwritten by every replay.
 
         Raises:
             ReplayError: The graph was released.
@@ -77,14 +77,14 @@ class CudaGraph:
     def has_random_state(self) -> bool:
         """Whether a replay draws from a random generator.
 
-        Initially True if an operation was seen that may draw; the first replay determines it from
-        the generators' offsets.
+        Before the first replay, True if a recorded operation may draw. The first replay determines
+        it from the generators' offsets.
         """
         return self._draws
 
     @property
     def raw_exec_handle(self) -> int:
-        """The ``cudaGraphExec_t``, for launches that bypass torch; only without random state.
+        """The ``cudaGraphExec_t`` for launches that bypass torch; None with random state.
 
         Raises:
             ReplayError: The graph was released.
@@ -96,7 +96,7 @@ class CudaGraph:
 
     @property
     def raw_graph_handle(self) -> int:
-        """The ``cudaGraph_t`` that was instantiated; its nodes identify those of the instance.
+        """The instantiated ``cudaGraph_t``, whose nodes identify the nodes of the instance.
 
         Raises:
             ReplayError: The graph was released.
@@ -108,7 +108,7 @@ class CudaGraph:
 
     @functools.cached_property
     def num_operations(self) -> int:
-        """Kernels, copies and fills that a replay queues.
+        """Number of kernels, copies and fills that a replay queues.
 
         Raises:
             ReplayError: The graph was released.
@@ -127,12 +127,12 @@ class CudaGraph:
         self._order.replay(self._launch_and_observe)
 
     def _launch_and_observe(self) -> None:
-        """Launch, and determine from it whether the graph draws."""
+        """Launch the graph, and determine whether it draws."""
         graph = self._graph
         if graph is None:
             return _refuse_replay()
-        # Offsets are on the host and advance when the graph is launched, so nothing waits here. A
-        # concurrent draw of another thread makes the answer True, which is only slower.
+        # Offsets are on the host and advance at the launch, so this does not synchronize. If
+        # another thread draws concurrently, the result is True, which is slower but correct.
         before = [generator.get_offset() for generator in self._generators]
         graph.replay()
         after = [generator.get_offset() for generator in self._generators]
@@ -154,6 +154,6 @@ class CudaGraph:
             destroy_later(PendingDestroy(graph, self._pool, self._handle, order))
 
     def __del__(self) -> None:
-        # A garbage collection may happen in the middle of a capture; ``release`` handles that.
+        # The garbage collector may run during a capture, which ``release`` supports.
         if getattr(self, "_graph", None) is not None:
             self.release()

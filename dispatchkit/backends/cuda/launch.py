@@ -1,8 +1,8 @@
 """Launch an instantiated graph through the CUDA runtime, bypassing torch.
 
-``CUDAGraph.replay`` sets the device, advances the generators and fills in their state before it
-launches: 4.7 us compared with 3.0 us on one H200 (torch 2.11). A graph that draws no random numbers
-needs none of that.
+Before the launch, ``CUDAGraph.replay`` sets the device, advances the generators and fills in their
+state, which a graph without random numbers does not need: 4.7 us compared with 3.0 us on one H200
+(torch 2.11).
 
 Source: CUDA Runtime API, "Graph Management", cudaGraphLaunch.
 """
@@ -20,13 +20,13 @@ import torch
 
 @lru_cache(maxsize=1)
 def _runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded; None if it cannot be found."""
+    """Return the CUDA runtime that torch has loaded, or None if it is not found."""
     version = torch.version.cuda
     if version is None or sys.platform != "linux":
         return None
     try:
-        # By the name that torch's own libraries use, so that it is the one already loaded. The call
-        # releases the GIL, so that a full queue does not block other threads.
+        # torch's libraries use the same name, so this returns the library that is already loaded.
+        # Its calls release the GIL, so that a full queue does not block other threads.
         return ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
     except OSError:
         return None
@@ -48,12 +48,12 @@ def graph_upload() -> Callable[[Any, Any], int] | None:
 def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
     """Return ``launch(graph, stream)``, which returns CUDA's error code, or None if missing.
 
-    Both arguments must be ``ctypes.c_void_p``: an instantiated graph and a stream. They are passed
-    unconverted: declaring argument types would add 45 ns for conversions.
+    Both arguments, an instantiated graph and a stream, must be ``ctypes.c_void_p``. Argument types
+    are not declared, because their conversion would take 45 ns.
 
     Args:
-        device_index: Device of the graphs. If there are several devices, the launch sets the
-            current one, which determines the default stream.
+        device_index: Device of the graphs. With several devices, the launch sets the current
+            device, which determines the default stream.
     """
     runtime = _runtime()
     if runtime is None:

@@ -9,20 +9,20 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-#: Number of ended pools after which torch's pinned-memory allocator must free its part of them.
+#: Number of ended pools after which the cache of torch's pinned-memory allocator is emptied.
 MAX_ENDED: Final = 64
 
 
 class IdleMemory:
-    """Tracks whether torch keeps memory for pools without graphs.
+    """Tracks memory that torch keeps for pools without graphs.
 
-    Besides device memory, that is 48 KB of host memory per pool, with or without pinned memory in
-    it: torch's pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11 to 2.13)
-    frees these lists only together with its whole cache.
+    In addition to device memory, torch keeps 48 KB of host memory per pool, even without pinned
+    memory: its pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11 to 2.13)
+    frees these lists only with its entire cache.
 
     Attributes:
-        is_there: Whether there is such memory.
-        num_ended: Pools that ended since that cache was last emptied.
+        is_there: Whether torch may keep memory of ended pools.
+        num_ended: Number of pools that ended since the cache was last emptied.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,13 @@ class IdleMemory:
         self.num_ended: int = 0
 
     def note_end(self) -> None:
-        """Note that a pool has ended."""
+        """Record that a pool has ended."""
         self.is_there = True
         self.num_ended += 1
 
     def free(self) -> None:
-        """Return it to the device and, from time to time, to the host. Waits for the device.
+        """Return the memory to the device and, after a number of pools, to the host. This
+        synchronizes with the device.
 
         Raises:
             RuntimeError: A capture is running.
@@ -55,14 +56,15 @@ idle_memory: IdleMemory = IdleMemory()
 
 
 class CudaPool:
-    """A private memory pool; its graphs must not run at the same time.
+    """A private memory pool, whose graphs must not run concurrently.
 
-    Torch permanently frees a pool once its last graph is gone, and then refuses captures into it
-    (torch 2.11 to 2.13, an internal assertion). So a pool here is a sequence of torch's pools.
+    torch permanently frees a pool when its last graph is destroyed, and then refuses captures into
+    it (torch 2.11 to 2.13, an internal assertion). A CudaPool therefore uses a sequence of torch
+    pools.
 
     Attributes:
-        guard: Held while a graph starts or stops using the pool, so that torch's count of users and
-            the one here cannot differ.
+        guard: Lock to hold while a graph starts or stops using the pool, so that the count of users
+            equals torch's.
     """
 
     def __init__(self) -> None:
@@ -72,12 +74,12 @@ class CudaPool:
         self._earlier: set[Any] = set()
 
     def take(self) -> Any:
-        """Return torch's handle for one more capture, counted until it is returned."""
+        """Return torch's handle for a capture, which is counted as in use until returned."""
         self._uses += 1
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; the last one ends torch's pool."""
+        """Decrement the count of graphs; at 0, torch's pool ends."""
         if handle != self._handle:
             idle_memory.note_end()
             return
@@ -87,7 +89,7 @@ class CudaPool:
             self.start_anew()
 
     def start_anew(self) -> None:
-        """Use a new pool of torch for later captures; existing graphs keep theirs."""
+        """Use a new torch pool for later captures; existing graphs keep their pool."""
         self._earlier.add(self._handle)
         self._handle = self._new_handle()
         self._uses = 0
@@ -96,16 +98,16 @@ class CudaPool:
         return torch.cuda.graph_pool_handle()
 
     def reserved_bytes(self, device_index: int) -> int:
-        """Return the device memory that torch reserves for this pool, in bytes."""
+        """Return the bytes of device memory that torch reserves for the pool."""
         return sum(int(segment["total_size"]) for segment in self.segments(device_index))
 
     def segments(self, device_index: int) -> list[Segment]:
-        """Return the segments of device memory that torch reserves for this pool."""
+        """Return the segments of device memory that torch reserves for the pool."""
         found: list[Segment] = []
         with self.guard:
             if self._uses > 0:
                 found += segments_of(self._handle)
-            # Torch forgets a pool without graphs once its memory is returned; then it has no
+            # A torch pool without graphs is deleted when its memory is returned; it then has no
             # segments.
             for handle in tuple(self._earlier):
                 earlier = segments_of(handle)

@@ -1,10 +1,10 @@
-"""Measure before a capture by how much it will make a graph pool grow.
+"""Measure in advance by how much a capture will increase a graph pool.
 
-Torch's allocator takes memory from the device in segments, cuts them into blocks and gives
-each request the smallest free block that holds it (c10/cuda/CUDACachingAllocator.cpp). So the
-growth depends on every request of a capture, in order, and on the free blocks before it: only the
-allocator knows. Here the callable runs once in a copy of the pool, with segments of the same sizes
-and the same blocks in use. The pool would grow by as much as the copy does.
+torch's allocator requests segments from the device, splits them into blocks, and serves each
+request from the smallest sufficient free block (c10/cuda/CUDACachingAllocator.cpp). The growth
+therefore depends on the order of all requests and on the free blocks. A rehearsal runs the callable
+in a copy of the pool, with segments of the same sizes and the same blocks in use, and measures the
+growth of the copy.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-# Requests up to this size come from small segments, which are twice as large.
+# Requests up to this size use small segments, which have twice this size.
 _SMALL = 1 << 20
 
 
 def growth(
     run: Callable[[], object], present: Iterable[Segment], device_index: int, stream: int
 ) -> int:
-    """Run a callable in a copy of a pool; return by how many bytes the copy grew.
+    """Run a callable in a copy of a pool, and return the copy's growth in bytes.
 
-    The copy's memory is returned to the device, and the callable's result is dropped.
+    The copy's memory is returned to the device, and the callable's result is discarded.
 
     Args:
         run: The callable.
@@ -41,7 +41,7 @@ def growth(
         if is_copy:
             run()
     if not is_copy:
-        # The allocator behaves differently than expected: measure an empty pool instead.
+        # The copy differs, because the allocator behaved unexpectedly: measure an empty pool.
         del used, pool
         return growth(run, (), device_index, stream)
     before, after = _total(ours, device_index), _total(segments_of(pool.id), device_index)
@@ -54,7 +54,7 @@ def _total(segments: Iterable[Segment], device_index: int) -> int:
 
 
 def _is_copy(segments: Iterable[Segment], originals: Iterable[Segment]) -> bool:
-    """Return whether two lists of segments have the same blocks in use, at any addresses."""
+    """Return whether two lists of segments have the same layout of used blocks."""
 
     def shapes(of: Iterable[Segment]) -> list[Any]:
         return sorted(
@@ -70,10 +70,10 @@ def _is_free(block: Mapping[str, Any]) -> bool:
 
 
 def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Tensor]:
-    """Create segments of the same sizes in the current pool; return tensors for the used blocks.
+    """Copy segments in the current pool, and return tensors for their used blocks.
 
-    They are filled one after the other, from front to back. While all earlier segments are full, a
-    request can only be served by the one being filled.
+    Segments are filled one by one, from front to back. While all earlier segments are full, a
+    request can only be served from the current segment.
     """
     used: list[torch.Tensor] = []
     free: list[torch.Tensor] = []
@@ -89,7 +89,7 @@ def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Ten
 
 
 def _requests(num_bytes: int, is_small: bool) -> list[int]:
-    """Return the requests that together fill a block of a segment."""
+    """Return the request sizes that fill a block of a segment."""
     if not is_small or num_bytes <= _SMALL:
         return [num_bytes]
     return [_SMALL, num_bytes - _SMALL]

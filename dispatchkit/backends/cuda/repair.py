@@ -1,17 +1,17 @@
 """Clean up after a failed capture.
 
-There are two kinds of failure. A Python exception leaves the capture valid: it is ended and its
+There are two kinds of failure. After a Python exception, the capture is valid: it is ended and its
 graph discarded. A call that the driver refuses invalidates the capture: ending it fails, and torch
-then skips bookkeeping that it does at a successful end (aten/src/ATen/cuda/CUDAGraph.cpp,
-``capture_end``). In torch 2.11, the device's and the host's allocator keep routing the capture's
-allocations to the graph's pool, the pool counts one user too many, so that its memory is never
-freed, and the generators consider themselves captured, so that eager draws raise. In 2.13 only the
-count of users is wrong.
+then skips bookkeeping of a successful end (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``). In
+torch 2.11, the device's and the host's allocator keep routing the capture's allocations to the
+graph's pool, the pool counts one user too many, so that its memory is never freed, and the
+generators consider themselves captured, so that eager draws raise. In 2.13 only the count of users
+is wrong.
 
-So most such calls are refused before the driver sees them (watch.py). For the others, ``repair``
-replaces the invalidated capture with an empty one, which torch can end with all its bookkeeping.
-torch's internal state is never changed from here: if this fails, a graph and a pool are abandoned
-instead.
+Most of these calls are therefore refused before they reach the driver (watch.py). For other calls,
+``repair`` replaces the invalidated capture with an empty capture, which torch can end completely.
+This module never changes torch's internal state: if the replacement fails, the graph and the pool
+are abandoned.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dispatchkit.backends.cuda.driver import (
 
 _logger = logging.getLogger(__name__)
 
-# Graphs whose capture could not be begun or ended. They must never be destroyed, since the
-# allocators may still query them for the streams they capture.
+# Graphs whose capture could not be begun or ended. They must not be destroyed, because allocators
+# may still query them for captured streams.
 _undestroyable: list[torch.cuda.CUDAGraph] = []
 
 
@@ -71,10 +71,10 @@ def repair(
     """Clean up after a capture that could not be ended.
 
     Args:
-        graph: The graph that could not be ended.
-        stream: The stream it was captured on, which must be current.
-        handle: The pool captured into.
-        generators: The registered generators, other than the default one.
+        graph: The graph of the capture.
+        stream: The stream of the capture, which must be the current stream.
+        handle: torch's handle of the pool.
+        generators: The registered generators, excluding the default generator.
         mode: The capture error mode.
     """
     try:
@@ -105,15 +105,16 @@ def repair(
 
 
 def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None:
-    """Keep a graph until the process exits: its capture could not be begun or ended."""
+    """Keep a graph whose capture could not be begun or ended until the process exits."""
     _undestroyable.append(graph)
-    # If left open, memory used by two streams would never be freed. This call erases or raises.
+    # An open capture prevents torch from freeing memory that two streams use. This call removes it
+    # or raises.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, handle)
 
 
 def restore_generators(device_index: int, generators: Iterable[Any], mode: str) -> None:
-    """Take generators out of capture mode, by a successful capture into a separate pool."""
+    """Reset the capture mode of generators by a successful capture into another pool."""
     if not _capture_small_graph(device_index, torch.cuda.graph_pool_handle(), generators, mode):
         _logger.critical(
             "After an invalidated capture this process can no longer capture or draw random "
@@ -125,7 +126,7 @@ def restore_generators(device_index: int, generators: Iterable[Any], mode: str) 
 def _capture_small_graph(
     device_index: int, handle: Any, generators: Iterable[Any], mode: str
 ) -> bool:
-    """Capture one small kernel and discard it; return whether that worked."""
+    """Capture and discard a small kernel; return whether it succeeded."""
     spare = torch.zeros(1, device=f"cuda:{device_index}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:

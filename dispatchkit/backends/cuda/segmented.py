@@ -1,7 +1,7 @@
-"""Capture in segments: a capture that ends and resumes within one call.
+"""Capture a callable in segments, with breaks within one call.
 
-The watch stays on the thread's mode stack throughout, since the callable may be inside its own
-modes at a break; between segments it ignores operations.
+The watch stays on the thread's mode stack, because the callable may be inside its own modes at a
+break. Between segments, it is paused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class CudaSegments:
 
     Args:
         stream: The stream.
-        new_attempt: Creates the capture of one segment.
-        make_graph: Creates the graph of a successful one.
-        watch: Watches each operation; None if switched off.
-        memory: Returns the pool's segments of memory.
+        new_attempt: Function that returns a new capture attempt for a segment.
+        make_graph: Function that returns the graph of a successful attempt.
+        watch: The watch of operations; None if disabled.
+        memory: Function that returns the memory segments of the pool.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class CudaSegments:
         self._graphs: list[CudaGraph] = []
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Call the function that ends and begins segments.
+        """Capture a callable, which ends and begins segments.
 
         Args:
             run: The callable.
-            handled: The exception its caller was handling.
+            handled: The exception that the caller was handling, or None.
 
         Raises:
-            CaptureError: It raised, or left a segment open.
+            CaptureError: The callable raised, or returned with an open segment.
         """
         failure: BaseException | None = None
         try:
@@ -73,16 +73,16 @@ class CudaSegments:
                     self._watch.raise_swallowed_error()
                 if self._attempt is not None:
                     raise CaptureError(
-                        "The callable returned with an open segment, which nothing would replay. "
-                        "Call end() before it returns."
+                        "The callable returned with an open segment, whose graph would be "
+                        "lost. Call end() before returning."
                     )
-            except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
+            except BaseException as error:  # noqa: BLE001 - raised below, after the capture has ended
                 failure = error
             make_current(self._stream)  # the callable may have changed it
             attempt, self._attempt = self._attempt, None
             if attempt is not None:
                 failure = attempt.end(failure)
-        except BaseException as interrupt:  # from a signal handler, at a begin or end
+        except BaseException as interrupt:  # raised by a signal handler during a begin or end
             if self._attempt is not None:
                 self._attempt.close(interrupt)
             self._release()
@@ -105,8 +105,9 @@ class CudaSegments:
             raise CaptureError("No segment is open. Call begin() first.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:
             raise CaptureError(
-                "A segment was ended on a stream other than the captured one. Let the captured "
-                "stream wait for that stream, and leave it, before the break."
+                "A segment was ended on another stream than the captured stream. Before the "
+                "break, make the captured stream wait for that stream, and then make the "
+                "captured stream current again."
             )
         if self._watch is not None:
             self._watch.raise_swallowed_error()
@@ -125,7 +126,7 @@ class CudaSegments:
         """Begin the next segment."""
         if self._attempt is not None:
             raise CaptureError("A segment is already open. Call end() first.")
-        make_current(self._stream)  # code in between may have changed it
+        make_current(self._stream)  # code between segments may have changed it
         resume_capture()
         attempt = self._new_attempt()
         failure = attempt.begin()
@@ -136,7 +137,7 @@ class CudaSegments:
             self._watch.resume()
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return whether memory was allocated from the pool in this capture, and not before it."""
+        """Return whether memory was allocated from the pool during this capture."""
         address = tensor.untyped_storage().data_ptr()
         if self._spans is None:
             self._spans = [

@@ -1,4 +1,4 @@
-"""The segments of memory that torch's allocator reserves for a graph pool."""
+"""Query the memory segments that torch's allocator reserves for a graph pool."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
 
 
 def segments_of(handle: Iterable[int]) -> list[Segment]:
-    """Return the segments that torch reserves for one pool; empty if the pool is unknown.
+    """Return the segments that torch reserves for a pool; empty if the pool is unknown.
 
-    A snapshot of the whole process would take longer the more tensors are alive.
-
-    torch (2.11 to 2.13) drops references that it does not own, one to each element of the argument
-    (pytorch/pytorch#196366), so that ints in use elsewhere would eventually be destroyed. The
-    dropped references are restored here; if torch drops none, none are added.
+    A snapshot of the entire process would take longer with more live tensors. torch (2.11 to 2.13)
+    drops a reference that it does not own for each element of the argument
+    (pytorch/pytorch#196366), so that ints in use elsewhere would eventually be destroyed. This
+    function restores references that were dropped.
 
     Args:
         handle: Torch's handle of the pool.
     """
     # New int objects for this call, except for small ints, which are shared.
     asked = (*(int(str(part)) for part in handle), False)
-    spare = [*asked]  # so that none is freed before the references are restored
+    spare = [*asked]  # additional references until the dropped references are restored
     before = _references(asked)
     found: list[Segment] = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])
     _put_back(asked, before)

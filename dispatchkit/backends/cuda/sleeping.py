@@ -1,9 +1,9 @@
-"""Pools whose physical memory can be returned to the device while their addresses stay.
+"""Memory pools that can return their memory to the device and keep their addresses.
 
-Graphs have addresses built in. The driver can map physical memory to addresses reserved before
+Graphs contain fixed addresses. The driver can map physical memory to previously reserved addresses
 (``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``), and unmap it again, which loses its
-contents. torch's own segments cannot be unmapped from outside, so those of a sleeping pool come
-from a small allocator in C, ``sleep.c``, which is compiled on first use.
+contents. torch's own segments cannot be unmapped by other code, so a sleeping pool uses a small
+allocator in C, ``sleep.c``, which is compiled on first use.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _T = TypeVar("_T")
 
 
 class UnavailableError(Exception):
-    """Memory cannot sleep on this machine; the message says why."""
+    """Memory cannot sleep on this machine; the message states the reason."""
 
 
 def build(target: Path) -> None:
     """Compile the allocator to a shared library, with ``CC`` or ``cc``.
 
     Raises:
-        UnavailableError: There is no compiler, or it fails.
+        UnavailableError: No compiler is installed, or it fails.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -71,7 +71,7 @@ def build(target: Path) -> None:
             raise UnavailableError(f"there is no C compiler {compiler[0]!r}") from None
         except subprocess.CalledProcessError as error:
             raise UnavailableError(f"{compiler[0]!r} fails: {error.stderr[:200]}") from None
-        made.replace(target)  # atomic: another process may build it, too
+        made.replace(target)  # atomic, because another process may also build it
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def load_allocator() -> Allocator:
     """Return the allocator of this process, compiling it on first use.
 
     Raises:
-        UnavailableError: It cannot be used here.
+        UnavailableError: The allocator cannot be used on this machine.
     """
     if torch.cuda.get_allocator_backend() != "native":
         raise UnavailableError("torch's allocator is not the native one, and has no pools")
@@ -99,15 +99,15 @@ def load_allocator() -> Allocator:
 
 
 class SleepingPool(CudaPool):
-    """A private memory pool that can sleep, of graphs or of other tensors.
+    """A private memory pool for graphs or tensors that can sleep.
 
     Args:
-        allocator: Gets its segments from the driver.
+        allocator: The allocator of its segments.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        # torch's pools by handle while graphs use them, with the number of these graphs.
+        # torch pools in use, by handle, with their number of graphs.
         self._pools: dict[Any, torch.cuda.MemPool] = {}
         self._uses_of: Counter[Any] = Counter()
         self._asleep: list[int] = []
@@ -120,7 +120,7 @@ class SleepingPool(CudaPool):
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; the last one ends torch's pool."""
+        """Decrement the count of graphs; at 0, torch's pool ends."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:
@@ -128,7 +128,7 @@ class SleepingPool(CudaPool):
             self._pools.pop(handle, None)
 
     def segments(self, device_index: int) -> list[Segment]:
-        """Return the segments of device memory reserved for this pool; empty while asleep."""
+        """Return the segments of device memory of the pool; empty while asleep."""
         if self._asleep:
             return []
         found: list[Segment] = []
@@ -146,7 +146,7 @@ class SleepingPool(CudaPool):
             return make()
 
     def sleep(self, device_index: int) -> int:
-        """Release the memory, which no work in flight may use; return the bytes."""
+        """Release the memory, which no work in flight may use, and return its bytes."""
         segments = self.segments(device_index)
         self._allocator.unmap([segment["address"] for segment in segments])
         self._asleep = [segment["address"] for segment in segments]
@@ -156,7 +156,7 @@ class SleepingPool(CudaPool):
         """Map memory to its addresses again.
 
         Raises:
-            ReplayError: There is not enough memory; it stays asleep.
+            ReplayError: There is not enough memory. The pool stays asleep.
         """
         self._allocator.map(self._asleep)
         self._asleep = []
@@ -168,13 +168,13 @@ class SleepingPool(CudaPool):
 
 
 class Allocator:
-    """Gets segments from the driver, and maps and unmaps them.
+    """Allocates segments from the driver, and maps and unmaps them.
 
     Args:
         path: The compiled library.
 
     Raises:
-        UnavailableError: Library or driver cannot be used.
+        UnavailableError: The library or the driver cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,7 +191,7 @@ class Allocator:
         )
 
     def new_pool(self) -> torch.cuda.MemPool:
-        """Return a pool of torch whose segments can be unmapped."""
+        """Return a torch pool whose segments can be unmapped."""
         return torch.cuda.MemPool(self._allocator.allocator())
 
     def unmap(self, addresses: Sequence[int]) -> None:
@@ -205,7 +205,7 @@ class Allocator:
         """Map physical memory to segments again, with undefined contents.
 
         Raises:
-            ReplayError: The device does not have enough memory; all of them stay unmapped.
+            ReplayError: The device does not have enough memory. All segments stay unmapped.
         """
         self._change(addresses, wanted=True)
 
@@ -225,7 +225,7 @@ class Allocator:
 def _problem(code: int, *, wanted: bool) -> str:
     if wanted and code == _OUT_OF_MEMORY:
         return (
-            "The device does not have enough free memory to wake. Free some, then call wake() "
-            "again."
+            "The device does not have enough free memory to wake the pools. Free memory, then "
+            "call wake() again."
         )
     return f"The driver refused to {'map' if wanted else 'unmap'} memory: CUDA error {code}."

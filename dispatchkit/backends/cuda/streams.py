@@ -1,4 +1,4 @@
-"""CUDA streams and events that wrap torch's own and implement the Protocols."""
+"""CUDA streams and events, which wrap torch's and implement the protocols."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from dispatchkit.backends.capture_guard import refuse_in_capture
 from dispatchkit.errors import ConfigError, ReplayError
 
-# torch takes streams of one priority from a ring of 32; the 33rd is the first again.
+# torch has a ring of 32 streams per priority; the 33rd request returns the first stream.
 MAX_STREAMS = 32
 
-# Unused streams, by device and priority, then by handle. They are reused first, since torch keeps
-# memory of libraries for each stream that ever used them (32 MiB for cuBLAS on Hopper).
+# Unused streams, by device and priority, then by handle. They are reused first, because torch keeps
+# library memory for each stream that used a library (32 MiB for cuBLAS on Hopper).
 _idle: defaultdict[tuple[int, int], dict[int, torch.cuda.Stream]] = defaultdict(dict)
 
 
 def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stream]:
-    """Yield unused streams, then those of torch's ring, twice around.
+    """Yield unused streams, then the streams of torch's ring, twice.
 
     Args:
         device_index: The device.
-        priority: 0 is normal, larger goes first.
+        priority: 0 is normal; larger numbers run first.
     """
     idle = _idle[device_index, priority]
     for _ in range(len(idle)):
@@ -39,13 +39,13 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
 
 
 def return_when_unused(stream: CudaStream, priority: int) -> None:
-    """Make a stream reusable once nothing references it."""
+    """Make a stream reusable when it is no longer referenced."""
     idle = _idle[stream.raw.device_index, priority]
     weakref.finalize(stream, idle.__setitem__, stream.handle, stream.raw).atexit = False
 
 
 class CudaStream:
-    """A stream of one device, equal to other objects for the same queue.
+    """A stream of a device, which equals other objects for the same queue.
 
     Attributes:
         raw: torch's stream.
@@ -67,7 +67,7 @@ class CudaStream:
         event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work of this stream wait for all work currently queued on another."""
+        """Make later work of this stream wait for all work queued on another stream."""
         self.raw.wait_stream(stream.raw)
 
     def query(self) -> bool:
@@ -125,15 +125,15 @@ class CudaEvent:
         """Return microseconds of device time from this event to a later one.
 
         Raises:
-            ConfigError: One of the two was made without ``timing=True``.
-            ReplayError: One of the two is not recorded or not done yet.
+            ConfigError: An event was created without ``timing=True``.
+            ReplayError: An event is not recorded or not done.
         """
         if not (self._timing and end._timing):
             raise ConfigError("timing", False, "True for events whose time is read")
         if not (self._recorded and end._recorded and self.query() and end.query()):
             raise ReplayError(
-                "The time between two events was read before both were recorded and done. Check "
-                "query() first, or call synchronize()."
+                "The time between two events was read before both were recorded and done. Call "
+                "query() or synchronize() first."
             )
         return float(self._raw.elapsed_time(end._raw)) * 1000.0
 
@@ -144,8 +144,8 @@ class CudaEvent:
 class UseStream:
     """Makes a stream current in a ``with`` block.
 
-    Uses torch's internal calls, 1.3 us for both ways; ``torch.cuda.stream`` takes 9 to 17 us (H100,
-    torch 2.11), since it also creates objects for the previously current streams.
+    It uses internal calls of torch, which take 1.3 us to enter and exit; ``torch.cuda.stream``
+    takes 9 to 17 us (H100, torch 2.11), because it creates objects for the previous streams.
     """
 
     __slots__ = ("_before", "_device", "_stream")
@@ -164,7 +164,7 @@ class UseStream:
         self.put_back()
 
     def put_back(self) -> None:
-        """Restore what was current before; a second call has no effect."""
+        """Restore the previous stream and device; a second call has no effect."""
         if self._before is None:
             return
         stream_id, device_index, device_type = self._before

@@ -1,4 +1,4 @@
-"""Watch operations while a callable is captured on a CUDA device or warmed up for it."""
+"""Watch operations during captures on a CUDA device and their warmups."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 class _Given(WeakStorages):
     """Device storages among the arguments of operations.
 
-    Most of them are intermediates, whose memory later operations reuse.
+    Most are intermediates, whose memory is reused by later operations.
     """
 
     def note(self, values: Iterable[Any]) -> bool:
-        """Note the tensors among an operation's arguments; return whether any is on a device."""
+        """Record tensor arguments of an operation; return whether any is on a device."""
         found = False
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -49,7 +49,7 @@ class _Given(WeakStorages):
         return found
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return the storages that are alive and not in the graph's own pool."""
+        """Return live storages outside the graph's pool."""
         spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
         found = []
         for storage in self.alive():
@@ -60,11 +60,11 @@ class _Given(WeakStorages):
 
 
 class WarmupNotes:
-    """What a warmup reveals about a capture of the same operations, which then needs no watch.
+    """Facts from a warmup, which can replace the watch of a capture of the same operations.
 
     Attributes:
-        is_plain: No operation was seen that a capture refuses or that only a capture's own watch
-            can handle: reads of device data, host memory, composite operations.
+        is_plain: Whether no operation requires a watch: no reads of device data, no host memory,
+            and no composite operations.
     """
 
     def __init__(self) -> None:
@@ -83,25 +83,25 @@ class WarmupNotes:
             self.is_plain = False
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return the storages, still alive, that a graph of these operations must keep alive.
+        """Return live storages that a graph of these operations must keep alive.
 
         Args:
-            segments: Those of the graph's pool, whose contents its graphs own.
+            segments: Memory segments of the graph's pool, which its graphs own.
         """
         return self._given.outside(segments)
 
 
 class CaptureWatch(OperationMode):
-    """Refuses calls that would invalidate a capture, and notes what the graph must keep alive.
+    """Refuses calls that would invalidate a capture, and records memory to keep alive.
 
     Args:
-        compiled: The callable calls functions of torch.compile. Their kernels are not seen, and
-            calls that wait for the device are recognized only by their operations, since a function
-            mode would make the functions compile again inside the capture.
+        compiled: The callable calls functions of torch.compile. Their kernels are not watched, and
+            calls that wait for the device are recognized only by their operations, because a
+            function mode would cause recompilation inside the capture.
 
     Attributes:
-        first_error: The first refused call, even if the callable swallowed the error.
-        draws: An operation was seen that may draw.
+        first_error: The first refused call, even if the callable caught the error.
+        draws: Whether a watched operation may draw random numbers.
         host_tensors: Host memory that captured copies read or write.
     """
 
@@ -127,33 +127,33 @@ class CaptureWatch(OperationMode):
 
     @property
     def num_plain_operations(self) -> int:
-        """Operations of functions of torch.compile that ran without being compiled."""
+        """Number of operations in functions of torch.compile that ran uncompiled."""
         return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
         """Return device storages that the graph reads or writes but does not own.
 
         Args:
-            segments: Those of the graph's pool, whose contents its graphs own.
+            segments: Memory segments of the graph's pool, which its graphs own.
         """
         return self._given.outside(segments)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: this mode only observes."""
+        """Return True, so that compiled functions run compiled."""
         return True
 
     def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call: the capture fails even if the callable continues."""
+        """Record a refused call, so that the capture fails even if the callable continues."""
         self.first_error = self.first_error or error
 
     def raise_swallowed_error(self) -> None:
-        """Raise a refused call that the callable caught."""
+        """Raise the error of a refused call if the callable caught it."""
         if self.first_error is not None:
             raise self.first_error
 
     def watching(self) -> ExitStack:
-        """Return a context in which all calls of this thread are watched."""
+        """Return a context that watches all calls of this thread."""
         stack = ExitStack()
         if self._calls is None:
             stack.enter_context(HostSyncGuard(self, "cuda"))
@@ -161,7 +161,7 @@ class CaptureWatch(OperationMode):
         return stack
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, unless it would invalidate the capture; note its arguments."""
+        """Run an operation unless it would invalidate the capture, and record its arguments."""
         if self._calls is not None:
             self._calls.note(sys._getframe(2))
         if not isinstance(func, torch._ops.OpOverload):
@@ -180,7 +180,7 @@ class CaptureWatch(OperationMode):
         return func(*args, **kwargs)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
-        """Return the error for a copy that waits; keep host memory of other copies alive."""
+        """Return the error for a copy that waits, or keep a copy's host memory alive."""
         if not {"cpu", "cuda"} <= _kinds_of(func, args, kwargs):
             return None
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)

@@ -1,14 +1,15 @@
-"""cuBLAS workspaces, allocated from a pool that serves no tensors.
+"""Allocate cuBLAS workspaces from separate memory pools.
 
 torch allocates two workspaces for each pair of a cuBLAS handle (one per thread) and a stream, one
 for cuBLAS and one for cuBLASLt, which runs products with a bias
 (aten/src/ATen/cuda/CublasHandlePool.cpp). A graph keeps writing to the workspaces it was captured
-with. They may be freed at any time: ``torch.compile`` in mode ``reduce-overhead`` frees all of them
-around each of its own captures (torch/_inductor/cudagraph_trees.py, ``clear_cublas_manager``). Then
-a replay would overwrite any tensors allocated there since, and once the memory is returned to the
-device, launching a graph that zeroes some of it ends the process. So the workspaces of captured
-streams come from one pool per stream that serves nothing else and is never freed: a freed workspace
-stays in the pool, and the stream's next one takes its place.
+with. They may be freed at any time: ``torch.compile`` in mode ``reduce-overhead`` frees all
+workspaces around each of its captures (torch/_inductor/cudagraph_trees.py,
+``clear_cublas_manager``). A replay would then overwrite tensors allocated in that memory, and if
+the memory was returned to the device, launching a graph that zeroes a workspace would crash the
+process. Workspaces of captured streams therefore come from a separate pool per stream, which is
+never freed: the memory of a freed workspace stays in the pool and is used for the stream's next
+workspace.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 
 
 def hold_workspace(stream: torch.cuda.Stream) -> None:
-    """Allocate this thread's workspaces for a stream from the stream's own pool.
+    """Allocate this thread's workspaces for a stream from the stream's pool.
 
-    Call it before anything else uses cuBLAS on the stream, including a capture: torch may have
-    freed the last workspaces meanwhile. It queues a tiny product and takes some tens of
-    microseconds, except for the first call of a process, which loads cuBLAS. Inside the caller's
-    ``torch.cuda.use_mem_pool``, the memory comes from that pool. It does nothing with allocators
-    other than torch's native one, which lack such pools.
+    Call it before other uses of cuBLAS on the stream, including captures, because torch may have
+    freed earlier workspaces. It queues a tiny product, which takes tens of microseconds; the first
+    call in a process also loads cuBLAS. Inside the caller's ``torch.cuda.use_mem_pool``, the memory
+    comes from that pool. It has no effect with allocators other than torch's native allocator,
+    which do not have pools.
 
     Args:
         stream: The stream, which must be the current one.
@@ -46,8 +47,8 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
     with torch.cuda.use_mem_pool(pool, stream.device_index):
         torch.cuda.current_blas_handle()  # requesting it allocates the cuBLAS workspace
         if _may_multiply():
-            # Nothing else allocates the cuBLASLt workspace: the first product that uses cuBLASLt
-            # does, such as one with a one-dimensional bias.
+            # The first product that uses cuBLASLt allocates its workspace, such as a product with a
+            # one-dimensional bias.
             square = torch.zeros(16, 16, device=torch.device("cuda", stream.device_index))
             torch.addmm(square[0], square, square)
 
@@ -62,7 +63,7 @@ def workspace_bytes(stream: torch.cuda.Stream) -> int:
 
 
 def _may_multiply() -> bool:
-    """Return whether torch allows products; if it refuses them, none is captured either."""
+    """Return whether torch allows products; otherwise no products are captured."""
     if not torch.are_deterministic_algorithms_enabled():
         return True
     # at::Context::alertCuBLASConfigNotDeterministic

@@ -1,14 +1,14 @@
 """The tape: CUDA-graph semantics on a CPU, for tests on any machine.
 
-Like graphs of a device: addresses are fixed; Python runs once, at capture; calls that wait for the
-device are refused by name; random numbers are those of eager; a capture changes nothing outside
-itself, even if it fails; tensors that the callable stores stay alive; outputs hold poison until the
-first replay; intermediates share a pool's memory.
+As on a device, addresses are fixed and Python code runs only during the capture. Calls that wait
+for the device are refused by name. Random numbers equal those of eager. A capture has no side
+effects, even if it fails. Tensors that the callable stores stay alive, outputs contain poison until
+the first replay, and intermediates share a pool's memory.
 
-Differences: capturing runs the operations (and restores what they changed); a graph keeps alive the
-outside tensors it reads, which a device's graph does not; ``tensor.to("cpu")`` is not refused,
-since the tape cannot distinguish it from moving to the device; Python lists and numbers turned into
-tensors inside the callable become constants.
+Differences: a capture runs the operations and then undoes their effects. A graph keeps the outside
+tensors it reads alive, which a device's graph does not. ``tensor.to("cpu")`` is not refused,
+because the tape cannot distinguish it from a move to the device. Tensors created from Python lists
+and numbers inside the callable become constants.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dispatchkit.backends.tape.pool import NewTensors, TapePool
 from dispatchkit.backends.tape.recorder import Recorder
 from dispatchkit.backends.tape.replay import compile_replay
 from dispatchkit.backends.tape.segmented import TapeSegments
-from dispatchkit.backends.tape.stream_query import answering_capture
+from dispatchkit.backends.tape.stream_query import reporting_capture
 from dispatchkit.backends.tape.streams import (
     Scheduler,
     TapeEvent,
@@ -50,29 +50,29 @@ from dispatchkit.keys.checks import check_count
 
 _T = TypeVar("_T")
 
-# torch's pool of CUDA streams has 32 per priority, so the tape has no more.
+# As for CUDA: torch has 32 streams per priority.
 DEFAULT_MAX_STREAMS = 32
-# Number of parts in which a deferred tape runs a graph, so that others can interleave.
+# Maximum number of parts of a graph on a deferred tape, between which other work can run.
 MAX_PARTS = 8
-# Memory that a device would keep besides the pools: the driver's per step of a graph, and
-# libraries' per stream that graphs were captured on.
+# Memory that a device would use in addition to pools: the driver's memory per operation of a graph,
+# and library workspaces per captured stream.
 DRIVER_BYTES = 64
 WORKSPACE_BYTES = 4096
 
 
 class _CurrentStream(threading.local):
-    """The current stream of each thread; None means the default stream."""
+    """The current stream of each thread; None for the default stream."""
 
     stream: TapeStream | None = None
 
 
 class TapeBackend:
-    """Captures and replays on a CPU, with the semantics of CUDA graphs.
+    """A backend that captures and replays on a CPU, with the semantics of CUDA graphs.
 
     Args:
-        scheduler: Seed of the deferred scheduler, which makes missing waits visible; None runs all
-            work immediately (see streams.py).
-        max_streams: Number of streams that may exist at a time, not counting the default stream.
+        scheduler: Seed of the deferred scheduler, which exposes missing waits; None runs all work
+            immediately. See streams.py.
+        max_streams: Maximum number of concurrent streams, excluding the default stream.
 
     Raises:
         ConfigError: ``max_streams`` is not a whole number of at least 1.
@@ -93,7 +93,7 @@ class TapeBackend:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the backend."""
         return "tape"
 
     @property
@@ -111,8 +111,8 @@ class TapeBackend:
             concurrent_streams=False,
             poisons_outputs=True,
             stream_priorities=True,
-            # On a deferred tape, a capture holds the lock that all streams need.
-            steps_beside_captures=self._scheduler is None,
+            # On a deferred tape, captures hold the lock that all streams need.
+            steps_during_captures=self._scheduler is None,
         )
 
     def device_info(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ class TapeBackend:
         return 0 if stream is None else stream.handle
 
     def new_stream(self, *, priority: int = 0) -> TapeStream:
-        """Return a new stream; priority has no effect on the tape.
+        """Return a new stream; the priority has no effect on the tape.
 
         Raises:
             ConfigError: ``max_streams`` streams are already in use.
@@ -147,7 +147,7 @@ class TapeBackend:
                     "number of streams",
                     len(self._streams) + 1,
                     f"at most {self._max_streams} at a time on this device",
-                    "Use fewer lanes, or release streams that are not needed.",
+                    "Use fewer lanes, or release unused streams.",
                 )
             stream = TapeStream(self._next_handle, self._scheduler)
             self._next_handle += 1
@@ -174,7 +174,7 @@ class TapeBackend:
             self._thread.stream = before
 
     def new_event(self, *, timing: bool = False) -> TapeEvent:
-        """Return a new event; only timing events measure time, which is host time."""
+        """Return a new event; only timing events measure (host) time."""
         return TapeEvent(self.current_stream, timing=timing)
 
     def synchronize(self) -> None:
@@ -198,7 +198,7 @@ class TapeBackend:
         return num_bytes
 
     def sleep_problem(self) -> str:
-        """Return ``""``: memory can sleep here."""
+        """Return ``""``, because memory can sleep on the tape."""
         return ""
 
     def new_sleeping_pool(self) -> TapePool:
@@ -206,14 +206,14 @@ class TapeBackend:
         return self.new_pool()
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function that creates tensors, whose memory sleeps with the pool."""
+        """Call a function that creates tensors, which then sleep with the pool."""
         with NewTensors() as made:
             result = make()
         pool.adopt(made.tensors)
         return result
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Put the memory of pools to sleep: their graphs must not be replayed."""
+        """Put the memory of pools to sleep; their graphs must not be replayed."""
         self.synchronize()
         return sum(pool.sleep() for pool in pools)
 
@@ -223,7 +223,7 @@ class TapeBackend:
             pool.wake()
 
     def device_memory(self) -> DeviceMemory:
-        """Return the memory that a device would use for the graphs of this tape."""
+        """Return the memory that a device would use for these graphs."""
         with self._streams_guard:
             pools, streams = tuple(self._pools), tuple(self._streams)
         workspaces = sum(map(self.workspace_bytes, streams))
@@ -234,7 +234,7 @@ class TapeBackend:
         return DeviceMemory(reserved - asleep + driver, reserved, held)
 
     def workspace_bytes(self, stream: TapeStream) -> int:
-        """Return the bytes that a device's libraries would keep for a captured stream."""
+        """Return the library workspaces that a device would keep for a stream, in bytes."""
         return WORKSPACE_BYTES if stream.was_captured else 0
 
     # -- graphs -------------------------------------------------------------------------
@@ -255,15 +255,15 @@ class TapeBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> TapeGraph:
-        """Record the callable; its effects outside the graph are undone.
+        """Record the callable, and undo its effects outside the graph.
 
-        It runs in the caller's grad and inference mode. Other threads must not write the same
-        outside tensors meanwhile, since their writes would be undone, too.
+        The callable runs in the caller's gradient and inference mode. Other threads must not write
+        the same outside tensors meanwhile, because their writes would also be undone.
 
         Raises:
-            CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
-                ``error``; its ``__cause__`` is the original exception. Nothing outside
-                has changed.
+            CaptureError: The capture failed with reason ``host_sync``, ``out_of_memory``,
+                ``nested`` or ``error``. ``__cause__`` is the original exception. State outside the
+                capture has not changed.
         """
         handled = sys.exception()
 
@@ -272,7 +272,7 @@ class TapeBackend:
             recorder, outputs = self._record(run, generators, handled)
             return self._make_graph(recorder, outputs, pool)
 
-        return self._alone(stream, capture)
+        return self._run_exclusively(stream, capture)
 
     def capture_segments(
         self,
@@ -284,12 +284,12 @@ class TapeBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Record a callable that ends and begins segments; the first is already begun.
+        """Record a callable in segments, which it ends and begins itself.
 
         Functions of torch.compile run eager, regardless of ``compiled``.
 
         Raises:
-            CaptureError: As for ``capture``; all its graphs are released.
+            CaptureError: As for ``capture``. All graphs of the callable are released.
         """
         handled = sys.exception()
 
@@ -304,14 +304,14 @@ class TapeBackend:
             with deferred_operations(stream):  # calls between segments
                 return segments.run(run, handled)
 
-        return self._alone(stream, capture)
+        return self._run_exclusively(stream, capture)
 
     def _make_graph(self, recorder: Recorder, outputs: Any, pool: TapePool) -> TapeGraph:
         """Return the graph of a recording."""
         kept = recorder.kept()
         tensors = pool.allocate(recorder, kept)
         steps = recorder.steps
-        # On a deferred tape, other streams may interleave between parts, as between kernels.
+        # On a deferred tape, work of other streams may run between parts, as between kernels.
         size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
         parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
         launches = tuple(compile_replay(part, tensors) for part in parts)
@@ -335,7 +335,7 @@ class TapeBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return the bytes by which a capture would make the pool grow; exact here.
+        """Return the exact number of bytes by which a capture would increase the pool.
 
         Raises:
             CaptureError: The callable cannot be captured.
@@ -345,13 +345,13 @@ class TapeBackend:
         def grow() -> int:
             recorder, outputs = self._record(run, generators, handled)
             num_bytes: int = pool.growth(recorder, recorder.kept())
-            del outputs  # kept until here to show what outlives the callable
+            del outputs  # kept alive until here, so that ``kept`` includes the outputs
             return num_bytes
 
-        return self._alone(stream, grow)
+        return self._run_exclusively(stream, grow)
 
-    def _alone(self, stream: Any, run: Callable[[], _T]) -> _T:
-        """Run a capture on a stream while no other thread captures or runs deferred work."""
+    def _run_exclusively(self, stream: Any, run: Callable[[], _T]) -> _T:
+        """Run a capture on a stream, excluding captures and deferred work of other threads."""
         held = nullcontext() if self._scheduler is None else self._scheduler.lock
 
         def on_stream() -> _T:
@@ -374,7 +374,7 @@ class TapeBackend:
         recorder = Recorder()
         try:
             recorder.add_generators([torch.default_generator, *generators])
-            with answering_capture(), HostSyncGuard(recorder, "cpu"), recorder:
+            with reporting_capture(), HostSyncGuard(recorder, "cpu"), recorder:
                 outputs = run()
             recorder.raise_swallowed_error()
         except Exception as error:

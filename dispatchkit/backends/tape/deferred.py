@@ -1,21 +1,22 @@
-"""Tensor operations that wait in a stream's queue, for the deferred tape.
+"""Queue tensor operations on streams, for the deferred tape.
 
-Inside ``use_stream`` of a deferred tape, every tensor operation is queued on that stream, as on a
-device: shapes are known immediately, data when the scheduler advances the stream. New tensors hold
-poison until then. So code that reads a result on another stream without waiting sees poison or old
-data, and code that overwrites an input too early corrupts it.
+Inside ``use_stream`` of a deferred tape, tensor operations are queued on the stream, as on a
+device: shapes are known immediately, but data is computed when the scheduler advances the stream.
+Until then, new tensors contain poison. Code that reads a result on another stream without waiting
+therefore reads poison or old data, and code that overwrites an input too early corrupts the result.
 
-Not deferred are:
+These operations are not deferred:
 
-- views and uninitialized memory: nothing is read;
-- operations without tensor arguments (zeros, arange): no other stream can have their result yet;
-- operations that draw random numbers: generators advance in host order, so the stream is run up to
-  here first;
-- operations whose shape depends on data, or without a meta kernel: the host needs the data, so it
-  waits for the stream, as on a device.
+- views and uninitialized memory, because they read no data;
+- operations without tensor arguments (zeros, arange), because no other stream can use their result
+  yet;
+- operations that draw random numbers, because generators advance in host order: the stream is
+  drained first;
+- operations whose shape depends on data, or without a meta kernel: the host waits for the stream,
+  as on a device.
 
-A read by the host (``item``, ``tolist``, ``numpy``, printing) waits for the current stream
-only, as on a device.
+Host reads (``item``, ``tolist``, ``numpy``, printing) wait only for the current stream, as on a
+device.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_depe
 
 
 class _Blocks(threading.local):
-    """The ``use_stream`` blocks that this thread is in, innermost last.
+    """The active ``use_stream`` blocks of this thread, innermost last.
 
-    Modes remain active in nested blocks, where they must do nothing.
+    The modes of outer blocks are active in nested blocks, where they must do nothing.
     """
 
     def __init__(self) -> None:
         self.modes: list[_DeferredOperations] = []
 
-    def inmost(self) -> _DeferredOperations:
+    def innermost(self) -> _DeferredOperations:
         """Return the mode of the block whose operations are queued."""
         return self.modes[-1]
 
@@ -60,7 +61,7 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
-            _blocks.inmost().stream.synchronize()
+            _blocks.innermost().stream.synchronize()
         return func(*args, **(kwargs or {}))
 
 
@@ -74,9 +75,9 @@ class _DeferredOperations(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if capturing_device():
-            return func(*args, **kwargs)  # the recorder above this mode has seen it
-        if _blocks.inmost() is not self:
-            return func(*args, **kwargs)  # requested by a nested block
+            return func(*args, **kwargs)  # the recorder, which is above this mode, has recorded it
+        if _blocks.innermost() is not self:
+            return func(*args, **kwargs)  # a nested block handles it
         if is_higher_order(func):
             return self._run_now(func, args, kwargs)
         result = run_parts(self, func, args, kwargs)
@@ -101,7 +102,7 @@ class _DeferredOperations(DispatchMode):
         return func(*args, **kwargs)
 
     def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Queue an operation that writes its arguments and returns nothing else."""
+        """Queue an operation that returns only the arguments it writes."""
         schema = func._schema
         returns_only_arguments = all(
             returned.alias_info is not None and returned.alias_info.is_write
@@ -118,7 +119,7 @@ class _DeferredOperations(DispatchMode):
 
 
 class _Deferred:
-    """One queued operation: runs it and stores its results where the host expects them."""
+    """A queued operation, which writes its results to tensors that were already returned."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         self._func, self._results = func, results
@@ -133,7 +134,7 @@ class _Deferred:
 
 
 def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation may run out of order: it reads and writes no known data."""
+    """Return whether an operation accesses no existing data, so that it may run out of order."""
     schema = func._schema
     if schema.is_mutable:
         return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"
@@ -144,15 +145,15 @@ def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return next(tensors_in((*args, *kwargs.values())), None) is None
 
 
-# Results without data, by call. Many of torch's meta kernels are Python and take longer than
-# everything else involved in deferring a call.
+# Cache of results without data. Many meta kernels of torch are Python code, which takes longer than
+# the rest of deferring a call.
 _known_shapes: dict[Any, tuple[Any]] = {}
 _MAX_KNOWN_SHAPES = 10_000
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the operation's results as tensors without data, or None if that fails."""
-    # A quotient of integers has the default dtype.
+    """Return an operation's results as tensors without data, or None if unknown."""
+    # The default dtype is part of the key: it is the dtype of integer quotients.
     call = func, _without_values(args), _without_values(kwargs), torch.get_default_dtype()
     known = _known_shapes.get(call)
     if known is None:
@@ -163,14 +164,14 @@ def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without_values(value: Any) -> Any:
-    """Return everything in an operation's arguments that determines the shapes of its results."""
+    """Return the part of an operation's arguments that determines its result shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):
         return tuple((key, _without_values(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
         return tuple(map(_without_values, value))
-    return type(value), value  # True, 1 and 1.0 are equal but give results of different dtypes
+    return type(value), value  # True, 1 and 1.0 are equal, but result in different dtypes
 
 
 def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
@@ -183,8 +184,8 @@ def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
-        # No meta kernel, or a shape that depends on data: the caller runs it with data, where
-        # invalid arguments raise.
+        # No meta kernel, or a shape that depends on data. The caller runs the operation with data,
+        # which also raises for invalid arguments.
         return None
 
 
@@ -207,4 +208,4 @@ def deferred_operations(stream: TapeStream) -> Iterator[None]:
         _blocks.modes.pop()
         stream.interception.depth -= 1
         if stream.handle == 0 and not stream.interception.depth:
-            stream.synchronize()  # outside, nothing orders the host after its queue
+            stream.synchronize()  # outside the block, the host would not wait for the queue

@@ -16,7 +16,7 @@ from dispatchkit.errors import ReplayError
 
 def _refuse_replay() -> None:
     raise ReplayError(
-        "A released graph was replayed. Capture it again, or keep it until its last use."
+        "A released graph was replayed. Capture it again, or release it after its last use."
     )
 
 
@@ -24,7 +24,7 @@ class TapeGraph:
     """One captured graph of the tape.
 
     Attributes:
-        num_steps: Operations that a replay runs.
+        num_steps: Number of operations that a replay runs.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class TapeGraph:
 
     @property
     def num_operations(self) -> int:
-        """Operations that a replay runs."""
+        """Number of operations that a replay runs."""
         return self.num_steps
 
     @property
     def outputs(self) -> Any:
-        """The callable's result at capture; overwritten by every replay.
+        """The callable's result during the capture; overwritten by every replay.
 
         Raises:
             ReplayError: The graph was released.
@@ -70,15 +70,17 @@ class TapeGraph:
     def replay(self) -> None:
         """Run the steps in current-stream order, without the callable's Python code.
 
-        On a deferred tape, a graph that draws runs immediately, after the queued work of its
-        stream: generators advance in submission order, as the host's offsets on a device do.
+        On a deferred tape, a graph that draws random numbers runs immediately after the queued work
+        of its stream, because generators advance in submission order, as on a device.
 
         Raises:
             ReplayError: The graph was released, its memory sleeps, or this thread is inside a
                 capture.
         """
         if self._pool.is_asleep:
-            raise ReplayError("A graph was replayed while the memory of its pool is asleep.")
+            raise ReplayError(
+                "A graph was replayed while the memory of its pool is asleep. Call wake() first."
+            )
         if capturing_device():
             raise ReplayError(
                 "A replay inside a capture is not recorded by the tape. Call the captured "
@@ -106,7 +108,7 @@ class TapeGraph:
 
 
 def poison_kept(recorder: Recorder, kept: set[int]) -> None:
-    """Fill outputs with poison, so that a read before the first replay is visible."""
+    """Fill outputs with poison, to expose reads before the first replay."""
     for step in recorder.steps:
         for ref in step.refs():
             if ref.storage in kept:

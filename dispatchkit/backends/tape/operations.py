@@ -1,4 +1,4 @@
-"""Properties of operations: what they write, their parts, and how to call them again."""
+"""Properties of operations: written arguments, parts, and in-place variants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.backends.watching.host_sync import run_composite
 _Tensor = torch.Tensor
 _Guard = torch._C._ExcludeDispatchKeyGuard
 
-# Operations that write arguments which their schema does not mark as written.
+# Operations that write arguments without a mark in their schema.
 _UNMARKED_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::batch_norm": ("running_mean", "running_var"),
@@ -39,10 +39,10 @@ def is_written_in_python(func: Any) -> bool:
 
 
 def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a composite operation so that the mode sees its parts instead.
+    """Run a composite operation so that the mode receives its parts.
 
-    This includes custom operators written in Python, whose code would otherwise run again at each
-    replay.
+    Custom operators written in Python count as composite, because otherwise each replay would run
+    their code.
 
     Returns:
         The result, or NotImplemented if the operation is not composite.
@@ -70,10 +70,10 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run an operation; an in-place one through its public binding if that takes the arguments.
+    """Run an operation, in-place operations through the public binding if possible.
 
-    The binding takes about a third of the time of calling the operator object. It rejects arguments
-    it does not take before anything runs.
+    The binding takes about a third of the time of the operator object. It rejects unsupported
+    arguments before running.
 
     Returns:
         The function called, and its result.
@@ -94,9 +94,9 @@ def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def writing_call(
     func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]
 ) -> tuple[Any, list[str], tuple[str, ...]]:
-    """Find a way to run an operation so that it writes its results in place.
+    """Find a call of an operation that writes its results in place.
 
-    Each candidate is tried on the results themselves, recomputing them.
+    Each candidate is tried on the results themselves, which recomputes them.
 
     Returns:
         The function to call, the keyword arguments to keep, and the names of the out arguments
@@ -119,7 +119,7 @@ def writing_call(
             with _Guard(LAUNCH_KEYS):
                 candidate(*args, **keyword_arguments)
         except (RuntimeError, TypeError, NotImplementedError):
-            continue  # this overload does not take these arguments; try the next
+            continue  # unsupported arguments; try the next overload
         return candidate, kept, names
     return func, list(kwargs), ()
 
@@ -128,7 +128,7 @@ _out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the overload with out arguments and otherwise equal arguments."""
+    """Return the overload with out arguments that otherwise has the same arguments."""
     found = _out_overloads.get(func)
     if found is None:
         found = _out_overloads[func] = _find_out_overload(func)

@@ -1,8 +1,8 @@
-"""Plan where the intermediates of a recording are placed.
+"""Plan the memory of a recording's intermediates.
 
-Memory is planned like a private pool of CUDA graphs: an intermediate takes a place when it is first
-written and frees it after its last use. All graphs of a pool use the same segments, since they
-never run at the same time.
+Memory is planned as in a private pool of CUDA graphs: it is allocated when an intermediate is first
+written, and freed after its last use. All graphs of a pool use the same segments, because they
+never run concurrently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 class _Segment:
-    """One span of memory with its holes, in bytes; a size of None means unlimited."""
+    """A range of memory and its free ranges, in bytes; unlimited if the size is None."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -25,7 +25,7 @@ class _Segment:
         self.high_water = 0
 
     def take(self, num_bytes: int) -> int | None:
-        """Return the start of the smallest hole that is large enough, or None."""
+        """Allocate from the smallest sufficient free range; return the start, or None."""
         lengths = [math.inf if end is None else end - start for start, end in self.holes]
         fitting = [index for index, length in enumerate(lengths) if length >= num_bytes]
         if not fitting:
@@ -39,7 +39,7 @@ class _Segment:
         return start
 
     def give_back(self, start: int, num_bytes: int) -> None:
-        """Free a place, merging it with adjacent holes."""
+        """Free a range, merging it with adjacent free ranges."""
         merged: list[tuple[int, int | None]] = []
         for hole in sorted([*self.holes, (start, start + num_bytes)], key=lambda hole: hole[0]):
             if merged and merged[-1][1] == hole[0]:
@@ -51,11 +51,11 @@ class _Segment:
 
 @attrs.frozen
 class Placement:
-    """Where each planned storage is placed, and how much new memory that takes.
+    """The location of each storage, and the new memory required.
 
     Attributes:
-        where: Storage identity to (segment index, offset in bytes).
-        new_bytes: Size of the segment to add, whose index is the number of existing ones.
+        where: Storage identity -> (segment index, offset in bytes).
+        new_bytes: Size of the segment to add, whose index is the number of existing segments.
     """
 
     where: dict[int, tuple[int, int]]
@@ -63,12 +63,12 @@ class Placement:
 
 
 def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) -> Placement:
-    """Assign places to storages so that no two live at the same time overlap.
+    """Assign memory to storages so that concurrently live storages do not overlap.
 
     Args:
         steps: The steps in replay order.
-        sizes: Bytes of each storage to place; others are ignored.
-        segment_sizes: Bytes of the existing segments, all free.
+        sizes: Size in bytes of each storage to place; others are ignored.
+        segment_sizes: Sizes in bytes of the existing segments, which are free.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -85,8 +85,8 @@ def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) ->
     segments = [_Segment(size) for size in segment_sizes] + [_Segment(None)]
     where: dict[int, tuple[int, int]] = {}
     for index in range(len(steps)):
-        # Inputs and outputs of a step are both alive during it: new places are assigned before old
-        # ones are freed, so that no operation overwrites what it reads.
+        # Inputs and outputs of a step are alive at the same time: allocate before freeing, so that
+        # no operation overwrites its inputs.
         for storage in begins.get(index, ()):
             num_bytes = _aligned(sizes[storage])
             for number, segment in enumerate(segments):

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.tape.placement import Placement, place
 from dispatchkit.backends.tape.recorder import Recorder
-from dispatchkit.backends.tape.replay import Materialiser
+from dispatchkit.backends.tape.replay import TensorFactory
 from dispatchkit.backends.tape.steps import LAUNCH_KEYS
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 
@@ -20,17 +20,16 @@ from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 class TapePool:
     """Memory shared by the graphs of one lane.
 
-    Intermediates of all its graphs are in the same segments, so that a replay overwrites the
-    intermediates of every other graph of the pool. Outputs, and everything else that outlives the
-    callable, are overwritten by replays of graphs captured earlier: on a device they may share
-    memory with those graphs' intermediates, which were free by then. Graphs captured later do not
-    overwrite them.
+    Intermediates of all graphs share the same segments, so a replay overwrites the intermediates of
+    all other graphs in the pool. A replay also overwrites the outputs, and other tensors that
+    outlive the callable, of graphs captured later: on a device, these may reuse the memory of
+    earlier intermediates. It does not overwrite outputs of graphs captured earlier.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments: list[Any] = []
-        # Each with the number of the capture that it outlives.
+        # (storage, bytes, number of its capture) of tensors that outlive their capture.
         self._kept: list[tuple[StorageWeakRef, int, int]] = []
         self._num_captures = 0
         self._adopted: list[StorageWeakRef] = []
@@ -39,13 +38,13 @@ class TapePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes currently reserved: the segments, and outputs that are still alive."""
+        """Bytes currently reserved for segments and live outputs."""
         with self._lock:
             return 0 if self.is_asleep else self._graph_bytes()
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes allocated for it, even while asleep, including tensors of ``allocate``."""
+        """Bytes allocated even while asleep, including tensors of ``allocate``."""
         with self._lock:
             return self._graph_bytes() + sum(one.nbytes() for one in _alive(self._adopted))
 
@@ -58,7 +57,7 @@ class TapePool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of outputs and of tensors of ``allocate`` that are still alive."""
+        """Bytes of live outputs and live tensors of ``allocate``."""
         with self._lock:
             adopted = sum(one.nbytes() for one in _alive(self._adopted))
             return adopted + sum(
@@ -67,12 +66,12 @@ class TapePool:
 
     @property
     def num_steps(self) -> int:
-        """Operations of all graphs of the pool."""
+        """Number of operations of all graphs in the pool."""
         with self._lock:
             return sum(graph.num_steps for graph in self._graphs)
 
-    def allocate(self, recorder: Recorder, kept: set[int]) -> Materialiser:
-        """Place the intermediates of a recording in the segments; kept storages do not move."""
+    def allocate(self, recorder: Recorder, kept: set[int]) -> TensorFactory:
+        """Assign a recording's intermediates to segments; kept storages do not move."""
         with self._lock:
             sizes, placement = self._place(recorder, kept)
             if placement.new_bytes:
@@ -88,22 +87,22 @@ class TapePool:
             for identity in kept:
                 storage = recorder.storages[identity]
                 self._kept.append((StorageWeakRef(storage), storage.nbytes(), self._num_captures))
-        return Materialiser(places)
+        return TensorFactory(places)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors created outside as this pool's memory, which sleeps with it."""
+        """Include tensors created outside captures in the pool's memory."""
         with self._lock:
             self._adopted = [one for one in self._adopted if not one.expired()]
             self._adopted += [StorageWeakRef(one.untyped_storage()) for one in tensors]
 
     def sleep(self) -> int:
-        """Refuse replays from now on; return the bytes released."""
+        """Put the pool to sleep, and return the bytes released."""
         num_bytes = 0 if self.is_asleep else self.reserved_bytes
         self.is_asleep = True
         return num_bytes
 
     def wake(self) -> None:
-        """Allow replays again; earlier contents are lost, as if others had used the memory."""
+        """Wake the pool; earlier contents are lost, as if others had used the memory."""
         with self._lock:
             if not self.is_asleep:
                 return
@@ -113,10 +112,10 @@ class TapePool:
             self.is_asleep = False
 
     def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
-        """Return a function that overwrites what a replay overwrites; None without intermediates.
+        """Return a function that overwrites later outputs, or None without intermediates.
 
-        It stands for a replay of the last recording: it fills live outputs of later captures
-        with NaN.
+        It simulates the writes of a replay of the last recording: it fills live outputs of later
+        captures with NaN.
         """
         if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
             return None
@@ -131,7 +130,7 @@ class TapePool:
         return overwrite
 
     def growth(self, recorder: Recorder, kept: set[int]) -> int:
-        """Return the bytes by which a recording would make the pool grow."""
+        """Return the bytes by which a recording would increase the pool."""
         with self._lock:
             num_bytes = self._place(recorder, kept)[1].new_bytes
         for identity in kept:
@@ -139,19 +138,19 @@ class TapePool:
         return num_bytes
 
     def _place(self, recorder: Recorder, kept: set[int]) -> tuple[dict[int, int], Placement]:
-        """Return the sizes and places of intermediates; called under the lock."""
+        """Return the sizes and locations of intermediates; the caller holds the lock."""
         sizes = {identity: recorder.storages[identity].nbytes() for identity in recorder.own - kept}
         if not self._graphs:
             self._segments.clear()
         return sizes, place(recorder.steps, sizes, [segment.nbytes() for segment in self._segments])
 
     def add(self, graph: object) -> None:
-        """Count a graph as a user of the pool."""
+        """Register a graph that uses the pool."""
         with self._lock:
             self._graphs.add(graph)
 
     def discard(self, graph: object) -> None:
-        """Stop counting a graph."""
+        """Remove a graph."""
         with self._lock:
             self._graphs.discard(graph)
 
@@ -169,7 +168,7 @@ class NewTensors(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Do not affect compiled functions of other threads."""
+        """Return True, so that compiled functions of other threads are not affected."""
         return True
 
     def __torch_dispatch__(
@@ -181,7 +180,7 @@ class NewTensors(DispatchMode):
 
 
 def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
-    # torch's annotation omits the None that it returns for a freed storage.
+    # torch returns None for a freed storage, which its annotation omits.
     found: list[torch.UntypedStorage | None] = [
         torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in references
     ]
@@ -189,6 +188,6 @@ def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
 
 
 def _overwrite(storage: torch.UntypedStorage) -> None:
-    # It already runs in order; a deferring mode of this thread would queue it again.
+    # This already runs in stream order; a deferring mode would queue it again.
     with torch._C._ExcludeDispatchKeyGuard(LAUNCH_KEYS):
         torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)

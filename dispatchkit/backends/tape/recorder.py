@@ -1,14 +1,14 @@
-"""Record a callable by running it once on a CPU and noting what a replay must do.
+"""Record the operations of a callable by running it once on a CPU.
 
-A capture on a device runs nothing. On a CPU the callable must run to be recorded, so its effects
-are undone, even if it fails half-way:
+A capture on a device runs no operations. On a CPU, the callable must run to be recorded, so its
+effects are undone, even if it fails:
 
 - Each outside storage is saved before the first operation that writes it.
-- Operations that draw use a copy of their generator, so that the generator itself never advances,
-  not even visibly to another thread.
+- Operations that draw random numbers use a copy of their generator, so that the generator itself
+  never advances, even temporarily.
 
-Operations are seen below autograd and autocast (TorchDispatchMode), so that a training step is
-recorded as plain operations.
+Operations are recorded below autograd and autocast (by a TorchDispatchMode), so that a training
+step is recorded as plain operations.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dispatchkit.backends.tape.operations import (
 )
 from dispatchkit.backends.tape.steps import Step, TensorRef, flat_tensors, replace_tensors
 from dispatchkit.backends.watching.collectives import (
+    blocking,
     is_collective,
     refusal,
-    waited,
     writes_first_argument,
 )
 from dispatchkit.backends.watching.dispatch_mode import OperationMode, tensors_in
 from dispatchkit.backends.watching.host_sync import sync_of
 
-# These allocate or alias memory without writing it, so a replay on fixed memory skips them.
+# Operations that allocate or alias memory without writing it, which a replay skips.
 _WRITES_NOTHING = frozenset(
     "aten::" + name
     for name in (
@@ -53,14 +53,15 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 class Recorder(OperationMode):
-    """Notes every operation of one capture as a Step.
+    """Records the operations of one capture as steps.
 
     Attributes:
         steps: The steps of a replay, in order.
-        storages: Every storage seen, by identity; kept alive so that identities stay unique.
+        storages: All storages used, by identity. They are kept alive so that identities stay
+            unique.
         own: Identities of the storages created inside the capture.
-        first_error: The first refused call, even if the callable swallowed the error.
-        is_paused: Operations run without being recorded.
+        first_error: The first refused call, even if the callable caught the error.
+        is_paused: Whether operations run without being recorded.
     """
 
     def __init__(self) -> None:
@@ -70,26 +71,26 @@ class Recorder(OperationMode):
         self.restart()
 
     def restart(self) -> None:
-        """Clear the recording, to begin a new one."""
+        """Clear the recording."""
         self.steps: list[Step] = []
         self.storages: dict[int, Any] = {}
         self.own: set[int] = set()
         self._saved: dict[int, Any] = {}
         self._forks: dict[int, tuple[Any, Any, Any]] = {}
 
-    # -- what the capture asks for ------------------------------------------------------
+    # -- state of the capture -----------------------------------------------------------
 
     def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call: the capture fails even if the callable continues."""
+        """Record a refused call, so that the capture fails even if the callable continues."""
         self.first_error = self.first_error or error
 
     def raise_swallowed_error(self) -> None:
-        """Raise a refused call that the callable caught: the capture is invalid."""
+        """Raise the first error if the callable caught it, because the capture is invalid."""
         if self.first_error is not None:
             raise self.first_error
 
     def add_generators(self, generators: Any) -> None:
-        """Fork generators that the callable may use in ways not visible here."""
+        """Copy generators that the callable may use in ways that are not recorded."""
         for generator in generators:
             self._fork(generator)
 
@@ -125,7 +126,7 @@ class Recorder(OperationMode):
     # -- recording ----------------------------------------------------------------------
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and record it."""
+        """Run and record an operation."""
         error = sync_of(func, args)
         if error is not None:
             self.note_error(error)
@@ -148,7 +149,7 @@ class Recorder(OperationMode):
         with self._generators_forked(func, args, kwargs) as draw_again:
             call, result = run_step(func, args, kwargs)
             fresh = self._fresh(result)
-            # Written arguments may have been resized, which a replay does not repeat.
+            # Update the references of resized arguments, because a replay does not resize.
             refs |= {id(tensor): self._ref(tensor) for tensor in written}
             self._check_sizes(func, written)
             if not self._writes_data(func, written, fresh):
@@ -170,14 +171,14 @@ class Recorder(OperationMode):
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a collective, which a replay runs again with the other ranks and waits for."""
+        """Record a collective, which each replay runs with the other ranks and waits for."""
         for tensor in tensors_in(args[:1]) if writes_first_argument(func) else ():
             self._save(tensor)
         inputs = list(tensors_in((*args, *kwargs.values())))
         for tensor in inputs:
             self._see(tensor)
         refs = {id(tensor): self._ref(tensor) for tensor in inputs}
-        call = waited(func)
+        call = blocking(func)
         result = call(*args, **kwargs)
         ref_args, ref_kwargs = replace_tensors((args, kwargs), lambda tensor: refs[id(tensor)])
         self.steps.append(Step(call, tuple(ref_args), ref_kwargs))
@@ -185,13 +186,13 @@ class Recorder(OperationMode):
 
     @staticmethod
     def _writes_data(func: Any, written: list[Any], fresh: list[Any]) -> bool:
-        """Return whether a replay must do anything for an operation (not for views)."""
+        """Return whether an operation is part of a replay; views are not."""
         if func._schema.name in _WRITES_NOTHING or torch.Tag.inplace_view in func.tags:
             return False
         return bool(written or fresh)
 
     def _check_sizes(self, func: Any, written: list[torch.Tensor]) -> None:
-        """Refuse to resize outside tensors, whose addresses would change."""
+        """Raise if an outside tensor was resized, because its address would change."""
         for tensor in written:
             saved = self._saved.get(storage_id(tensor))
             if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
@@ -202,7 +203,7 @@ class Recorder(OperationMode):
                 )
 
     def _see(self, tensor: torch.Tensor) -> None:
-        """Note a tensor's storage; refuse tensors that the tape cannot keep at a fixed address."""
+        """Record a tensor's storage; refuse tensors without a fixed address."""
         if tensor.is_nested:
             raise HostSyncError("an operation on a nested tensor", "its sizes are on the host")
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
@@ -215,7 +216,7 @@ class Recorder(OperationMode):
         self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
 
     def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
-        """Return the results in storages not seen before, with their positions."""
+        """Return the results in new storages, with their positions."""
         fresh: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(flat_tensors(result)):
             identity = storage_id(tensor)
@@ -248,7 +249,7 @@ class Recorder(OperationMode):
     # -- generators ---------------------------------------------------------------------
 
     def _fork(self, generator: Any) -> Any:
-        """Return the copy that replaces a generator during the capture."""
+        """Return the copy that is used instead of a generator during the capture."""
         known = self._forks.get(id(generator))
         if known is None:
             state = generator.get_state()
@@ -259,7 +260,7 @@ class Recorder(OperationMode):
 
     @contextmanager
     def _generators_forked(self, func: Any, args: Any, kwargs: Any) -> Iterator[Callable[[], None]]:
-        """Make one operation draw from the copies, leaving the generators unchanged.
+        """Make an operation draw from the copies instead of its generators.
 
         Yields:
             A function that makes the next draw repeat the same numbers.

@@ -1,4 +1,4 @@
-"""Generate a replay function from recorded steps, with one line per step.
+"""Generate a replay function with one line per recorded step.
 
 Measured on a 4-layer MLP: a list of closures takes 44 us, the generated function 34 us.
 """
@@ -20,11 +20,11 @@ from dispatchkit.backends.tape.steps import (
 )
 
 
-class Materialiser:
-    """Creates one tensor per ref, on given storages.
+class TensorFactory:
+    """Creates a tensor for each reference, on given storages.
 
     Args:
-        storages: Storage identity to (storage, byte offset of its place).
+        storages: Storage identity -> (storage, offset in bytes).
     """
 
     def __init__(self, storages: dict[int, tuple[Any, int]]) -> None:
@@ -32,7 +32,7 @@ class Materialiser:
         self._made: dict[TensorRef, torch.Tensor] = {}
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Return the tensor of a ref."""
+        """Return the tensor of a reference."""
         made = self._made.get(ref)
         if made is None:
             storage, start = self._storages[ref.storage]
@@ -42,16 +42,16 @@ class Materialiser:
 
 
 class _Source:
-    """Writes the lines of a replay function and the names they use."""
+    """Generates the lines of a replay function and its namespace."""
 
-    def __init__(self, tensors: Materialiser) -> None:
+    def __init__(self, tensors: TensorFactory) -> None:
         self._tensors = tensors
         self._names_by_identity: dict[int, str] = {}
         self.namespace: dict[str, Any] = {}
         self.lines: list[str] = []
 
     def name(self, value: Any) -> str:
-        """Return an expression for a value; simple constants are written out."""
+        """Return an expression for a value."""
         if value is None or value is True or value is False or type(value) is int:
             return repr(value)
         if isinstance(value, TensorRef):
@@ -62,12 +62,12 @@ class _Source:
         known = self._names_by_identity.get(id(value))
         if known is None:
             known = f"v{len(self.namespace)}"
-            self.namespace[known] = value  # also prevents reuse of the identity
+            self.namespace[known] = value  # the reference also prevents reuse of the identity
             self._names_by_identity[id(value)] = known
         return known
 
     def add(self, step: Step) -> None:
-        """Write the line of one step."""
+        """Add the line of a step."""
         arguments = [self.name(value) for value in step.args]
         for key, value in step.kwargs.items():
             # Some argument names of torch are Python keywords (``random_(from=...)``).
@@ -97,8 +97,8 @@ def _copy_results(result: Any, indices: tuple[int, ...], targets: tuple[Any, ...
         target.copy_(flat[index])
 
 
-def compile_replay(steps: list[Step], tensors: Materialiser) -> Callable[[], None]:
-    """Return one function that runs all steps in order without look-ups."""
+def compile_replay(steps: list[Step], tensors: TensorFactory) -> Callable[[], None]:
+    """Return a function that runs all steps in order."""
     source = _Source(tensors)
     for step in steps:
         source.add(step)
@@ -108,7 +108,6 @@ def compile_replay(steps: list[Step], tensors: Materialiser) -> Callable[[], Non
     body = "".join(f"        {line}\n" for line in source.lines) or "        pass\n"
     text = f"def replay():\n    with _guard(_keys):\n{body}"
     exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - text made of own names only
-    # Removed, since otherwise function and globals would form a cycle that keeps the memory until a
-    # later garbage collection.
+    # Removed to avoid a reference cycle between the function and its globals.
     replay: Callable[[], None] = namespace.pop("replay")
     return replay

@@ -1,7 +1,7 @@
-"""Record in segments: a recording that breaks and resumes within one call.
+"""Record a callable in segments, with breaks within one call.
 
-The recorder stays on the thread's mode stack throughout, since the callable may be inside its own
-modes at a break; between segments it ignores operations.
+The recorder stays on the thread's mode stack, because the callable may be inside its own modes at a
+break. Between segments, it is paused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dispatchkit.backends.capture_guard import pause_capture, resume_capture
 from dispatchkit.backends.optional import SegmentedCapture
 from dispatchkit.backends.tape.graph import TapeGraph
 from dispatchkit.backends.tape.recorder import Recorder
-from dispatchkit.backends.tape.stream_query import answering_capture
+from dispatchkit.backends.tape.stream_query import reporting_capture
 from dispatchkit.backends.watching.host_sync import HostSyncGuard
 from dispatchkit.errors import CaptureError
 
@@ -27,7 +27,7 @@ class TapeSegments:
     """The segments of one recording.
 
     Args:
-        make_graph: Creates the graph of a recording.
+        make_graph: Function that creates the graph of a recording.
         generators: Random generators that the callable may use.
     """
 
@@ -40,25 +40,25 @@ class TapeSegments:
         self._is_open = False
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Call the function that ends and begins segments.
+        """Record a callable, which ends and begins segments.
 
         Args:
             run: The callable.
-            handled: The exception its caller was handling.
+            handled: The exception that the caller was handling, or None.
 
         Raises:
-            CaptureError: It raised, or left a segment open.
+            CaptureError: The callable raised, or returned with an open segment.
         """
         recorder = self._recorder
         try:
             self.begin()
-            with answering_capture(), HostSyncGuard(recorder, "cpu"), recorder:
+            with reporting_capture(), HostSyncGuard(recorder, "cpu"), recorder:
                 result = run(self)
             recorder.raise_swallowed_error()
             if self._is_open:
                 raise CaptureError(
-                    "The callable returned with an open segment, which nothing would replay. "
-                    "Call end() before it returns."
+                    "The callable returned with an open segment, whose graph would be lost. "
+                    "Call end() before returning."
                 )
         except BaseException as error:
             for graph in self._graphs:
@@ -94,7 +94,7 @@ class TapeSegments:
         self._set_open(True)
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return False: a tensor's memory is its own."""
+        """Return False, because each tensor on the tape has its own memory."""
         return False
 
     def _set_open(self, is_open: bool) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a recording, and references to the tensors they read and write."""
+"""Steps of a recording, and references to their tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _K = torch._C.DispatchKey
 
 
 def _below_python_and_autograd() -> Any:
-    """Return the dispatch keys a replay skips, since it is a launch and not a call of torch's API.
+    """Return the dispatch keys that a replay excludes.
 
-    Recorded operations are below autograd and autocast, so a replay inside autocast must not cast
-    again, and the caller's modes must not see single steps.
+    Operations are recorded below autograd and autocast, so a replay inside autocast must not cast
+    again, and the caller's modes must not receive its operations.
     """
     keys = torch._C.DispatchKeySet(_K.AutogradCPU)
     for key in (_K.AutogradOther, _K.ADInplaceOrView, _K.AutocastCPU, _K.Python):
@@ -30,7 +30,7 @@ LAUNCH_KEYS = _below_python_and_autograd()
 
 @attrs.frozen
 class TensorRef:
-    """A tensor as recorded: a view of a storage, without keeping anything alive.
+    """A reference to a recorded tensor, which does not keep its storage alive.
 
     Attributes:
         storage: Identity of the storage.
@@ -38,8 +38,8 @@ class TensorRef:
         size: Shape.
         stride: Strides in elements.
         dtype: Element type.
-        conj: Lazily conjugated.
-        neg: Lazily negated.
+        conj: Whether it is lazily conjugated.
+        neg: Whether it is lazily negated.
     """
 
     storage: int
@@ -56,11 +56,11 @@ class Step:
     """One operation of a replay.
 
     Attributes:
-        call: The function to call. If ``out`` is set, it writes into those keyword arguments.
-        args: Positional arguments, tensors as TensorRef.
-        kwargs: Keyword arguments, likewise.
-        out: (keyword name, ref) pairs of results that ``call`` writes itself.
-        copies: (index among the flattened results, ref) pairs to copy into otherwise.
+        call: The function to call. It writes its results to the keyword arguments in ``out``.
+        args: Positional arguments, with tensors as TensorRef.
+        kwargs: Keyword arguments, with tensors as TensorRef.
+        out: (keyword name, reference) pairs for results that ``call`` writes in place.
+        copies: (index among the flattened results, reference) pairs for results to copy.
     """
 
     call: Callable[..., Any]
@@ -70,7 +70,7 @@ class Step:
     copies: tuple[tuple[int, TensorRef], ...] = ()
 
     def refs(self) -> Iterable[TensorRef]:
-        """Yield every tensor the step reads or writes."""
+        """Yield references to all tensors that the step reads or writes."""
         yield from _refs_in((self.args, self.kwargs))
         for _, ref in (*self.out, *self.copies):
             yield ref
@@ -88,7 +88,7 @@ def _refs_in(value: Any) -> Iterable[TensorRef]:
 
 
 def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch.Tensor:
-    """Return a new tensor on a storage, without autograd graph or other references."""
+    """Return a new tensor on a storage, without autograd graph."""
     offset = ref.offset + start_bytes // ref.dtype.itemsize
     with inference_mode(False):
         made = torch.empty(0, dtype=ref.dtype)

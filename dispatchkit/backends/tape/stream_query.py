@@ -1,8 +1,8 @@
-"""Make torch report the current stream as capturing while the tape captures.
+"""Make torch report that the current stream is capturing during tape captures.
 
-Libraries skip reads by the host if ``torch.cuda.is_current_stream_capturing()`` is true, for
-example the masks of transformers. A capture of the tape simulates one of CUDA, so it returns True
-in the capturing thread, and torch's own answer in every other thread.
+Libraries skip host reads, for example of masks in transformers, if
+``torch.cuda.is_current_stream_capturing()`` is true. The tape simulates a CUDA capture, so the
+function returns True in the capturing thread, and torch's own result in other threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from dispatchkit.backends.capture_guard import capturing_device
 
-# Every ``is_current_stream_capturing``, wherever imported, calls this function.
+# ``is_current_stream_capturing`` calls this function, wherever it was imported.
 _NAME = "_cuda_isCurrentStreamCapturing"
 _graphs: Any = torch.cuda.graphs
 _torchs_own: Any = getattr(_graphs, _NAME)
@@ -27,13 +27,13 @@ _captures: set[object] = set()
 def _is_capturing() -> bool:
     if capturing_device() == "cpu":
         return True
-    if isinstance(_torchs_own, type):  # a class that cannot be created, without CUDA
+    if isinstance(_torchs_own, type):  # without CUDA, torch has a class that cannot be instantiated
         return False
     return bool(_torchs_own())
 
 
 @contextmanager
-def answering_capture() -> Iterator[None]:
+def reporting_capture() -> Iterator[None]:
     """Report the calling thread as capturing while it captures on the tape."""
     capture = object()
     try:
@@ -41,7 +41,7 @@ def answering_capture() -> Iterator[None]:
             _captures.add(capture)
             setattr(_graphs, _NAME, _is_capturing)
         yield
-    finally:  # even if an interrupt prevented the capture from beginning
+    finally:  # also if an interrupt prevented the capture from beginning
         with _lock:
             _captures.discard(capture)
             if not _captures:

@@ -1,16 +1,14 @@
-"""Streams and events of the tape: FIFO queues, run immediately or deferred.
+"""Streams and events of the tape, which run work immediately or deferred.
 
-By default, work submitted to a stream runs before the call returns, so that every order is correct
-and every event is done. This is the mode for running and debugging.
+By default, submitted work runs before the call returns, so that every order is correct and every
+recorded event is done. Use this mode for running and debugging.
 
-If deferred (with a seed), a stream keeps its work until something makes it run: the host or the
-default stream waits, or the seeded scheduler advances some other stream. Work of two streams then
-interleaves as far as waits allow, and a missing wait shows up as old or poisoned data. The same
-seed gives the same interleaving.
+In deferred mode (with a seed), work is queued until the host or the default stream waits for it, or
+the scheduler advances its stream. Work of different streams interleaves as far as waits allow, so a
+missing wait exposes old or poisoned data. Equal seeds result in equal interleavings.
 
-The default stream never defers: its work runs before the call returns, and its waits are waits of
-the host. Tensor operations are visible, and therefore deferred, only inside ``use_stream`` (see
-deferred.py).
+The default stream never defers: its work runs before the call returns, and its waits block the
+host. Tensor operations are deferred only inside ``use_stream`` (see deferred.py).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from dispatchkit.errors import ConfigError, ReplayError
 
 @attrs.define(eq=False)
 class Mark:
-    """One recording of an event: a place in a stream's queue."""
+    """A recorded event in a stream's queue."""
 
     stream: TapeStream
     done: bool = False
@@ -52,9 +50,9 @@ class _Work:
 
 
 class Scheduler:
-    """The queues of a deferred tape, with the seeded choice of what runs next.
+    """The queues of a deferred tape, and a random choice of the next work to run.
 
-    Thread safety: one re-entrant lock around everything, since work that runs may submit.
+    Thread safety: any thread. The lock is re-entrant, because running work may submit work.
     """
 
     def __init__(self, seed: int) -> None:
@@ -63,7 +61,7 @@ class Scheduler:
         self._queues: dict[TapeStream, deque[_Work | _Wait | Mark]] = {}
 
     def submit(self, stream: TapeStream, item: _Work | _Wait | Mark) -> None:
-        """Queue an item, then advance some streams by a few steps."""
+        """Queue an item, and then advance random streams by a few steps."""
         with self.lock:
             self._queues.setdefault(stream, deque()).append(item)
             while self._random.random() < 0.3:
@@ -73,7 +71,7 @@ class Scheduler:
                 self._step(self._random.choice(ready))
 
     def is_idle(self, stream: TapeStream) -> bool:
-        """Return whether nothing is queued on a stream."""
+        """Return whether a stream's queue is empty."""
         with self.lock:
             return not self._queues.get(stream)
 
@@ -90,7 +88,7 @@ class Scheduler:
                 self._advance(mark.stream)
 
     def drain_all(self) -> None:
-        """Run everything."""
+        """Run all queued work."""
         with self.lock:
             while busy := [stream for stream, queue in self._queues.items() if queue]:
                 self._advance(self._random.choice(busy))
@@ -111,7 +109,7 @@ class Scheduler:
 
     def _step(self, stream: TapeStream) -> None:
         queue = self._queues[stream]
-        # Removed first: an item that raises has run and must not run again.
+        # Remove the item first, because it must not run again if it raises.
         item = queue.popleft()
         if not queue:
             del self._queues[stream]
@@ -128,13 +126,13 @@ class _Interception(threading.local):
 
 
 class TapeStream:
-    """An in-order queue of work. Handle 0 is the default stream.
+    """An in-order queue of work; handle 0 is the default stream.
 
-    ``lock`` serializes replays of one stream that are called from several threads.
+    ``lock`` serializes replays on the stream by several threads.
 
     Attributes:
-        was_captured: Graphs were captured on it.
-        capturing_thread: The thread that captures on it now, or None.
+        was_captured: Whether graphs were captured on the stream.
+        capturing_thread: ID of the thread that is capturing on the stream, or None.
     """
 
     def __init__(self, handle: int, scheduler: Scheduler | None) -> None:
@@ -156,7 +154,7 @@ class TapeStream:
         return self.scheduler is not None and (self._handle != 0 or self.interception.depth > 0)
 
     def give(self, run: Callable[[], Any]) -> None:
-        """Queue work, or run it now if this stream does not defer."""
+        """Queue work, or run it immediately if the stream does not defer."""
         if self.scheduler is not None and self.is_deferred:
             self.scheduler.submit(self, _Work(run))
             return
@@ -166,22 +164,22 @@ class TapeStream:
             run()
 
     def mark(self) -> Mark:
-        """Put a mark at the end of the queue.
+        """Add a mark to the end of the queue.
 
         Raises:
-            ReplayError: Another thread captures on it. On a device the mark, and everything that
-                waits for it, would become part of the capture.
+            ReplayError: Another thread is capturing on the stream. On a device, the mark and all
+                work waiting for it would become part of the capture.
         """
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(
-                f"{self!r} was waited for while another thread captured on it. "
-                "Wait for it before or after the capture."
+                f"{self!r} cannot be waited for while another thread captures on it. Wait "
+                "before or after the capture."
             )
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
             self.scheduler.submit(self, mark)
         else:
-            # In a capture, the order is part of the graph and nothing is queued.
+            # In a capture, the graph defines the order, and no work is queued.
             if self.scheduler is not None and not capturing_device():
                 self.scheduler.drain(self)
             mark.done, mark.at_ns = True, time.perf_counter_ns()
@@ -201,7 +199,7 @@ class TapeStream:
         event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work of this stream wait for all work currently queued on another."""
+        """Make later work of this stream wait for all work queued on another stream."""
         self.wait_mark(stream.mark())
 
     def query(self) -> bool:
@@ -220,11 +218,11 @@ class TapeStream:
 
 
 class TapeEvent:
-    """A mark that can be recorded again; times are host times.
+    """An event that can be recorded repeatedly, with host times.
 
     Args:
-        current: Returns the current stream of the calling thread.
-        timing: Whether the event's time can be read.
+        current: Function that returns the current stream of the calling thread.
+        timing: Whether the event measures time.
     """
 
     def __init__(self, current: Callable[[], TapeStream], *, timing: bool) -> None:
@@ -257,16 +255,16 @@ class TapeEvent:
         """Return microseconds of host time from this event to a later one.
 
         Raises:
-            ConfigError: One of the two was made without ``timing=True``.
-            ReplayError: One of the two is not recorded or not done yet.
+            ConfigError: An event was created without ``timing=True``.
+            ReplayError: An event is not recorded or not done.
         """
         if not (self._timing and end._timing):
             raise ConfigError("timing", False, "True for events whose time is read")
         first, last = self._mark, end._mark
         if first is None or last is None or not (first.done and last.done):
             raise ReplayError(
-                "The time between two events was read before both were recorded and done. Check "
-                "query() first, or call synchronize()."
+                "The time between two events was read before both were recorded and done. Call "
+                "query() or synchronize() first."
             )
         elapsed_ns: int = last.at_ns - first.at_ns
         return elapsed_ns / 1000.0

@@ -1,1 +1,1 @@
-"""Watch operations while a step is warmed up or captured, on any device."""
+"""Watch the operations of a step during warmups and captures, on any device."""

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed: what they write, which schemas omit, and waiting for them."""
+"""Collectives of torch.distributed: which arguments they write, and how to wait for them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ def is_collective(func: Any) -> bool:
 
 
 def refusal(func: Any) -> str:
-    """Return why an operation cannot be recorded; empty if it can."""
+    """Return the reason why an operation cannot be recorded, or ""."""
     name = func._schema.name
     if func.namespace in _FUNCTIONAL:
         return (
-            f"{name} is a functional collective, which the tape does not record; "
-            "torch.distributed's own functions it does"
+            f"{name} is a functional collective, which the tape cannot record; use the "
+            "functions of torch.distributed instead"
         )
     if is_collective(func) and name.split("::")[1] in _BARRIERS:
-        return f"{name} makes the host wait for other ranks, which a graph cannot"
+        return (
+            f"{name} makes the host wait for other ranks, which a graph cannot do; call it "
+            "outside the step"
+        )
     return ""
 
 
 def writes_first_argument(func: Any) -> bool:
-    """Return whether a collective writes its first argument: one tensor, or lists of them.
+    """Return whether a collective writes its first argument (a tensor or lists of tensors).
 
-    Source: torch's Ops.cpp of c10d, whose operations all take what they write first.
+    Schemas do not declare it. Source: torch's Ops.cpp of c10d, whose output arguments come first.
     """
     return func._schema.name.split("::")[1] not in {"send", *_BARRIERS}
 
 
-def waited(func: Any) -> Callable[..., Any]:
-    """Return a call of a collective that has finished when it returns, as if in stream order.
+def blocking(func: Any) -> Callable[..., Any]:
+    """Wrap a collective to block until it has finished.
 
     The operation itself returns an object to wait for.
     """

@@ -1,9 +1,9 @@
 """Handle functions of ``torch.compile`` inside watched, warmed-up or captured steps.
 
-Under a dispatch mode that must see every operation, Dynamo compiles nothing and permanently marks
-the code it skips: after one such call, a compiled model runs uncompiled for the rest of the
-process. So under such a mode ``torch.compiler.set_stance`` makes compiled functions run eager,
-which affects neither their code nor what is already compiled.
+Under a dispatch mode that must observe every operation, Dynamo compiles nothing and permanently
+marks the code it skips: after one such call, a compiled model runs uncompiled for the rest of the
+process. Under such modes, compiled functions therefore run eager through
+``torch.compiler.set_stance``, which changes neither their code nor existing compilations.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
 torch/_dynamo/types.py of torch 2.11 to 2.13, which determine when and for how long a frame is
@@ -24,12 +24,12 @@ import torch
 
 
 def dynamo_is_loaded() -> bool:
-    """Return whether anything can have been compiled; loading Dynamo takes seconds."""
+    """Return whether Dynamo is imported, which is necessary for compiling and takes seconds."""
     return "torch._dynamo" in sys.modules
 
 
 class ThreadCounts:
-    """A count per thread; true while any of them is above 0."""
+    """A count per thread, which is truthy while any count is above 0."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -51,14 +51,14 @@ class ThreadCounts:
 
 
 class _ForceEager:
-    """Makes compiled functions run eager while any thread needs it.
+    """Makes compiled functions run eager while any thread requests it.
 
-    The switch is process-wide: a compiled function that another thread calls meanwhile runs eager,
-    too. A capture during which that may have happened warns.
+    The setting is process-wide: compiled functions called by other threads also run eager
+    meanwhile. A capture during which this may have happened warns.
 
     Attributes:
-        num_begun: How often it was switched on.
-        on: How often each thread currently needs it.
+        num_begun: Number of times it was requested.
+        on: Number of active requests of each thread.
     """
 
     num_begun: int
@@ -70,9 +70,9 @@ class _ForceEager:
         self.num_begun = 0
 
     def begin(self) -> bool:
-        """Switch on; return whether ``end`` must follow.
+        """Request eager execution; return whether ``end`` must be called.
 
-        It cannot be switched inside code that Dynamo runs.
+        It cannot be requested inside code that Dynamo runs.
         """
         if not dynamo_is_loaded():
             return False
@@ -89,14 +89,14 @@ class _ForceEager:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is on now."""
+        """Whether any thread requests eager execution."""
         return bool(self.on)
 
     def end(self, depth: int | None = None) -> None:
-        """Switch off, unless it is still needed.
+        """End a request of this thread.
 
         Args:
-            depth: How often this thread still needs it; None: one less than before.
+            depth: Number of remaining requests of this thread; None for one less than before.
         """
         with self._lock:
             self.on.set(self.on.here - 1 if depth is None else depth)
@@ -110,7 +110,7 @@ FORCE_EAGER = _ForceEager()
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """Make compiled functions run eager, so that a run for shapes compiles nothing."""
+    """Make compiled functions run eager in a ``with`` block."""
     begun = FORCE_EAGER.begin()
     try:
         yield
@@ -120,17 +120,16 @@ def force_eager() -> Iterator[None]:
 
 
 class Calls:
-    """Counts operations that functions of torch.compile run without being compiled.
+    """Counts operations of torch.compile functions that run uncompiled.
 
-    Compiled code is called through a function of Dynamo, so its operations have one more Dynamo
+    Compiled code is called by a function of Dynamo, so its operations have an additional Dynamo
     frame on the stack.
 
     Args:
-        outermost: Identity of the frame at which to stop looking; its callers do not count, and the
-            frame is not kept alive.
+        outermost: Identity of the frame where the search ends. It does not keep the frame alive.
 
     Attributes:
-        num_plain: Number of such operations so far.
+        num_plain: Number of these operations.
     """
 
     def __init__(self, outermost: int = 0) -> None:
@@ -138,11 +137,11 @@ class Calls:
         self._outermost = outermost
 
     def note(self, frame: FrameType | None) -> bool:
-        """Note an operation by the frame that called it; return whether it is such an operation."""
-        while frame is not None and _is_of_dynamo(frame):
+        """Count an operation if its frame is in an uncompiled function; return whether it is."""
+        while frame is not None and _is_dynamo_frame(frame):
             frame = frame.f_back  # around the mode's own handler
         while frame is not None and id(frame) != self._outermost:
-            if _is_of_dynamo(frame):
+            if _is_dynamo_frame(frame):
                 if frame.f_code.co_name != _WRAPPER:
                     return False
                 self.num_plain += 1
@@ -154,12 +153,12 @@ class Calls:
 _WRAPPER = "compile_wrapper"
 
 
-def _is_of_dynamo(frame: FrameType) -> bool:
-    return frame.f_code.co_filename in _files_of_dynamo()
+def _is_dynamo_frame(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in _dynamo_files()
 
 
 @cache
-def _files_of_dynamo() -> frozenset[str | None]:
+def _dynamo_files() -> frozenset[str | None]:
     """Return the files whose functions wrap compiled and disabled functions."""
     import torch._compile
     from torch._dynamo import eval_frame
@@ -169,11 +168,11 @@ def _files_of_dynamo() -> frozenset[str | None]:
 
 @contextmanager
 def every_size_compiled() -> Iterator[None]:
-    """Let Dynamo compile for every size that is warmed up.
+    """Allow Dynamo to compile for every size that is warmed up.
 
-    With its own limit (8), a function without dynamic shapes would run eager from the ninth size
-    on, with only a log message. Every size that is warmed up was requested by the user. The larger
-    limit on all compilations of a function still holds.
+    With Dynamo's default limit (8), a function without dynamic shapes would run eager from the
+    ninth size, with only a log message, although the user requested all sizes. The larger limit on
+    all compilations of a function still applies.
     """
     if not dynamo_is_loaded():
         yield
@@ -181,7 +180,8 @@ def every_size_compiled() -> Iterator[None]:
     from torch._dynamo import config
 
     before = config.recompile_limit
-    # Not config.patch(): it creates a class on each call, which only the garbage collector frees.
+    # config.patch() is not used because each call creates a class that only the garbage collector
+    # frees.
     config.recompile_limit = max(before, config.accumulated_recompile_limit)
     try:
         yield

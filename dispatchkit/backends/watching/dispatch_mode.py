@@ -1,12 +1,12 @@
-"""Base classes of dispatch modes that work with Dynamo without loading it needlessly.
+"""Base classes of dispatch modes that work with Dynamo without importing it unnecessarily.
 
-torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile it. The wrapper
-imports all of Dynamo on its first call, which takes seconds, in a process that may never compile
-anything. Here the wrapping happens once a mode is entered with Dynamo loaded.
+torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile it. The first call
+of the wrapper imports Dynamo, which takes seconds, even in a process that never compiles. These
+classes add the wrapper when a mode is entered after Dynamo was imported.
 
-torch keeps one process-wide flag for whether a mode is active that Dynamo must not compile, and
-each mode restores its earlier value on exit (``TorchDispatchMode.__enter__``). Two threads with
-overlapping modes would leave it on permanently, and then nothing is compiled.
+A process-wide flag of torch indicates whether a mode is active that prevents compilation, and each
+mode restores the earlier value on exit (``TorchDispatchMode.__enter__``). Overlapping modes in two
+threads would leave the flag set permanently, which disables compilation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Facts = TypeVar("_Facts")
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among an operation's arguments or results, including those in lists.
 
-    It takes a fifth of the time of a general tree walk, and modes run it for every operation.
+    Five times faster than a generic tree traversal; modes call it for every operation.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -46,20 +46,19 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def has_subclass(types: Iterable[Any]) -> bool:
     """Return whether the types include a subclass that handles operations itself.
 
-    A mode leaves operations to it, and then sees the operations it runs.
+    A mode delegates to the subclass, and then receives the operations that the subclass runs.
     """
     plain = torch.Tensor.__torch_dispatch__
     return any(one.__torch_dispatch__ != plain for one in types)
 
 
 class PerOperation(Generic[_Facts]):
-    """A property of operations, determined once for each.
+    """A cached property of operations.
 
-    Stored by identity: operations are hashed in Python, which would add up over many thousand
-    calls.
+    The cache uses identities, because hashing an operation runs Python code.
 
     Args:
-        find: Determines the property of an operation.
+        find: Function that returns the property of an operation.
     """
 
     def __init__(self, find: Callable[[Any], _Facts]) -> None:
@@ -78,10 +77,10 @@ class PerOperation(Generic[_Facts]):
 class WeakStorages:
     """A set of storages that does not keep them alive.
 
-    Weak references are those of torch; a Python object for each would double the cost.
+    It uses torch's weak references, because Python objects would double the cost.
     """
 
-    # Stored here, since the module may be torn down before the last of these sets.
+    # A class attribute, because module globals may be deleted before the last of these sets.
     _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
     def __init__(self) -> None:
@@ -89,7 +88,7 @@ class WeakStorages:
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Remember a storage."""
-        # While there is a weak reference to it, its identity is not reused.
+        # The weak reference prevents reuse of the identity.
         if storage._cdata not in self._refs:
             self._refs.add(storage._weak_ref())
 
@@ -106,7 +105,7 @@ class WeakStorages:
 
 
 class _Overlaps:
-    """Restores torch's flags when the last of our modes ends, in any thread."""
+    """Restores torch's flags when the last of these modes ends in any thread."""
 
     _NAMES = (
         "_is_in_torch_dispatch_mode",
@@ -120,13 +119,13 @@ class _Overlaps:
         self._were_off: list[str] = []
 
     def begin(self) -> None:
-        """Note that a mode is about to begin; under the lock."""
+        """Record that a mode begins; the caller holds the lock."""
         if not self.on:
             self._were_off = [name for name in self._NAMES if not getattr(_python_dispatch, name)]
         self.on.set(self.on.here + 1)
 
     def end(self, depth: int | None = None) -> None:
-        """Note that a mode has ended, or all but ``depth`` of this thread; under the lock."""
+        """Record that modes of this thread ended; the caller holds the lock."""
         self.on.set(self.on.here - 1 if depth is None else depth)
         if self.on:
             return
@@ -140,10 +139,11 @@ _OVERLAPS = _Overlaps()
 
 
 class DispatchMode(TorchDispatchMode):
-    """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual.
+    """Base class of dispatch modes; subclasses define ``__torch_dispatch__`` as usual.
 
-    It also sees the operations of compiled functions, since they run eager under it. A mode whose
-    ``ignore_compile_internals`` is True lets them run compiled, and sees the other operations.
+    Compiled functions run eager under it, so it also receives their operations. If
+    ``ignore_compile_internals`` is True, they run compiled, and the mode receives only other
+    operations.
     """
 
     #: Higher-order operators are also passed to ``__torch_dispatch__``.
@@ -152,14 +152,14 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch (2.12 and later ask) that the wrapping is done here."""
+        """Disable the wrapper of torch 2.12 and later, because this class adds its own."""
         return False
 
     def __enter__(self) -> Any:
         if dynamo_is_loaded():
             self._hide_from_dynamo()
-        # If entered again from inside, as for the parts of an operation, it must be exited as
-        # often.
+        # Stacks, because a mode may be entered again while active, for example for parts of an
+        # operation.
         self.__dict__.setdefault("_had_dynamo", []).append(dynamo_is_loaded())
         begun = self.__dict__.setdefault("_has_begun", [])
         begun.append(not self.ignore_compile_internals() and FORCE_EAGER.begin())
@@ -174,8 +174,8 @@ class DispatchMode(TorchDispatchMode):
         if self.__dict__["_has_begun"].pop():
             FORCE_EAGER.end()
         if not self.__dict__["_had_dynamo"].pop() and dynamo_is_loaded():
-            # Code first compiled in here, as by torch.cond, would be permanently marked to be
-            # skipped.
+            # Code that was first compiled under the mode, such as by torch.cond, would be skipped
+            # permanently.
             torch._dynamo.reset_code_caches()
 
     @classmethod
@@ -189,13 +189,13 @@ class DispatchMode(TorchDispatchMode):
 
 
 class OperationMode(DispatchMode):
-    """A mode that sees plain operations only; subclasses define ``run_operation``.
+    """A mode that receives only plain operations; subclasses define ``run_operation``.
 
-    Calls that a tensor subclass handles, and higher-order operators (``torch.cond``), appear as the
-    operations that they run.
+    Operations handled by tensor subclasses, and higher-order operators such as ``torch.cond``, are
+    replaced by the plain operations that they run.
 
     Attributes:
-        is_paused: Operations run without being shown to the mode.
+        is_paused: Whether operations bypass ``run_operation``.
     """
 
     is_paused: bool = False
@@ -207,7 +207,7 @@ class OperationMode(DispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         if types and has_subclass(types):
-            return NotImplemented  # operations run by the subclass arrive here
+            return NotImplemented  # this method then receives the operations that the subclass runs
         if is_higher_order(func):
             return run_higher_order(self, func, args, kwargs)
         return self.run_operation(func, args, kwargs)
@@ -220,19 +220,19 @@ class OperationMode(DispatchMode):
 def inference_mode(is_on: bool) -> AbstractContextManager[None]:
     """Return a context with inference mode on or off, for one ``with`` statement.
 
-    torch's own class begins and ends it in Python. A signal handler may raise before that end. The
-    mode then ends only when the object is freed, and resets the gradient mode to its value at the
-    beginning. This context ends by a C call, which always happens.
+    torch's own class ends the mode in Python, and a signal handler may raise before that. The mode
+    would then end only when the object is freed, and reset the gradient mode to an old value. This
+    context ends with a C call, which a signal handler cannot prevent.
     """
     return torch._C._InferenceMode(is_on)
 
 
 class ThreadModes:
-    """The active modes of this thread, and whether it records gradients.
+    """A snapshot of the active modes and the gradient mode of this thread.
 
-    A signal handler may raise just as a ``with`` statement calls its context's exit, which then
-    never runs. ``put_back`` ends the modes begun since, so that later calls of the thread are not
-    refused, recorded or without gradients.
+    If a signal handler raises just before a ``with`` statement calls ``__exit__``, that call is
+    lost. ``put_back`` ends all modes entered since the snapshot, so that they do not affect later
+    calls of the thread.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class ThreadModes:
         self._num_on, self._num_eager = _OVERLAPS.on.here, FORCE_EAGER.on.here
 
     def put_back(self) -> None:
-        """Restore them; a second call has no effect."""
+        """Restore the modes; a second call has no effect."""
         torch._C._set_grad_enabled(self._grad)
         while torch._C._len_torch_dispatch_stack() > self._num_dispatch:
             torch._C._pop_torch_dispatch_stack(None)

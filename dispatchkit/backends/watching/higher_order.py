@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatchkit.backends.capture_guard import HostSyncError
 
-# The host reads a tensor to determine which function to run, or whether to run it again. From 2.13
-# on, torch can capture these as graph nodes, but only through private parts of torch.compile.
+# The host reads a tensor to choose or repeat a function. torch 2.13 and later can capture these
+# operators as graph nodes, but only through private APIs of torch.compile.
 _READ_BY_HOST = {
     "cond": "the host reads which function to run; torch.where on both results can be captured",
     "while_loop": "the host reads whether to continue; a loop of fixed length can be captured",
@@ -26,10 +26,10 @@ def is_higher_order(func: Any) -> bool:
 
 
 def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a higher-order operator so that the mode sees the operations of its functions.
+    """Run a higher-order operator so that the mode receives its plain operations.
 
     Raises:
-        HostSyncError: The host would have to read data to choose what to run.
+        HostSyncError: The host must read data to choose the function to run.
     """
     if func._name in _READ_BY_HOST:
         raise HostSyncError(f"torch.{func._name}", _READ_BY_HOST[func._name])

@@ -1,8 +1,8 @@
-"""Detect calls that wait for the device, so that a capture can refuse them by name.
+"""Detect calls that wait for the device, so that captures can refuse them by name.
 
-Two modes are needed. A TorchDispatchMode recognizes operations by their tags. A TorchFunctionMode
-sees calls that copy to the host: on a CPU tensor they never reach the dispatcher, and on a device
-it is too late there, since the driver then invalidates the capture.
+This needs two modes. A TorchDispatchMode recognizes operations by their tags. A TorchFunctionMode
+intercepts calls that copy to the host: for CPU tensors they never reach the dispatcher, and for
+device tensors the dispatcher is too late, because the driver has invalidated the capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 
 _Tensor = torch.Tensor
 
-# On a device each of these copies to the host and waits.
+# On a device, each of these functions copies to the host and waits.
 SYNC_FUNCTIONS: dict[Any, str] = {
     getattr(_Tensor, name): f"Tensor.{name}"
     for name in (
@@ -29,7 +29,7 @@ SYNC_FUNCTIONS: dict[Any, str] = {
 }
 SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
 
-# What the user called, for operations with another name in the dispatcher.
+# Public names of operations that have another name in the dispatcher.
 _PUBLIC_NAMES = {
     "aten::_local_scalar_dense": "Tensor.item",
     "aten::index": "indexing by a mask",
@@ -45,7 +45,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _READS_BY_INDEX = ("aten::index", "aten::_unsafe_index")
 _WRITES_BY_INDEX = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-# Untagged, although the host reads the mask: whether it is aligned, and where each row ends.
+# Not tagged, although the host reads the mask to check its alignment and find the end of each row.
 _READS_MASK = frozenset(
     {"aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask"}
 )
@@ -53,11 +53,11 @@ _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a composite operation so that the mode sees its parts instead.
+    """Run a composite operation so that the mode receives its parts.
 
-    In inference mode, composite operations (``reshape``, ``linear``, ``allclose``) arrive
-    undecomposed, and only their parts show whether they copy or wait. The kernel is the one that
-    eager runs, not one of torch's Python decompositions, which may draw differently.
+    In inference mode, composite operations such as ``reshape`` or ``linear`` are not decomposed,
+    and only their parts reveal whether they copy or wait. This uses the eager kernel, not torch's
+    Python decompositions, which may draw different random numbers.
 
     Returns:
         The result, or NotImplemented for an operation with its own kernel.
@@ -80,7 +80,7 @@ def is_composite(func: Any) -> bool:
 
 
 def may_be_data_dependent(func: Any) -> bool:
-    """Return whether there are arguments for which ``is_data_dependent`` is true."""
+    """Return whether ``is_data_dependent`` can be true for any arguments."""
     return func._schema.name in (*_READS_BY_INDEX, *_WRITES_BY_INDEX) or _is_tagged(func)
 
 
@@ -88,10 +88,10 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether the host must read data to run an operation on a device."""
     name = func._schema.name
     if name in _READS_BY_INDEX:
-        # The tag covers all overloads, but only a mask's result depends on data.
+        # The tag applies to all indices, but only the result for a mask depends on data.
         return _has_mask(args[1])
     if name in _WRITES_BY_INDEX:
-        # Untagged, but a mask is converted to indices, except if a single value is filled in.
+        # Not tagged, but a mask is converted to indices unless a single value is written.
         return _has_mask(args[1]) and args[2].numel() != 1
     return _is_tagged(func)
 
@@ -107,7 +107,7 @@ def _has_mask(indices: Any) -> bool:
 
 
 def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
-    """Return the error for an operation that the host must wait for, or None."""
+    """Return a HostSyncError if an operation makes the host wait, or None."""
     if not is_data_dependent(func, args):
         return None
     name = func._schema.name
@@ -118,26 +118,26 @@ def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
 
 
 class Watch(Protocol):
-    """A watch of a capture.
+    """The watch of a capture, as used by ``HostSyncGuard``.
 
     Attributes:
-        is_paused: The capture is paused, and the host may read.
+        is_paused: Whether the capture is paused, so that the host may read data.
     """
 
     is_paused: bool
 
     def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call, whose error the callable may swallow."""
+        """Record a refused call, because the callable may catch the error."""
         ...
 
 
 class HostSyncGuard(TorchFunctionMode):
-    """Refuses calls that copy a device's data to the host.
+    """Refuses calls that copy device data to the host.
 
     Args:
-        watch: Notified of each refused call. It must not reference the guard, since only the
-            garbage collector would free the cycle.
-        device_type: Device type whose tensors must not be read; others are on the host.
+        watch: Receives each refused call. It must not reference the guard, because only the garbage
+            collector would free the reference cycle.
+        device_type: Type of the device whose tensors must not be read by the host.
     """
 
     def __init__(self, watch: Watch, device_type: str) -> None:

@@ -231,7 +231,7 @@ class Lifecycle:
             return f"failed {entry.attempts} times: {entry.reason}", ()
         if not self._budget.has_slot():
             return self._budget.refusal, ()
-        beside = self._lane.backend.capabilities.steps_beside_captures
+        beside = self._lane.backend.capabilities.steps_during_captures
         pacer = Pacer(
             turns,
             str(key),

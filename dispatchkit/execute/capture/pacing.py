@@ -78,7 +78,7 @@ def releasing_lock_at_end(lane: Lane, run: Callable[[], None]) -> Iterator[Calla
         The function to capture in place of ``run``.
     """
     pacer = lane.pacer
-    if pacer is None or not lane.backend.capabilities.steps_beside_captures:
+    if pacer is None or not lane.backend.capabilities.steps_during_captures:
         yield run
         lane.let_steps_in(CAPTURE)
         return
