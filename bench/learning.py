@@ -111,9 +111,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         filled = table.dispatch(num_tokens)
         fill_us = (clock() - start) / 1e3 if asked[0] > before else 0.0
         observe_us = 0.0
-        if filled.timed and (
-            filled.one_shot or step - last >= options.sample_every * getattr(policy, "pace", 1)
-        ):
+        # A runner measures no steady step that fills a cell; the next one is measured instead.
+        spacing = options.sample_every * getattr(policy, "pace", 1)
+        is_due = asked[0] == before and step - last >= spacing
+        if filled.timed and (filled.one_shot or is_due):
             last = step
             outcome = Outcome(table.batch(num_tokens), filled, cost(num_tokens, filled), step=step)
             start = clock()
@@ -148,8 +149,9 @@ class Parts:
     def __init__(self, runner: Any) -> None:
         self.us = dict.fromkeys(("events", "observe", "fill"), 0.0)
         self.calls = dict.fromkeys(self.us, 0)
-        self.most = 0.0
-        self._step, self._now, self._inner = -1, 0.0, 0.0
+        self.most: dict[str, float] = {}
+        self._now: dict[str, float] = {}
+        self._step, self._inner = -1, 0.0
         lane = runner.lanes[0]
         self._lane = lane.lane
         self._wrap(lane.timings, "begin", "events")
@@ -169,9 +171,9 @@ class Parts:
             self.us[part] += alone
             self.calls[part] += 1
             if self._lane.tick != self._step:
-                self._step, self._now = self._lane.tick, 0.0
-            self._now += alone
-            self.most = max(self.most, self._now)
+                self._step, self._now = self._lane.tick, {}
+            self._now[part] = self._now.get(part, 0.0) + alone
+            self.most = max(self.most, self._now, key=lambda parts: sum(parts.values()))
             return result
 
         setattr(owner, name, timed)
@@ -250,10 +252,11 @@ def device_summary(row: dict[str, Any]) -> str:
     parts = ", ".join(
         f"{name} {us:.2f} ({row['calls'][name]})" for name, us in row["parts"].items()
     )
+    most = " + ".join(f"{name} {us:.0f}" for name, us in row["most"].items())
     return (
         f"{row['device']} {row['steps']} steps, us a step: with {row['step']['with']:.2f}, without "
         f"{row['step']['without']:.2f}, more {row['more']:.2f}; {parts}; most in one "
-        f"{row['most']:.0f}; pace {row['pace']}"
+        f"{sum(row['most'].values()):.0f} ({most}); pace {row['pace']}"
     )
 
 

@@ -8,11 +8,15 @@ runner tells it: one steady step in 16, read once the device is done and another
 What that costs the host is added: each outcome, each cell that is filled again, each measured step.
 Blocks of 50 steps are waited for, as in ``bench/policies_gpu.py``.
 
+A host is given as the microseconds that it takes for an eager step, and everything else that it
+does takes longer or shorter in proportion. ``300-530`` changes from the first to the second after a
+third of the steps, and ``300~530`` to any time between them, on average every 1,500 steps.
+
 ``over`` is the time of ``adaptive`` over that of the best fixed arms, eager or the graph for each
 bucket; ``gain`` is that of ``vllm`` over its own.
 
     python bench/policies_host.py
-    python bench/policies_host.py --hosts 480 --traces azure_conv_high --json
+    python bench/policies_host.py --hosts 300~530 --traces azure_conv_high --json
 """
 
 from __future__ import annotations
@@ -37,9 +41,14 @@ from dispatchkit.observe.trace import read_trace
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 BLOCK = 50
 EARLY = 2000
-#: Microseconds of the host: a replay, what comes between two steps, events of a measured step, an
-#: outcome, a cell with its plan, and a wait for the device.
+#: Microseconds of a host that takes ``USUAL_US`` for an eager step: a replay, the time between two
+#: steps, events of a measured step, an outcome, a cell with its plan, and a wait for the device.
 REPLAY_US, BETWEEN_US, EVENTS_US, OUTCOME_US, FILL_US, WAIT_US = 25.0, 15.0, 8.0, 30.0, 25.0, 20.0
+USUAL_US = 400.0
+#: Average number of steps for which a changing host keeps its speed.
+KEEPS_SPEED = 1500
+#: Most outcomes told after a step.
+TOLD_AT_ONCE = 2
 #: Launches that a stream takes, and those of an eager step.
 QUEUE, LAUNCHES = 1000, 28
 #: An MLP of 8 x 4096 in bfloat16 on an H200, microseconds of the device by tokens.
@@ -76,6 +85,21 @@ def top_of(num_tokens: int) -> int:
     return next(size for size in GRAPHS if size >= num_tokens)
 
 
+def speeds(host: str, count: int, seed: int) -> list[float]:
+    """Return what the host takes to submit an eager step, for each of a number of steps."""
+    if "-" in host:
+        first, second = map(float, host.split("-"))
+        return [first] * (count // 3) + [second] * (count - count // 3)
+    if "~" not in host:
+        return [float(host)] * count
+    low, high = map(float, host.split("~"))
+    chance, found = random.Random(seed), []
+    while len(found) < count:
+        speed = low * (high / low) ** chance.random()
+        found += [speed] * (1 + int(chance.expovariate(1.0 / KEEPS_SPEED)))
+    return found[:count]
+
+
 @attrs.define
 class Clocks:
     """A host that submits steps and a device that runs them.
@@ -93,6 +117,10 @@ class Clocks:
     _running: deque[tuple[float, int]] = attrs.field(factory=deque)
     _launches: int = 0
 
+    def spend(self, us: float) -> None:
+        """Have the host do something that takes the usual host a number of microseconds."""
+        self.host_us += us * self.eager_host_us / USUAL_US
+
     def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool, float]:
         """Submit a step.
 
@@ -101,7 +129,7 @@ class Clocks:
             without waiting for the device.
         """
         launches = 1 if graph else LAUNCHES
-        host = REPLAY_US if graph else self.eager_host_us
+        host = self.eager_host_us * (REPLAY_US / USUAL_US if graph else 1.0)
         host *= max(0.5, self.chance.gauss(1.0, 0.1))
         device = GRAPHS[graph] if graph else eager_us(num_tokens)
         device *= max(0.5, self.chance.gauss(1.0, 0.02))
@@ -124,7 +152,8 @@ class Clocks:
 
     def wait(self) -> None:
         """Have the host wait for the device."""
-        self.host_us = max(self.host_us, self.device_us) + WAIT_US
+        self.host_us = max(self.host_us, self.device_us)
+        self.spend(WAIT_US)
         self._running.clear()
         self._launches = 0
 
@@ -184,24 +213,25 @@ class Server:
     def serve(self, num_tokens: int) -> None:
         """Serve a batch."""
         clocks = self.clocks
-        clocks.host_us += BETWEEN_US
+        clocks.spend(BETWEEN_US)
         self._step += 1
         before = self.filled
         decision = self.table.dispatch(num_tokens)
-        clocks.host_us += FILL_US * (self.filled - before)
-        is_due = decision.timed and (decision.one_shot or self._step >= self._due)
-        if is_due:
-            clocks.host_us += EVENTS_US
+        clocks.spend(FILL_US * (self.filled - before))
+        is_due = decision.one_shot or (self._step >= self._due and self.filled == before)
+        if is_due and decision.timed:
+            clocks.spend(EVENTS_US)
             self._due = self._step + self.sample_every * getattr(self.policy, "pace", 1)
         ran = self._run(decision, self.table.batch(num_tokens))
         self.eager += decision.key is None
         self.probes += decision.reason == "probe"
-        if not is_due:
+        if not (is_due and decision.timed):
             return
         self._pending.append(ran)
-        while self._pending and self._pending[0][1] <= clocks.host_us:
-            self._tell(self._pending.popleft()[0])
-            clocks.host_us += OUTCOME_US
+        for _ in range(TOLD_AT_ONCE):
+            if self._pending and self._pending[0][1] <= clocks.host_us:
+                self._tell(self._pending.popleft()[0])
+                clocks.spend(OUTCOME_US)
 
 
 def traffic(name: str, count: int) -> list[int]:
@@ -215,38 +245,40 @@ def traffic(name: str, count: int) -> list[int]:
 
 
 def fixed_us(
-    steps: Iterable[int], limits: dict[int, float], host: float, seed: int
+    steps: Iterable[int], limits: dict[int, float], hosts: list[float], seed: int
 ) -> tuple[float, float]:
     """Return what fixed arms take in all and at first: eager up to a limit in each bucket."""
-    clocks, early = Clocks(host, random.Random(seed)), 0.0
+    clocks, early = Clocks(hosts[0], random.Random(seed)), 0.0
     for index, num_tokens in enumerate(steps):
+        clocks.eager_host_us = hosts[index]
         if index % BLOCK == 0:
             clocks.wait()
         if index == EARLY:
             early = clocks.host_us
-        clocks.host_us += BETWEEN_US
+        clocks.spend(BETWEEN_US)
         top = top_of(num_tokens)
         clocks.step(0 if num_tokens <= limits[top] else top, num_tokens)
     clocks.wait()
     return clocks.host_us, early
 
 
-def best_us(steps: list[int], host: float, seed: int) -> tuple[float, float]:
+def best_us(steps: list[int], hosts: list[float], seed: int) -> tuple[float, float]:
     """Return what the best fixed arms take, of each bucket's graph and eager."""
     small = [top for top in GRAPHS if top < 2048]
     choices = itertools.product((False, True), repeat=len(small))
     limits = [{top: top * at for top, at in zip(small, each, strict=True)} for each in choices]
-    return min(fixed_us(steps, {**each, 2048: 2000.0}, host, seed) for each in limits)
+    return min(fixed_us(steps, {**each, 2048: 2000.0}, hosts, seed) for each in limits)
 
 
-def serve(trace: str, host: float, seed: int, count: int) -> dict[str, Any]:
+def serve(trace: str, host: str, seed: int, count: int) -> dict[str, Any]:
     """Serve a trace with ``adaptive``, and return what came of it."""
-    steps = traffic(trace, count)
-    best, best_early = best_us(steps, host, seed)
-    base, _ = fixed_us(steps, dict.fromkeys(GRAPHS, 0.0), host, seed)
-    clocks, early = Clocks(host, random.Random(seed)), 0.0
+    steps, hosts = traffic(trace, count), speeds(host, count, seed)
+    best, best_early = best_us(steps, hosts, seed)
+    base, _ = fixed_us(steps, dict.fromkeys(GRAPHS, 0.0), hosts, seed)
+    clocks, early = Clocks(hosts[0], random.Random(seed)), 0.0
     server = Server(load_plugins().create_policy("adaptive", seed=seed), clocks)
     for index, num_tokens in enumerate(steps):
+        clocks.eager_host_us = hosts[index]
         if index % BLOCK == 0:
             clocks.wait()
         if index == EARLY:
@@ -256,7 +288,7 @@ def serve(trace: str, host: float, seed: int, count: int) -> dict[str, Any]:
     return {
         "bench": "policies_host",
         "trace": trace,
-        "eager_host_us": host,
+        "host": host,
         "seed": seed,
         "steps": count,
         "over": clocks.host_us / best,
@@ -274,13 +306,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--traces", default="uniform,azure_conv_high")
-    add("--hosts", default="270,400,480", help="microseconds to submit an eager step")
+    add("--hosts", default="270,400,480,300-530,300~530", help="microseconds of an eager step")
     add("--steps", type=int, default=12_000)
     add("--seeds", type=int, default=3)
     add("--json", action="store_true", help="print one JSON object a run")
     options = parser.parse_args()
     for trace in options.traces.split(","):
-        for host in map(float, options.hosts.split(",")):
+        for host in options.hosts.split(","):
             rows = [serve(trace, host, seed, options.steps) for seed in range(options.seeds)]
             for row in rows if options.json else ():
                 print(json.dumps(row), flush=True)
@@ -294,7 +326,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         for name in ("over", "early_over", "gain", "told", "filled", "probes")
     }
     return (
-        f"{rows[0]['trace']:<16} host {rows[0]['eager_host_us']:.0f} us: over {mean['over']:.4f} "
+        f"{rows[0]['trace']:<16} host {rows[0]['host']} us: over {mean['over']:.4f} "
         f"(worst {max(row['over'] for row in rows):.4f}, first {EARLY} {mean['early_over']:.4f}), "
         f"gain {mean['gain']:.3f}, {mean['told']:.0f} told, {mean['filled']:.0f} filled, "
         f"{mean['probes']:.0f} probes"

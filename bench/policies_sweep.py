@@ -19,16 +19,16 @@ from policies import MODELS, costs, rehearse, traces
 
 from dispatchkit import DispatchConfig, load_plugins
 
-from dispatchkit_adaptive import arms, ledger, policy
+from dispatchkit_adaptive import estimates, ledger, policy
 from dispatchkit_plan.costs import load_cost_model
 
 #: (module, name, other values)
 CONSTANTS: tuple[tuple[Any, str, tuple[float, ...]], ...] = (
-    (arms, "CLIP", (2.5, 4.0)),
-    (arms, "LIMIT", (4.0, 5.5)),
-    (arms, "FIRST_NOISE", (0.05, 0.2)),
-    (arms, "FIRST_SLOPE", (0.25, 1.0)),
-    (arms, "FIRST_SLOPE_ERROR", (0.25, 1.0)),
+    (estimates, "CLIP", (2.5, 4.0)),
+    (estimates, "LIMIT", (4.0, 5.5)),
+    (estimates, "FIRST_NOISE", (0.05, 0.2)),
+    (estimates, "FIRST_SLOPE", (0.25, 1.0)),
+    (estimates, "FIRST_SLOPE_ERROR", (0.25, 1.0)),
     (ledger, "DOUBT", (0.75, 3.0)),
     (ledger, "PLANNED", (0.5, 1.0)),
     (ledger, "AVERAGING", (0.1, 0.4)),

@@ -285,15 +285,22 @@ class Dispatcher:
             return
         try:
             with self._lock:
-                if 0 < outcome.decision.revision < self._epoch.first_revision:
+                revision = outcome.decision.revision
+                if 0 < revision < self._epoch.first_revision:
                     return
-                try:
-                    cell_of_batch(self.config, outcome.batch)
-                except DescriptorError:
-                    return  # outside the limits since a swap, so updates could not apply
-                self._learn(outcome)
+                # A decision that was bound since the last swap is for a batch within the limits.
+                if revision or self._is_within(outcome.batch):
+                    self._learn(outcome)
         finally:
             self._faults.report()
+
+    def _is_within(self, batch: Batch) -> bool:
+        """Return whether a batch is within the limits of the configuration in force."""
+        try:
+            cell_of_batch(self.config, batch)
+        except DescriptorError:
+            return False
+        return True
 
     def _learn(self, outcome: Outcome) -> None:
         learn = self._epoch.proposal.parts.observe

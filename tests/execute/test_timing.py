@@ -246,14 +246,14 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
 
 
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
-    """Eager and replayed steps count alike; each outcome says how many had begun."""
+    """Eager and replayed steps count alike; those that create a plan are not measured."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=5)
     )
     runner.capture()
     batch = runner.dispatcher.batch(3)
     probe = Decision.eager("probe", timed=True)
-    for index in range(16):
+    for index in range(21):
         if index in (2, 12):
             runner.dispatcher.update(CellUpdate(batch, probe, one_shot=True))
         runner(torch.arange(3), ceiling=0 if index % 2 else 2)
@@ -261,7 +261,7 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, 
     steady = [one.step for one in learning.heard if not one.decision.one_shot]
     one_shot = [one.step for one in learning.heard if one.decision.one_shot]
     assert one_shot == [3, 13]
-    assert steady == [1, 8]
+    assert steady == [8, 18]
 
 
 @pytest.mark.parametrize(("sample_every", "firsts"), [(1, [True, False]), (2, [False])])
@@ -289,12 +289,14 @@ def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=4)
     )
     runner.capture()
+    for rows, ceiling in ((5, 2), (5, 0), (3, 2), (3, 0)):  # these create plans
+        runner(torch.arange(rows), ceiling=ceiling)
     for rows, ceiling in ((3, 2), (5, 0), (5, 2), (3, 0), (3, 2), (3, 2)):
         runner(torch.arange(rows), ceiling=ceiling)
     runner.drain(wait=True)
     assert [(one.step, one.decision.mode.name) for one in learning.heard] == [
-        (1, "FULL"),
         (5, "FULL"),
+        (9, "FULL"),
     ]
 
 
@@ -472,10 +474,11 @@ def test_a_policy_may_ask_for_fewer_steps_to_be_measured(make_runner, learning):
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=2)
     )
     runner.capture()
+    runner(torch.arange(3))  # which creates the plan, and is not measured
     learning.pace = 3
-    for index in range(20):
+    for index in range(19):
         if index == 13:
             learning.pace = 1
         runner(torch.arange(3))
     runner.drain(wait=True)
-    assert [outcome.step for outcome in learning.heard] == [1, 7, 13, 19]
+    assert [outcome.step for outcome in learning.heard] == [2, 8, 14, 20]

@@ -135,6 +135,14 @@ class Timings:
         begun_ns = time.perf_counter_ns()
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
+    def put_off(self) -> None:
+        """Measure the next step at the earliest, as this one has a plan to create.
+
+        If every step is to be measured, this one is, too.
+        """
+        if self.sample_every > 1:
+            self.due = max(self.due, self._lane.tick + 1)
+
     def first_eager_step(self, batch: Batch) -> int:
         """Return the number of the first eager step of the batch's size.
 
@@ -282,8 +290,10 @@ class Timer:
     def __init__(self, timings: Timings, decision: Decision, batch: Batch) -> None:
         self.timings, self._decision, self._batch = timings, decision, batch
         self.is_always_due: bool = decision.one_shot
-        if not decision.keys and not decision.one_shot:
-            timings.first_eager_step(batch)  # the step that creates the plan also runs it
+        if not decision.one_shot:
+            timings.put_off()
+            if not decision.keys:
+                timings.first_eager_step(batch)  # the step that creates the plan also runs it
 
     def is_due(self, tick: int) -> bool:
         """Return whether the step after a tick is measured."""

@@ -98,7 +98,7 @@ def test_what_was_learnt_of_parts_is_in_the_state_file(tmp_path: Path) -> None:
     run(serve(policy), 1000, eager_us=1000.0, graph_us=400.0)
     again = adaptive(state=policy.save(tmp_path / "state.json"))
     dispatcher = serve(again)
-    assert {str(ident) for _, ident in again._arms} == {str(ident) for _, ident in policy._arms}
+    assert {str(ident) for ident in again._arms} == {str(ident) for ident in policy._arms}
     _, last = run(dispatcher, 150, eager_us=1000.0, graph_us=400.0)
     assert sum(bool(decision.parts) for decision in last) > 95
 

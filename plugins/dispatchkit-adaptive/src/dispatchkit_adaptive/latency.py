@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
-from dispatchkit_adaptive.arms import Arm
+from dispatchkit_adaptive.estimates import Estimate
 
 __all__ = ["LatencyPolicy"]
 
@@ -39,7 +39,7 @@ class LatencyPolicy:
         self.history_size = check_count(history_size, "history_size", minimum=8)
         self.min_samples = check_count(min_samples, "min_samples")
         self.retry_every = check_count(retry_every, "retry_every", minimum=2)
-        self._arms: OrderedDict[Hashable, dict[Any, Arm]] = OrderedDict()
+        self._arms: OrderedDict[Hashable, dict[Any, Estimate]] = OrderedDict()
         self._asked: Counter[Hashable] = Counter()
 
     def record(self, key: Hashable, mode: Hashable, latency: float) -> None:
@@ -55,7 +55,7 @@ class LatencyPolicy:
             del self._asked[oldest]
         arms = self._arms.setdefault(key, {})
         self._arms.move_to_end(key)
-        arms.setdefault(mode, Arm(1, self.history_size, over_tokens=False)).add(1, latency)
+        arms.setdefault(mode, Estimate(1, self.history_size, over_tokens=False)).add(1, latency)
 
     def latency(self, key: Hashable, mode: Hashable) -> float | None:
         """Return the expected latency; None if there are too few samples."""

@@ -17,7 +17,7 @@ __all__ = ["DRIFT", "Ledger"]
 
 #: Factor by which an arm may become slower (or the base faster) before it is noticed.
 DRIFT = 1.5
-#: Measured steps until a change of that size is noticed; see ``arms.Watch``.
+#: Measured steps until a change of that size is noticed; see ``estimates.Watch``.
 NOTICED_AFTER = 4
 #: Steps before the promise counts; until then, the allowance is that of this many steps.
 GRACE = 200

@@ -7,7 +7,7 @@ import os
 import random
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,34 +31,23 @@ from dispatchkit.files import real_target
 from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
 
-from dispatchkit_adaptive.arms import FIRST_NOISE, Arm, Watch
-from dispatchkit_adaptive.buckets import (
-    ArmId,
-    Bucket,
-    Graphs,
-    arm_of,
-    band_of,
-    bands,
-    mode_of,
-    replay_of,
-    size_of,
-)
+from dispatchkit_adaptive.arms import Arm, ArmId, Graphs, Regime, graphs_of, size_of
+from dispatchkit_adaptive.buckets import PROBE, Bucket, band_of, bands
+from dispatchkit_adaptive.estimates import FIRST_NOISE, Estimate, Watch
 from dispatchkit_adaptive.ledger import DRIFT, Ledger, Stakes
 from dispatchkit_adaptive.report import BucketReport, describe
-from dispatchkit_adaptive.state import Regime, StateError, read_state, write_state
+from dispatchkit_adaptive.state import StateError, read_state, write_state
 
-__all__ = ["CALIBRATION", "PROBE", "AdaptivePolicy"]
+__all__ = ["CALIBRATION", "AdaptivePolicy"]
 
 #: Additional host time of a probe (a plan, events, an outcome), in microseconds.
 PROBE_US = 25.0
-#: Reasons of decisions that are made in order to be measured.
-PROBE, CALIBRATION = "probe", "calibration"
+#: Reason of the decisions of calibration runs.
+CALIBRATION = "calibration"
 # Most batches whose bucket is remembered.
 _MOST_ASKED = 65_536
 # Outcomes without a change after which half as many steps are measured, and the largest pace.
 _CALM, _SLOWEST_PACE = 24, 8
-# Buckets chosen again after one outcome, in addition to its own.
-_CHOSEN_AT_ONCE = 2
 # Share of the account at risk from which an unused base is probed if that costs nothing.
 _PROOF_FROM = 0.8
 # Share of the probe allowance that a single probe may cost.
@@ -136,18 +125,17 @@ class AdaptivePolicy:
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
         self.pace: int = 1
         self._random = random.Random(seed)
-        self._regime: Regime = ("device", False)
+        # Regimes with samples, that of most recent steps first, and outcomes in a row in others.
+        self._regimes: list[Regime] = [("device", False)]
         self._other_regime = 0
-        self._arms: dict[Regime, dict[ArmId, Arm]] = {}
+        self._arms: dict[ArmId, Arm] = {}
         self._eager_watches: dict[Regime, Watch] = {}
-        self._arm_ids: dict[ArmId, ArmId] = {}
         self._buckets: dict[Any, Bucket] = {}
-        self._bucket_of: dict[Batch, Bucket] = {}
-        # The base's answer and the bucket of each batch, as long as the graphs do not change.
-        # Learning changes the choice of a bucket, but neither of these.
-        self._revision: tuple[object, ...] = ()
-        self._asked: dict[Batch, tuple[Decision | None, Bucket | None]] = {}
+        # The base's answer and the bucket of each batch, and the graphs that they hold for.
+        # Learning changes the choice of a bucket, but none of these.
+        self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
         self._to_choose: deque[Bucket] = deque()
+        self._stale: deque[Bucket] = deque()
         self._step = self._calm = 0
         self._calibration_rounds = 0
         self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
@@ -165,31 +153,30 @@ class AdaptivePolicy:
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
         """Return the keys of the base policy."""
         self._buckets.clear()
-        self._bucket_of.clear()
-        self._asked.clear()
+        self._places.clear()
         self._to_choose.clear()
+        self._stale.clear()
         self._calibrated.clear()
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
         """Return the choice of the batch's bucket, which is initially the base's answer."""
-        revision = graphs.revision
-        if revision != self._revision or len(self._asked) >= _MOST_ASKED:
-            self._revision = revision
-            self._asked.clear()
-        found = self._asked.get(batch)
-        if found is None:
-            base = self.base.decide(batch, graphs)
+        revision, base, bucket = self._places.get(batch, (None, None, None))
+        if revision != graphs.revision:
+            if len(self._places) >= _MOST_ASKED:
+                self._places.clear()
+            base, old = self.base.decide(batch, graphs), bucket
             bucket = None if base is None else self._find_bucket(batch, graphs, base)
-            found = self._asked[batch] = (base, bucket)
-        base, bucket = found
+            if old is not None and old is not bucket:
+                old.waiting.pop(batch.num_tokens, None)
+            self._places[batch] = (graphs.revision, base, bucket)
         return base if bucket is None else bucket.answer(batch)
 
     def _find_bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
         """Return the bucket of a batch; None if there is nothing to choose."""
         if None in batch.axes:
             return None  # nothing is captured outside the range of an axis
-        arms: dict[Graphs, None] = {}
+        found: dict[Graphs, None] = {}
         top = most = 0
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if not batch.allows(mode):
@@ -199,70 +186,67 @@ class AdaptivePolicy:
                 top = min(top or smallest.num_tokens, smallest.num_tokens)
             ready = filter(graphs.is_ready, graphs.covering(batch, mode))
             single = [(key,) for key in islice(ready, self.max_sizes)]
-            arms.update(dict.fromkeys(single))
+            found.update(dict.fromkeys(single))
             parts = tuple(part.key for part in greedy_parts(batch, graphs, mode))
             if parts and (
                 not single or size_of(parts) <= _WORTH_SPLITTING * single[0][0].num_tokens
             ):
-                arms[parts] = None
+                found[parts] = None
                 most = max(most, size_of(parts))
-        own = arm_of(base)
-        if own is not None:
-            arms[own] = None
+        own = graphs_of(base)
+        if own:
+            found[own] = None
         # If no single graph is large enough, the parts determine the band.
-        where = band_of(batch, top or most, graphs.config.sizes)
-        band = where if batch.allows(RuntimeMode.NONE) else None
-        base_arm: ArmId | None = band if base.key is None else own
-        # A base with a part before the last that is not full has no arm.
-        bucket = None
-        if len(arms) + (band is not None) > 1 and base_arm is not None:
-            kind = attrs.evolve(base, parts=()) if base.parts else base
-            ident = (batch.allowed, kind, own, tuple(arms), where)
-            bucket = self._buckets.get(ident)
-            if bucket is None:
-                # Use one object for each arm, so that look-ups compare no descriptors.
-                one = self._arm_ids.setdefault
-                graphs_of_it = tuple(one(arm, arm) for arm in arms)
-                band = None if band is None else one(band, band)  # type: ignore[assignment]
-                bucket = Bucket(base, one(base_arm, base_arm), graphs_of_it, band, batch)  # type: ignore[arg-type]
-                self._buckets[ident] = bucket
-                self._choose(bucket)
-        old = self._bucket_of.pop(batch, None)
-        if old is not None and old is not bucket:
-            old.waiting.pop(batch, None)
-        if bucket is not None:
-            self._bucket_of[batch] = bucket
+        band = band_of(batch, top or most, graphs.config.sizes)
+        may_be_eager = batch.allows(RuntimeMode.NONE)
+        if len(found) + may_be_eager < 2:
+            return None
+        if not own and not (base.key is None and may_be_eager):
+            return None  # a base with a part before the last that is not full has no arm
+        kind = attrs.evolve(base, parts=()) if base.parts else base
+        ident = (batch.allowed, kind, own, tuple(found), band)
+        bucket = self._buckets.get(ident)
+        if bucket is None:
+            arms = [self._arm(graphs) for graphs in found]
+            eager = self._arm(band) if may_be_eager else None
+            base_arm = self._arm(own or band)
+            arms = arms if eager is None else [*arms, eager]
+            bucket = self._buckets[ident] = Bucket(base, base_arm, tuple(arms), eager, batch)
+            self._choose(bucket)
         return bucket
 
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Learn from a completed step; return the cells whose answer changes."""
+        """Learn from a completed step; return the cells whose answer changes.
+
+        A step waits for this. So an outcome moves an estimate, and then one thing more is done:
+        the cells of one bucket are renewed, or it is chosen again, or a probe is sent.
+        """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
-        bucket = self._bucket_of.get(batch)
+        _, _, bucket = self._places.get(batch, (None, None, None))
         if bucket is not None and decision.reason == PROBE:
-            bucket.end_probe(batch)
+            bucket.end_probe(batch.num_tokens)
         if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
             return []
         if outcome.is_first:
             return []  # includes one-time costs of the size, which later steps do not have
-        ran: ArmId | None = arm_of(decision)
-        if decision.key is None and bucket is not None:
-            ran = bucket.band
-        if ran is None:
+        arm = bucket.eager if bucket is not None and decision.key is None else None
+        if decision.key is not None and (graphs := graphs_of(decision)):
+            arm = self._arm(graphs)
+        if arm is None:
             return []
         regime = (outcome.clock, outcome.queued)
-        arm = self._arm(regime, ran)
-        expected = arm.expect(batch.num_tokens)
+        estimate = arm.estimate(regime)
         if decision.reason == CALIBRATION:
-            arm.add(batch.num_tokens, us)
-            arm.last_step = self._step
-            self._to_choose.extend(
-                one for one in self._buckets_with(ran) if one not in self._to_choose
-            )
-            return self._choose_some()
-        self._step = arm.last_step = outcome.step or self._step + 1
-        changed = self._learn(arm, ran, regime, batch.num_tokens, us)
+            estimate.add(batch.num_tokens, us)
+            estimate.last_step = self._step
+            self._choose_later(arm)
+            self._choose_next()
+            return self._renew()
+        expected = estimate.expect(batch.num_tokens)
+        self._step = estimate.last_step = outcome.step or self._step + 1
+        changed = self._learn(arm, regime, batch.num_tokens, us)
         if outcome.won:
             changed |= self._note_regime(regime)
         self._calm = 0 if changed else self._calm + 1
@@ -270,16 +254,20 @@ class AdaptivePolicy:
             latest = sorted(self._buckets.values(), key=lambda one: -one.last_step)
             self._to_choose = deque(latest)
         if bucket is None or not outcome.won:
-            self._to_choose.extend(
-                one for one in self._buckets_with(ran) if one not in self._to_choose
-            )
-            return self._choose_some()
+            self._choose_later(arm)
+            self._choose_next()
+            return self._renew()
         bucket.last_step = self._step
-        self._account(bucket, outcome, arm, expected, us, is_base=ran == bucket.base_arm)
-        self.pace = self._next_pace(arm)
-        # A step waits for this, so remaining work is left to later outcomes.
-        updates = self._choose(bucket) + self._probe(bucket, batch, ran)
-        return updates or bucket.drop_probes() or self._choose_some()
+        self._account(bucket, outcome, arm, expected, us)
+        self.pace = self._next_pace(estimate)
+        updates = self._renew()
+        if updates:
+            self._choose_next()
+        elif changed or not (updates := self._probe(bucket, batch, arm)):
+            if bucket not in self._to_choose:
+                self._to_choose.append(bucket)
+            self._choose_next()
+        return updates or bucket.drop_probes()
 
     def record(
         self,
@@ -306,22 +294,22 @@ class AdaptivePolicy:
         """
         if not math.isfinite(latency_us) or latency_us <= 0.0:
             raise ConfigError("latency_us", latency_us, "a number of microseconds above 0")
-        arm: ArmId | None
+        arm: Arm | None
         if isinstance(key, GraphKey):
-            arm = (key,)
+            arm = self._arm((key,))
             if key.mode is not mode:
                 raise ConfigError("mode", str(mode), f"the mode of the key, {key.mode}")
         else:
             if mode is not RuntimeMode.NONE:
                 raise ConfigError("key", key, f"a GraphKey in mode {mode}")
-            bucket = self._bucket_of.get(key)
-            arm = None if bucket is None else bucket.band
+            _, _, bucket = self._places.get(key, (None, None, None))
+            arm = None if bucket is None else bucket.eager
             if arm is None:
                 raise ConfigError("key", key, "a batch that was decided and may run eager")
-        regime = (clock, queued)
-        self._learn(self._arm(regime, arm), arm, regime, key.num_tokens, latency_us)
-        for bucket in self._buckets_with(arm):
-            self._choose(bucket)
+        self._learn(arm, (clock, queued), key.num_tokens, latency_us)
+        for bucket in self._buckets.values():
+            if arm in bucket.arms:
+                self._choose(bucket)
 
     def calibration_runs(self, graphs: GraphView) -> list[CalibrationRun]:
         """Return runs to time before serving; empty once it has learned enough.
@@ -381,29 +369,30 @@ class AdaptivePolicy:
 
     def _is_close_call(self, batch: Batch, key: GraphKey | None) -> bool:
         """Return whether more runs of an arm may decide between it and the base's arm."""
-        bucket = self._bucket_of.get(batch)
-        known = {} if bucket is None else self._known(bucket)
-        base = known.get(bucket.base_arm) if bucket else None
-        if bucket is None or base is None:
+        _, _, bucket = self._places[batch]
+        if bucket is None:
             return False
-        ran = bucket.band if key is None else (key,)
-        size = batch.num_tokens
-        return any(
-            abs(arm.log_us(size) - base.log_us(size))
-            < 2.0 * math.hypot(arm.error(size), base.error(size))
-            for ident, arm in known.items()
-            if arm is not base and ran in (ident, bucket.base_arm)
+        known, size = self._known(bucket), batch.num_tokens
+        base = known.get(bucket.base_arm)
+        ran = bucket.eager if key is None else self._arm((key,))
+        return base is not None and any(
+            abs(one.log_us(size) - base.log_us(size))
+            < 2.0 * math.hypot(one.error(size), base.error(size))
+            for arm, one in known.items()
+            if one is not base and ran in (arm, bucket.base_arm)
         )
 
     # -- reading and keeping ------------------------------------------------------------
 
     def explain(self, batch: Batch | None = None) -> tuple[BucketReport, ...]:
         """Return a printable report on each bucket, or on the bucket of one batch."""
-        found = self._buckets.values() if batch is None else [self._bucket_of.get(batch)]
-        buckets = [bucket for bucket in found if bucket is not None and bucket.sizes[0]]
+        found = list(self._buckets.values())
+        if batch is not None:
+            found = [bucket for _, _, bucket in [self._places.get(batch, (0, 0, None))] if bucket]
         return tuple(
             describe(bucket, self._known(bucket) or self._measured(bucket), self._step)
-            for bucket in buckets
+            for bucket in found
+            if bucket.sizes[0]
         )
 
     def save(self, path: str | Path | None = None) -> Path:
@@ -416,7 +405,7 @@ class AdaptivePolicy:
         target = self.state_path if path is None else Path(path)
         if target is None:
             raise ConfigError("path", None, "given if the policy has no state file")
-        write_state(target, self.fingerprint, self._arms)
+        write_state(target, self.fingerprint, self._arms.values())
         return target
 
     def load(self, path: str | Path) -> None:
@@ -426,8 +415,13 @@ class AdaptivePolicy:
             StateError: The file cannot be read, is incomplete or not a state file, or has another
                 version or fingerprint. What was learned stays unchanged.
         """
-        self._arms = read_state(Path(path), self.fingerprint, self.history_size)
-        self._forget_measured()
+        read = read_state(Path(path), self.fingerprint, self.history_size)
+        for arm in self._arms.values():
+            arm.estimates.clear()
+        for ident, regime, estimate in read:
+            self._arm(ident).estimates[regime] = estimate
+            if regime not in self._regimes:
+                self._regimes.append(regime)
         for bucket in self._buckets.values():
             self._choose(bucket)
 
@@ -436,115 +430,112 @@ class AdaptivePolicy:
 
     # -- what is known ------------------------------------------------------------------
 
-    def _arm(self, regime: Regime, ident: ArmId) -> Arm:
-        arms = self._arms.setdefault(regime, {})
-        arm = arms.get(ident)
+    def _arm(self, ident: ArmId) -> Arm:
+        arm = self._arms.get(ident)
         if arm is None:
-            is_eager = not isinstance(ident, tuple)
-            arm = arms[ident] = Arm(size_of(ident), self.history_size, over_tokens=is_eager)
-            self._forget_measured()
+            arm = self._arms[ident] = Arm(ident, self.history_size)
         return arm
 
-    def _measured(self, bucket: Bucket) -> dict[ArmId, Arm]:
-        """Return the arms of a bucket that have samples in the current regime."""
-        if bucket.measured is None:
-            arms = self._arms.get(self._regime, {})
-            bucket.measured = {ident: arms[ident] for ident in bucket.arms if ident in arms}
-        return bucket.measured
-
-    def _forget_measured(self) -> None:
-        for bucket in self._buckets.values():
-            bucket.measured = None
-
-    def _known(self, bucket: Bucket) -> dict[ArmId, Arm]:
+    def _known(self, bucket: Bucket) -> dict[Arm, Estimate]:
         """Return the known arms to compare, all of one regime: the current one if possible."""
-        known = _known_of(self._measured(bucket))
-        if len(known) > 1 and bucket.base_arm in known:
-            return known
-        for regime in self._regimes()[1:]:
-            arms = self._arms.get(regime, {})
-            known = _known_of({ident: arms[ident] for ident in bucket.arms if ident in arms})
-            if len(known) > 1 and bucket.base_arm in known:
+        for regime in self._regimes:
+            known = bucket.known(regime)
+            if known:
                 return known
         return {}
 
-    def _regimes(self) -> list[Regime]:
-        """Return the regimes that may have samples, the current one first."""
-        return [self._regime, *(each for each in self._arms if each != self._regime)]
+    def _measured(self, bucket: Bucket) -> dict[Arm, Estimate]:
+        """Return the arms of a bucket that have samples in the current regime."""
+        regime = self._regimes[0]
+        return {arm: arm.estimates[regime] for arm in bucket.arms if regime in arm.estimates}
 
-    def _buckets_with(self, ident: ArmId) -> Iterator[Bucket]:
-        return (bucket for bucket in self._buckets.values() if ident in bucket.arms)
+    def _latest(self, arm: Arm) -> Estimate | None:
+        """Return an arm's estimate in the current regime, or else in another one."""
+        for regime in self._regimes:
+            if regime in arm.estimates:
+                return arm.estimates[regime]
+        return None
 
     def _note_regime(self, regime: Regime) -> bool:
         """Follow the regime of most recent steps; return whether it changed."""
-        self._other_regime = 0 if regime == self._regime else self._other_regime + 1
+        self._other_regime = 0 if regime == self._regimes[0] else self._other_regime + 1
         if self._other_regime < _REGIME_CHANGE:
             return False
-        self._regime, self._other_regime = regime, 0
-        self._forget_measured()
+        self._regimes.remove(regime)
+        self._regimes.insert(0, regime)
+        self._other_regime = 0
         return True
 
-    def _learn(self, arm: Arm, ident: ArmId, regime: Regime, num_tokens: int, us: float) -> bool:
+    def _learn(self, arm: Arm, regime: Regime, num_tokens: int, us: float) -> bool:
         """Add a sample; return whether it shows a change."""
-        jump = arm.add(num_tokens, us)
-        if isinstance(ident, tuple):
+        if regime not in self._regimes:
+            self._regimes.append(regime)
+        estimate = arm.estimate(regime)
+        jump = estimate.add(num_tokens, us)
+        if not arm.is_eager:
             return jump != 0.0
         # A cause that slows eager in one bucket (a busier host, a lower clock) slows it in all.
         # Small changes, within the noise assumed at first, concern only one band.
         watch = self._eager_watches.setdefault(regime, Watch())
-        shared, count = watch.add(arm.evidence(FIRST_NOISE), arm.surprise)
+        shared, count = watch.add(estimate.evidence(FIRST_NOISE), estimate.surprise)
         if not count:
             return jump != 0.0
-        for other, one in self._arms[regime].items():
-            if not isinstance(other, tuple) and (one is not arm or not jump):
+        for other in self._arms.values():
+            one = other.estimates.get(regime) if other.is_eager else None
+            if one is not None and (one is not estimate or not jump):
                 one.borrow(shared)
         return True
 
     # -- choosing -----------------------------------------------------------------------
 
-    def _choose(self, bucket: Bucket) -> list[CellUpdate]:
-        """Choose again in a bucket; return the cells whose answer changes."""
+    def _choose(self, bucket: Bucket) -> None:
+        """Choose again in a bucket; if answers change, its cells become stale."""
         known, ledger = self._known(bucket), self.ledger
         base = known.get(bucket.base_arm)
-        typical = 0.0 if base is None else base.expect(size_of(bucket.base_arm)) or 0.0
+        typical = 0.0 if base is None else base.expect(bucket.base_arm.size) or 0.0
         room = ledger.allowance(typical) - _at_risk_us(bucket)
         horizon = ledger.horizon()
-        return bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
+        bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
+        if bucket.stale and bucket not in self._stale:
+            self._stale.append(bucket)
 
-    def _choose_some(self) -> list[CellUpdate]:
-        """Choose again in a few of the waiting buckets."""
-        updates: list[CellUpdate] = []
-        for _ in range(min(_CHOSEN_AT_ONCE, len(self._to_choose))):
-            updates += self._choose(self._to_choose.popleft())
-        return updates
+    def _choose_later(self, arm: Arm) -> None:
+        """Have all buckets with an arm chosen again."""
+        for bucket in self._buckets.values():
+            if arm in bucket.arms and bucket not in self._to_choose:
+                self._to_choose.append(bucket)
+
+    def _choose_next(self) -> None:
+        """Choose again in the bucket that waits longest; its cells are renewed later."""
+        if self._to_choose:
+            self._choose(self._to_choose.popleft())
+
+    def _renew(self) -> list[CellUpdate]:
+        """Return the update of the bucket whose cells are stale for longest, if there is one."""
+        return [self._stale.popleft().renew()] if self._stale else []
 
     def _account(
-        self,
-        bucket: Bucket,
-        outcome: Outcome,
-        arm: Arm,
-        before: float | None,
-        us: float,
-        *,
-        is_base: bool,
+        self, bucket: Bucket, outcome: Outcome, arm: Arm, before: float | None, us: float
     ) -> None:
         """Add the steps that an outcome represents to the account against the base."""
-        ledger, size = self.ledger, outcome.batch.num_tokens
-        one_shot = outcome.decision.one_shot
-        steps = ledger.steps_for(outcome.step, one_shot=one_shot, is_base=is_base)
+        ledger, size, regime = (
+            self.ledger,
+            outcome.batch.num_tokens,
+            (outcome.clock, outcome.queued),
+        )
+        estimate, is_base = arm.estimate(regime), arm is bucket.base_arm
+        steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot, is_base=is_base)
         if outcome.decision.reason == PROBE:
             bucket.last_probe = self._step
         if is_base:
             ledger.account(steps, before or us, before or us)
-            if arm.is_known and not arm.watch.is_suspicious:
+            if estimate.is_known and not estimate.is_odd:
                 # If it became faster, it is unknown when: assume right after its last sample.
-                faster = 1.0 - min(1.0, (arm.expect(size) or us) / (before or us))
+                faster = 1.0 - min(1.0, (estimate.expect(size) or us) / (before or us))
                 ledger.lead_us -= bucket.unproven_us * faster
                 bucket.unproven_us = 0.0
             return
-        base = self._known(bucket).get(bucket.base_arm) or self._measured(bucket).get(
-            bucket.base_arm
-        )
+        base = self._latest(bucket.base_arm)
         if base is None:
             # There is nothing to compare with: count its whole time as lost.
             ledger.account(steps, us, 2.0 * us)
@@ -555,10 +546,10 @@ class AdaptivePolicy:
         ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 
-    def _next_pace(self, arm: Arm) -> int:
+    def _next_pace(self, estimate: Estimate) -> int:
         """Return the pace at which steps are to be measured from now on."""
         ledger, plain = self.ledger, self.ledger.spacing / self.pace
-        if arm.watch.is_suspicious or plain < _WORTH_SAVING or not ledger.steps:
+        if estimate.is_odd or plain < _WORTH_SAVING or not ledger.steps:
             return 1  # after an unusual time, measure again soon
         pace, mean_us = 1, ledger.base_us / ledger.steps
         while pace < _SLOWEST_PACE and self._calm >= _CALM * pace:
@@ -570,88 +561,50 @@ class AdaptivePolicy:
 
     # -- probing ------------------------------------------------------------------------
 
-    def _probe(self, bucket: Bucket, batch: Batch, ran: ArmId) -> list[CellUpdate]:
+    def _probe(self, bucket: Bucket, batch: Batch, ran: Arm) -> list[CellUpdate]:
         """Return an update that probes another arm at this batch's next step, if one is due."""
-        if batch in bucket.waiting:
+        if batch.num_tokens in bucket.waiting:
             return []
-        size = batch.num_tokens
+        size, regime = batch.num_tokens, self._regimes[0]
         current = bucket.choice(size)
-        arms = self._measured(bucket)
-        now = arms.get(current)
+        now = current.estimates.get(regime)
         if now is None:
             return []
         now_us = now.expect(size) or 0.0
-        tried = arms.get(ran)
-        if ran != current and tried is not None and tried.watch.is_suspicious:
-            return self._send(bucket, batch, ran)  # after an unusual time, probe again at once
+        tried = ran.estimates.get(regime)
+        if ran is not current and tried is not None and tried.is_odd:
+            return bucket.send_probe(batch, ran)  # after an unusual time, probe again at once
         account = self.ledger.allowance(now_us)
         soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
-        base = arms.get(bucket.base_arm)
-        if base is not None and bucket.base_arm != current:
+        base = bucket.base_arm.estimates.get(regime)
+        if base is not None and bucket.base_arm is not current:
             # Probe the base before the account is used up; the costlier the probe, the later.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
-                return self._send(bucket, batch, bucket.base_arm)
-        for ident in bucket.arms:
-            if ident == current:
+                return bucket.send_probe(batch, bucket.base_arm)
+        for arm in bucket.arms:
+            if arm is current:
                 continue
-            arm = arms.get(ident)
-            if arm is None or not arm.is_known:
-                cost = max(0.0, self._guess(ident, current, size) - 1.0) * now_us
-                if cost <= account:
-                    return self._send(bucket, batch, ident)
+            estimate = arm.estimates.get(regime)
+            if estimate is None or not estimate.is_known:
+                if (_UNKNOWN_COST - 1.0) * now_us <= account:
+                    return bucket.send_probe(batch, arm)
                 continue
             # The better an arm is known, the longer it is not probed; each probe without an
             # outcome makes the next one wait longer.
-            wait = max(2.0, arm.weight(size)) * (1 + len(bucket.waiting))
-            if self._step - arm.last_step < wait * self._random.uniform(1.0, 1.5):
+            wait = max(2.0, estimate.weight(size)) * (1 + len(bucket.waiting))
+            if self._step - estimate.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue
-            cost = PROBE_US + max(0.0, (arm.expect(size) or 0.0) - now_us)
+            cost = PROBE_US + max(0.0, (estimate.expect(size) or 0.0) - now_us)
             if cost <= _COST_AT_ONCE * self.ledger.probe_allowance():
                 self.ledger.probes_us += cost
-                return self._send(bucket, batch, ident)
+                return bucket.send_probe(batch, arm)
         return []
-
-    def _guess(self, ident: ArmId, current: ArmId, num_tokens: int) -> float:
-        """Return the time, relative to the current arm, that a hardly known arm may take.
-
-        The best guess is the arm's own time in another regime, the next best that of the most
-        similar arm.
-        """
-        for is_like in (False, True):
-            for regime in self._regimes():
-                arms = self._arms.get(regime, {})
-                one, other = arms.get(ident), arms.get(current)
-                if is_like:
-                    one, other = _most_like(ident, arms), _most_like(current, arms)
-                if one is not None and other is not None:
-                    return 1.2 * math.exp(one.log_us(num_tokens) - other.log_us(num_tokens))
-        return _UNKNOWN_COST
-
-    def _send(self, bucket: Bucket, batch: Batch, ident: ArmId) -> list[CellUpdate]:
-        bucket.waiting[batch] = ident
-        if isinstance(ident, tuple):
-            decision = replay_of(ident, batch.num_tokens, PROBE)
-        else:
-            decision = Decision.eager(PROBE, timed=True)
-        return [CellUpdate(batch, decision, one_shot=True)]
 
 
 def _at_risk_us(bucket: Bucket) -> float:
     """Return the loss that is unnoticed if the base became faster right after its last sample."""
     return bucket.unproven_us * (1.0 - 1.0 / DRIFT)
-
-
-def _known_of(measured: Mapping[ArmId, Arm]) -> dict[ArmId, Arm]:
-    return {ident: arm for ident, arm in measured.items() if arm.is_known}
-
-
-def _most_like(ident: ArmId, arms: Mapping[ArmId, Arm]) -> Arm | None:
-    """Return the arm of the same mode with the nearest size."""
-    alike = [other for other in arms if mode_of(other) is mode_of(ident)]
-    size = size_of(ident)
-    near = min(alike, key=lambda other: abs(math.log(size_of(other) / size)), default=None)
-    return None if near is None else arms[near]
 
 
 def _state_path(state: str | Path) -> Path:

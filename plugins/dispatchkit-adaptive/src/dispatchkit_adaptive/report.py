@@ -10,7 +10,8 @@ import attrs
 from dispatchkit import Batch
 
 from dispatchkit_adaptive.arms import Arm
-from dispatchkit_adaptive.buckets import ArmId, Bucket, name_of
+from dispatchkit_adaptive.buckets import Bucket
+from dispatchkit_adaptive.estimates import Estimate
 
 __all__ = ["ArmReport", "BucketReport", "describe"]
 
@@ -85,30 +86,30 @@ class BucketReport:
         return "\n".join(lines)
 
 
-def describe(bucket: Bucket, known: Mapping[ArmId, Arm], step: int) -> BucketReport:
+def describe(bucket: Bucket, known: Mapping[Arm, Estimate], step: int) -> BucketReport:
     """Return the report on a bucket."""
     low, high = bucket.sizes
     current = bucket.choice(high)
     in_use = known.get(current)
     arms = []
-    for ident in sorted(bucket.arms, key=lambda one: one != current):
-        arm = known.get(ident)
-        gap = None if arm is None or in_use is None else arm.log_us(high) - in_use.log_us(high)
+    for arm in sorted(bucket.arms, key=lambda one: one is not current):
+        one = known.get(arm)
+        gap = None if one is None or in_use is None else one.log_us(high) - in_use.log_us(high)
         arms.append(
             ArmReport(
-                arm=name_of(ident),
-                samples=0 if arm is None else arm.samples,
-                median_us=None if arm is None else arm.expect(high),
-                error=1.0 if arm is None else arm.error(high),
+                arm=arm.name,
+                samples=0 if one is None else one.samples,
+                median_us=None if one is None else one.expect(high),
+                error=1.0 if one is None else one.error(high),
                 margin=None if gap is None else math.expm1(gap),
-                age=0 if arm is None else step - arm.last_step,
+                age=0 if one is None else step - one.last_step,
             )
         )
     return BucketReport(
         sizes=(low, high),
         kind=_kind(bucket.example),
         base=str(bucket.base),
-        graph=name_of(bucket.graph),
+        graph="" if bucket.graph is None else bucket.graph.name,
         eager_up_to=_eager_up_to(bucket, low, high),
         arms=tuple(arms),
         last_probe=bucket.last_probe,
@@ -130,6 +131,6 @@ def _kind(batch: Batch) -> str:
 
 def _eager_up_to(bucket: Bucket, low: int, high: int) -> int:
     """Return the number of tokens, of ``low`` to ``high``, up to which eager is used."""
-    if bucket.band is None or bucket.choice(low) != bucket.band:
+    if not bucket.choice(low).is_eager:
         return 0
-    return high if bucket.choice(high) == bucket.band else int(bucket.limit)
+    return high if bucket.choice(high).is_eager else int(bucket.limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,13 @@ from dispatchkit import BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.errors import DispatchkitError, shortened
 from dispatchkit.files import write_whole
 
-from dispatchkit_adaptive.arms import Arm
-from dispatchkit_adaptive.buckets import ArmId, size_of
+from dispatchkit_adaptive.arms import Arm, ArmId, Regime
+from dispatchkit_adaptive.estimates import Estimate
 
-__all__ = ["Regime", "StateError", "device_fingerprint", "read_state", "write_state"]
+__all__ = ["StateError", "device_fingerprint", "read_state", "write_state"]
 
 FORMAT, VERSION = "dispatchkit-adaptive", 2
 _MAX_BYTES = 64 * 1024 * 1024
-#: The clock that measured a step, and whether other work was ahead of it on the stream.
-Regime = tuple[str, bool]
-Arms = dict[Regime, dict[ArmId, Arm]]
 
 
 class StateError(DispatchkitError, ValueError):
@@ -46,7 +43,7 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
     return found
 
 
-def write_state(path: Path, fingerprint: Mapping[str, str], arms: Arms) -> None:
+def write_state(path: Path, fingerprint: Mapping[str, str], arms: Iterable[Arm]) -> None:
     """Write arms to a file, which appears under its name only when complete.
 
     Raises:
@@ -55,18 +52,20 @@ def write_state(path: Path, fingerprint: Mapping[str, str], arms: Arms) -> None:
     body = {
         "fingerprint": dict(fingerprint),
         "arms": [
-            {"clock": clock, "queued": queued, **_facts(ident), "estimate": arm.estimate()}
-            for (clock, queued), known in arms.items()
-            for ident, arm in list(known.items())
-            if arm.is_known
+            {"clock": clock, "queued": queued, **_facts(arm.ident), "estimate": one.numbers()}
+            for arm in list(arms)
+            for (clock, queued), one in list(arm.estimates.items())
+            if one.is_known
         ],
     }
     whole = {"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}
     write_whole(path, json.dumps(whole) + "\n")
 
 
-def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) -> Arms:
-    """Return the arms stored in a file.
+def read_state(
+    path: Path, fingerprint: Mapping[str, str], history_size: int
+) -> list[tuple[ArmId, Regime, Estimate]]:
+    """Return the estimates stored in a file, each with its arm and regime.
 
     Raises:
         StateError: It cannot be read, is incomplete or not a state file, or has another version
@@ -94,14 +93,13 @@ def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) ->
             f"not for {dict(fingerprint)}."
         )
     try:
-        arms: Arms = {}
+        read = []
         for item in data["arms"]:
             regime = (str(item["clock"]), bool(item["queued"]))
-            ident = _read_ident(item)
-            arm = Arm(size_of(ident), history_size, over_tokens=not isinstance(ident, tuple))
-            arm.restore(item["estimate"])
-            arms.setdefault(regime, {})[ident] = arm
-        return arms
+            arm = Arm(_read_ident(item), history_size)
+            arm.estimate(regime).restore(item["estimate"])
+            read.append((arm.ident, regime, arm.estimates[regime]))
+        return read
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = shortened(str(error))
         raise StateError(f"{path} contains an invalid arm ({why}).") from error

@@ -1,4 +1,4 @@
-"""What is known of one arm: robust levels and slopes, and changes that are noticed."""
+"""What is known of the time of one arm: robust levels and slopes, and changes that are noticed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from dispatchkit_adaptive.arms import Arm
+from dispatchkit_adaptive.estimates import Estimate
 
 
-def make(memory: int = 64, *, over_tokens: bool = False, top: int = 700) -> Arm:
-    return Arm(top, memory, over_tokens=over_tokens)
+def make(memory: int = 64, *, over_tokens: bool = False, top: int = 700) -> Estimate:
+    return Estimate(top, memory, over_tokens=over_tokens)
 
 
-def feed(arm: Arm, cost: Callable[[int], float], sizes: list[int], seed: int = 0) -> list[float]:
+def feed(
+    arm: Estimate, cost: Callable[[int], float], sizes: list[int], seed: int = 0
+) -> list[float]:
     """Add noisy samples; return the factors of the changes that were noticed."""
     chance = random.Random(seed)
     found = []
@@ -142,7 +144,7 @@ def test_two_outliers_in_a_row_are_no_change_and_four_are() -> None:
 def test_what_is_known_is_the_same_after_a_restart() -> None:
     arm, again = make(over_tokens=True), make(over_tokens=True)
     feed(arm, lambda n: 100.0 + n, sizes(400, 700, 50))
-    again.restore(arm.estimate())
+    again.restore(arm.numbers())
     assert (again.expect(500), again.error(500)) == (arm.expect(500), arm.error(500))
     assert again.samples == 50
 

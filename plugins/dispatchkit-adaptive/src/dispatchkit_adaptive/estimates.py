@@ -1,0 +1,236 @@
+"""Estimate how long an arm takes, with a robust Kalman filter over the logarithm of its times.
+
+An arm is a way to run a step: a graph, or eager within one band of sizes. Its time is a power
+law of the number of tokens, ``log us = level + slope * log(tokens / top)``; a graph has no slope.
+Noise is a few per cent, and occasionally a step takes many times as long as usual, so samples
+more than ``CLIP`` standard errors off do not move the estimate. The level is modeled as a random
+walk, so old samples fade. Jumps are found from the mean of the latest surprises (``Watch``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import fmean, median
+from typing import Any
+
+__all__ = ["KNOWN", "Estimate", "Watch"]
+
+#: Number of samples from which an arm counts as known; the filter starts at their median.
+KNOWN = 3
+#: Standard errors at which a sample is clipped; beyond them it does not move the estimate.
+CLIP = 3.0
+#: Relative noise assumed at first, with the weight of ``KNOWN`` samples, and its lower bound.
+FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
+#: Slope of a band before it is measured, and its error: between constant and proportional time.
+FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
+#: Numbers of surprises whose mean is tested, with their square roots, and the standard errors by
+#: which the mean must be off. Without a jump this happens once in 20,000 samples; a large jump is
+#: found after three samples.
+WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
+LIMIT = 4.5
+#: A sample this far off (2.5 times) is usually an outlier. It counts for this many standard errors,
+#: so that only four of them in a row are a jump.
+OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
+#: The median of k normal samples has the variance of the mean of k / 1.57 samples.
+MEDIAN_VARIANCE = math.pi / 2.0
+#: Allowed values of an estimate read from disk: times of 1e-6 to 1e15 microseconds.
+RANGES = {
+    "samples": (KNOWN, 10**15),
+    "noise": (LEAST_NOISE, 10.0),
+    "level": (-14.0, 35.0),
+    "slope": (-10.0, 10.0),
+    "var_level": (1e-12, 100.0),
+    "covariance": (-100.0, 100.0),
+    "var_slope": (0.0, 100.0),
+}
+
+
+class Watch:
+    """Find a jump of a level by the likelihood ratio of its latest surprises.
+
+    The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If it
+    is more than ``LIMIT`` standard errors off for one of the ``WINDOWS``, the level has jumped.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[float] = [0.0]
+        self._latest: list[float] = []
+
+    def add(self, standardized: float, surprise: float) -> tuple[float, int]:
+        """Add a surprise; return the jump and the number of samples that show it, or 0 and 0."""
+        sums, latest = self._sums, self._latest
+        sums.append(sums[-1] + standardized)
+        latest.append(surprise)
+        last, count = sums[-1], len(latest)
+        most, shown = LIMIT, 0
+        for window, root in WINDOWS:
+            if window > count:
+                break
+            off = abs(last - sums[-1 - window]) / root
+            if off > most:
+                most, shown = off, window
+        if shown:
+            jump = median(latest[-shown:])
+            self.clear()
+            return jump, shown
+        if count >= 2 * WINDOWS[-1][0]:
+            del sums[: -WINDOWS[-1][0] - 1], latest[: -WINDOWS[-1][0]]
+        return 0.0, 0
+
+    def clear(self) -> None:
+        """Discard all surprises, since the level has been moved."""
+        self._sums, self._latest = [0.0], []
+
+
+class Estimate:
+    """The time of one arm in one regime.
+
+    Args:
+        top: Largest number of tokens of the arm; the level is the logarithm of its time there.
+        memory: Approximate number of latest samples that determine the level.
+        over_tokens: The time depends on the number of tokens.
+
+    Attributes:
+        samples: Number of samples.
+        noise: Relative standard deviation of a sample.
+        last_step: Number of the step that was measured last.
+        surprise: Logarithm of the ratio of the last sample to the expected time.
+        surprise_error: Standard error of ``surprise``.
+        is_odd: The last sample is halfway to a jump.
+    """
+
+    def __init__(self, top: int, memory: int, *, over_tokens: bool) -> None:
+        self.samples, self.noise, self.last_step = 0, FIRST_NOISE, 0
+        self.surprise, self.surprise_error = 0.0, 1.0
+        self.is_odd = False
+        self.watch = Watch()
+        self._log_top = math.log(top)
+        self._drift = 1.0 / (memory * memory)
+        self._first: list[tuple[float, float]] = []
+        self._level = math.inf
+        self._slope, self._var_slope = 0.0, 0.0
+        if over_tokens:
+            self._slope, self._var_slope = FIRST_SLOPE, FIRST_SLOPE_ERROR**2
+        self._var_level, self._covariance = 1.0, 0.0
+        self._borrowed = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough samples to compare it with other arms."""
+        return self.samples >= KNOWN
+
+    def log_us(self, num_tokens: float) -> float:
+        """Return the logarithm of the expected microseconds; infinite without samples."""
+        return self._level + self._slope * (math.log(num_tokens) - self._log_top)
+
+    def expect(self, num_tokens: float) -> float | None:
+        """Return the expected microseconds for a number of tokens; None without samples."""
+        return math.exp(self.log_us(num_tokens)) if self.samples else None
+
+    def error(self, num_tokens: float) -> float:
+        """Return the relative standard error of the expected time for a number of tokens."""
+        off = math.log(num_tokens) - self._log_top
+        return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
+
+    def weight(self, num_tokens: float) -> float:
+        """Return how many samples of this size the estimate is worth."""
+        return (self.noise / self.error(num_tokens)) ** 2
+
+    def largest(self, log_us: float) -> float:
+        """Return the most tokens that take at most the given time; -inf if none do."""
+        off = log_us - self._level
+        if self._slope <= 1e-3:
+            return math.inf if off >= 0.0 else -math.inf
+        return math.exp(min(off / self._slope + self._log_top, 700.0))
+
+    def add(self, num_tokens: float, us: float) -> float:
+        """Add a sample; return the jump of the level (a logarithm), 0 if there is none."""
+        off, log_us = math.log(num_tokens) - self._log_top, math.log(us)
+        self.samples += 1
+        self._borrowed = 0.0
+        if self.samples <= KNOWN:
+            self._first.append((off, log_us - self._slope * off))
+            self._level = median(level for _, level in self._first)
+            # The estimate is certain where it was measured; at the top, the slope adds its error.
+            off = fmean(one for one, _ in self._first)
+            self._covariance = -off * self._var_slope
+            self._var_level = MEDIAN_VARIANCE * self.noise**2 / self.samples
+            self._var_level += off * off * self._var_slope
+            return 0.0
+        noise2 = self.noise * self.noise
+        self._var_level += self._drift * noise2
+        along = self._var_level + off * self._covariance
+        along_slope = self._covariance + off * self._var_slope
+        total = along + off * along_slope + noise2
+        self.surprise_error = error = math.sqrt(total)
+        self.surprise = log_us - self._level - self._slope * off
+        standardized = min(max(self.surprise / error, -CLIP), CLIP)
+        weight = min(KNOWN + self.samples, WINDOWS[-1][0])
+        noise2 *= 1.0 + (standardized * standardized - 1.0) / weight
+        self.noise = max(LEAST_NOISE, math.sqrt(noise2))
+        evidence = self.evidence(LEAST_NOISE)
+        self.is_odd = abs(evidence) > 0.5 * LIMIT
+        jump, count = self.watch.add(evidence, self.surprise)
+        if count:
+            self._level += jump
+            self._var_level += MEDIAN_VARIANCE * noise2 / count
+            return jump
+        if abs(standardized) >= CLIP:
+            return 0.0
+        clipped = self.surprise / total
+        self._level += along * clipped
+        self._slope += along_slope * clipped
+        self._var_level -= along * along / total
+        self._covariance -= along * along_slope / total
+        self._var_slope -= along_slope * along_slope / total
+        return 0.0
+
+    def evidence(self, least_error: float) -> float:
+        """Return the last surprise in standard errors, limited to what counts for a jump."""
+        if abs(self.surprise) > OUTLIER:
+            return math.copysign(OUTLIER_EVIDENCE, self.surprise)
+        return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
+
+    def borrow(self, jump: float) -> None:
+        """Apply a jump seen in other arms; at most ``OUTLIER`` in all until the next sample."""
+        believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
+        jump, self._borrowed = believed - self._borrowed, believed
+        self._level += jump
+        self._var_level += 0.25 * jump * jump
+        self.watch.clear()
+
+    # -- on disk ------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, float]:
+        """Return the estimate as numbers, for ``restore``."""
+        return {
+            "samples": self.samples,
+            "noise": self.noise,
+            "level": self._level,
+            "slope": self._slope,
+            "var_level": self._var_level,
+            "covariance": self._covariance,
+            "var_slope": self._var_slope,
+        }
+
+    def restore(self, numbers: Mapping[str, Any]) -> None:
+        """Restore an estimate that ``numbers`` returned.
+
+        Raises:
+            ValueError: A number is missing, out of range, or inconsistent with another.
+        """
+        if set(numbers) != set(self.numbers()):
+            raise ValueError(f"an estimate with fields {sorted(numbers)}")
+        for name, (least, most) in RANGES.items():
+            value = numbers[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and least <= value <= most):  # NaN is in no range
+                raise ValueError(f"{name} {value!r}")
+        if numbers["covariance"] ** 2 > numbers["var_level"] * numbers["var_slope"] * (1 + 1e-6):
+            raise ValueError(f"covariance {numbers['covariance']!r}")
+        self.samples, self.noise = int(numbers["samples"]), float(numbers["noise"])
+        self._level, self._slope = float(numbers["level"]), float(numbers["slope"])
+        self._var_level = float(numbers["var_level"])
+        self._covariance = float(numbers["covariance"])
+        self._var_slope = float(numbers["var_slope"])
