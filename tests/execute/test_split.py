@@ -222,8 +222,8 @@ def test_a_step_that_draws_or_counts_its_runs_is_not_split():
         return x + 1
 
     for step, state, what in (
-        (lambda x: x + torch.rand_like(x), (), "it draws random numbers"),
-        (counts, [count], "it changes state, and would do so once for each part"),
+        (lambda x: x + torch.rand_like(x), (), "the step draws random numbers"),
+        (counts, [count], "the step changes state, and would change it again for each part"),
     ):
         runner = make(step, state=state)
         with pytest.warns(EagerStepWarning, match="rows_not_independent"):

@@ -209,7 +209,7 @@ def test_output_that_cannot_be_cut_serves_full_buckets_with_the_way_out(make_run
         same(runner(torch.arange(3)), step(torch.arange(3)))
     same(runner(torch.arange(4)), step(torch.arange(4)))
     assert runner.stats().eager_by_reason == {"rows_not_the_bucket": 1}
-    assert "replays only 4 rows, rows_not_the_bucket: output 0 has no dim" in str(runner)
+    assert "replays only 4 rows, rows_not_the_bucket: output 0 has no batch dim" in str(runner)
 
 
 def test_declared_batch_dimensions(make_runner):

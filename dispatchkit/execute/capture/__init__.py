@@ -1,1 +1,1 @@
-"""Capture of keys, and the life cycle of their graphs."""
+"""Capture of graphs, and the life cycle of captured keys."""

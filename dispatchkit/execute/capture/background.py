@@ -1,4 +1,4 @@
-"""Background captures: a thread captures keys in turns with other threads' steps."""
+"""Background captures: a thread captures keys while other threads run steps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Captures one key; returns the problem ("" if there is none) and the pauses that were too long.
-#: None: the runner no longer exists.
+#: Captures one key. Returns the problem, or None if there is none, and the pauses that exceeded the
+#: limit. Returns None instead of a tuple if the runner no longer exists.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
 class BackgroundCapture:
-    """Keys captured by a thread while others run steps; returned by ``capture_in_background``.
+    """A background capture, returned by ``capture_in_background``.
 
-    It ends when all keys were tried, when the runner is freed, or when the interpreter exits.
+    It ends after all keys were tried, when the runner is freed, or when the interpreter exits.
 
     Args:
-        keys: The keys, in order.
-        capture: Captures one key.
-        num_bytes: Returns the bytes taken by the runner's graphs.
+        keys: Keys to capture, in order.
+        capture: Function that captures one key.
+        num_bytes: Function that returns the memory of the runner's graphs in bytes.
 
     Attributes:
-        keys: The keys.
-        pauses: Pauses of steps that were longer than requested, and their causes.
+        keys: Keys to capture, in order.
+        pauses: Pauses of steps that exceeded the limit, and their causes.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class BackgroundCapture:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Return whether all keys were tried, or it was stopped."""
+        """Return whether all keys were tried or the capture was stopped."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> CaptureReport:
-        """Wait until it is done; return the report so far.
+        """Wait until the capture ends, and return the report so far.
 
         Args:
-            timeout: Seconds to wait at most.
+            timeout: Maximum time to wait in seconds; None waits without limit.
         """
         self._thread.join(timeout)
         return self.report()
 
     def stop(self) -> CaptureReport:
-        """Stop after the key in progress; return the report."""
+        """Stop after the key in progress and return the report."""
         self._is_stopped.set()
         return self.wait()
 

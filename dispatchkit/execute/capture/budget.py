@@ -1,12 +1,11 @@
 """Budgets for the number and memory of graphs, and the order of eviction.
 
-A budget in bytes holds at all times: a rehearsal on the device measures how much memory a graph
-will take, and a capture that does not fit is not begun. Graphs of one pool share their memory. So
-to free memory the whole pool is released, as a group, and graphs that are still needed are captured
-again.
+A budget in bytes is never exceeded: a rehearsal on the device measures the memory of a graph, and a
+capture that would not fit is not begun. Because the graphs of a pool share memory, the whole pool
+is released to free memory, and graphs that are still needed are captured again.
 
-There may be two budgets in bytes: the runner's own, for the lane's pool and outputs, and that of a
-``GraphMemory``, for all memory that runners share.
+Two budgets in bytes may apply: the runner's own for the lane's pool and outputs, and that of a
+``GraphMemory`` for all memory that runners share.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 from dispatchkit.options import MemoryOptions
 
-# Evictions per graph within the limit after which churn is warned about.
+# Number of evictions per allowed graph after which churn is reported.
 _CHURN = 4
 
 
 class ChurnWarning(RuntimeWarning):
-    """Graphs are captured and evicted again and again."""
+    """Graphs are repeatedly captured and evicted."""
 
 
 def _least_recent(step: CapturedKey) -> float:
@@ -40,7 +39,7 @@ def _least_recent(step: CapturedKey) -> float:
 
 
 def _least_useful(step: CapturedKey) -> float:
-    """Tokens served since the capture, per token of the graph's size."""
+    """Return the number of launches since the capture, divided by the graph's size in tokens."""
     return step.hits / step.key.num_tokens
 
 
@@ -55,10 +54,10 @@ class _ExceededBudget:
     """A budget that would be exceeded.
 
     Attributes:
-        need: Bytes that would be needed.
-        limit: Bytes that are allowed.
-        elsewhere: Needed bytes that evicting the pool would not free.
-        is_shared: The budget is shared by several runners.
+        need: Required memory in bytes.
+        limit: Allowed memory in bytes.
+        elsewhere: Part of the required memory that evicting the pool would not free, in bytes.
+        is_shared: Whether several runners share the budget.
     """
 
     need: int
@@ -68,12 +67,12 @@ class _ExceededBudget:
 
 
 def _exceeded_budget(lane: Lane, limit: int | None, num_bytes: int) -> _ExceededBudget | None:
-    """Return the budget that more bytes for a lane would exceed, or None.
+    """Return the budget that an allocation for a lane would exceed, or None.
 
     Args:
-        lane: The lane.
-        limit: Its runner's own limit.
-        num_bytes: Additional bytes; 0 to check the current state.
+        lane: Lane that needs the memory.
+        limit: Limit of the lane's runner in bytes, or None.
+        num_bytes: Size of the allocation in bytes; 0 checks the current state.
     """
     if limit is not None and (need := lane.num_bytes() + num_bytes) > limit:
         return _ExceededBudget(need, limit, 0, is_shared=False)
@@ -90,14 +89,14 @@ class OverBudgetError(CaptureError):
     """A capture would exceed a memory budget; no memory was taken.
 
     Attributes:
-        fits_alone: As far as known, it would fit if its pool had no other graphs.
+        fits_alone: Whether the graph is expected to fit if its pool had no other graphs.
     """
 
     def __init__(self, key: GraphKey, passed: _ExceededBudget, *, fits_alone: bool) -> None:
         whose = " of the shared GraphMemory" if passed.is_shared else ""
         super().__init__(
-            f"{key} would increase the graphs' memory to {passed.need} bytes, above "
-            f"max_bytes{whose} ({passed.limit}).",
+            f"Capturing {key} would increase the memory of graphs to {passed.need} bytes, but "
+            f"max_bytes{whose} is {passed.limit}. Increase max_bytes, or capture fewer sizes.",
             key=str(key),
             reason="over_budget",
         )
@@ -105,14 +104,14 @@ class OverBudgetError(CaptureError):
 
 
 class Admission:
-    """Admits memory for the capture of one key, before it is taken.
+    """Check of the memory budgets for one capture, made before memory is allocated.
 
     Args:
-        key: The key being captured.
-        limit: Most bytes of the lane's graphs in its runner's own budget.
-        lane: The lane.
-        forecast: Bytes the key's graph is expected to need, or None; for backends that cannot
-            rehearse.
+        key: Key to capture.
+        limit: Limit of the lane's runner in bytes, or None.
+        lane: Lane of the capture.
+        forecast: Function that returns the expected memory of a key's graph in bytes, or None; used
+            if the backend has no rehearsals.
         evict_others: Function that evicts graphs outside the pool to free memory for a budget, and
             returns whether it evicted any.
     """
@@ -129,10 +128,10 @@ class Admission:
         self._forecast, self._evict_others = forecast, evict_others
 
     def ask(self, num_bytes: int) -> None:
-        """Return if this many more bytes may be taken.
+        """Check that an allocation fits, and evict other graphs if necessary and possible.
 
         Raises:
-            OverBudgetError: They exceed a budget.
+            OverBudgetError: The allocation would exceed a budget.
         """
         while num_bytes and (passed := _exceeded_budget(self._lane, self._limit, num_bytes)):
             if not (passed.is_shared and self._evict_others(passed)):
@@ -142,16 +141,16 @@ class Admission:
     def ask_for_graph(
         self, trial: Callable[[], Any], generators: Iterable[Any], more: int = 0
     ) -> None:
-        """Return if a graph may take memory in the pool and this many bytes elsewhere.
+        """Check that a graph fits, and evict other graphs if necessary and possible.
 
         Args:
-            trial: Runs the operations of the graph.
-            generators: Random generators it draws from.
-            more: Bytes outside the pool.
+            trial: Function that runs the operations of the graph.
+            generators: Random generators that the operations draw from.
+            more: Memory outside the pool that the capture needs, in bytes.
 
         Raises:
-            OverBudgetError: It exceeds a budget.
-            CaptureError: It cannot be captured.
+            OverBudgetError: The graph would exceed a budget.
+            CaptureError: The operations cannot be captured.
         """
         lane, memory = self._lane, self._lane.group.memory
         if memory is not None:
@@ -167,31 +166,31 @@ class Admission:
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
 
     def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
-        """Return an upper bound of the pool's growth, in bytes."""
+        """Return an upper bound of the growth of a pool in bytes."""
         backend = self._lane.backend
         rehearsals = features_of(backend).rehearsals
         if rehearsals is not None:
             return rehearsals.rehearse(
                 trial, stream=self._lane.stream, pool=pool, generators=generators
             )
-        # Only an estimate; a graph that turns out larger is evicted after the capture.
+        # This is an estimate. A graph that turns out larger is evicted after the capture.
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 
 class MemoryBudget:
-    """Keep the graphs of a lane within their limits.
+    """The limits of a lane's graphs, and the evictions that enforce them.
 
     Args:
-        limits: The limits.
-        lane: The lane.
-        graphs: The graphs of the lane.
+        limits: Limits of the runner.
+        lane: Lane of the graphs.
+        graphs: Live graphs of the lane.
         counters: Counters of evictions and captures.
-        forecast: Returns the bytes a key's graph is expected to need, or None.
+        forecast: Function that returns the expected memory of a key's graph in bytes, or None.
 
     Attributes:
-        limits: The limits in force.
-        score: The graph with the lowest score is evicted first; None: the order named by the
-            limits.
+        limits: Current limits of the runner.
+        score: Function that returns the score of a graph; the lowest score is evicted first. None
+            uses ``limits.eviction``.
     """
 
     def __init__(
@@ -210,10 +209,10 @@ class MemoryBudget:
         self.score: Callable[[CapturedKey], float] | None = None
 
     def update(self, limits: MemoryOptions) -> Mapping[PoolMember, list[GraphKey]]:
-        """Change the limits, and evict graphs until they hold.
+        """Change the limits, and evict graphs that exceed them.
 
         Returns:
-            The keys that lost their graph with the whole pool and may fit into a new one.
+            The keys that lost their graphs with the whole pool and may fit into a new pool.
         """
         self.limits = limits
         self._note_limit()
@@ -228,7 +227,7 @@ class MemoryBudget:
 
     @property
     def refusal(self) -> str:
-        """Why a key is skipped if no more graphs are allowed."""
+        """The reason for skipping a key if ``max_graphs`` is reached."""
         return f"over_budget: max_graphs is {self.limits.max_graphs}"
 
     def has_slot(self) -> bool:
@@ -237,19 +236,22 @@ class MemoryBudget:
         return limit is None or self._graphs.count() < limit
 
     def evict_until_fits(self) -> None:
-        """Evict graphs until one more is allowed.
+        """Evict graphs until one more graph is allowed.
 
         Raises:
-            CaptureError: No graph is allowed.
+            CaptureError: ``max_graphs`` is 0.
         """
         limit = self.limits.max_graphs
         if limit == 0:
-            raise CaptureError("max_graphs is 0, so no graph may be kept.", reason="over_budget")
+            raise CaptureError(
+                "max_graphs is 0, so no graph can be captured. Increase max_graphs.",
+                reason="over_budget",
+            )
         while not self.has_slot():
             self._evict_one(self._graphs.by_key().values())
 
     def admission(self, key: GraphKey, *, evict: bool) -> Admission | None:
-        """Return the memory admission for the capture of a key; None if there is no limit."""
+        """Return the memory check for the capture of a key; None if there is no limit."""
         limit, memory = self.limits.max_bytes, self._lane.group.memory
         if limit is None and (memory is None or memory.max_bytes is None):
             return None
@@ -257,22 +259,22 @@ class MemoryBudget:
         return Admission(key, limit, self._lane, self._forecast, evict_others)
 
     def drop_pool(self) -> None:
-        """Start a new pool once all of its lanes' graphs are gone."""
+        """Release shared outputs, and start a new pool if the current one has no graphs."""
         self._lane.drop_outputs()
         group = self._lane.group
         if not group.num_graphs():
             group.start_pool()
 
     def check(self, key: GraphKey, step: CapturedKey, *, evict: bool) -> None:
-        """Release a graph that took more memory than forecast and exceeds a budget.
+        """Check a new graph, and release it if a budget is exceeded.
 
         Args:
-            key: The captured key.
-            step: The graph.
-            evict: Idle pools of other runners may be evicted first.
+            key: Key of the graph.
+            step: Captured key.
+            evict: Whether idle pools of other runners may be evicted.
 
         Raises:
-            OverBudgetError: It exceeds a budget.
+            OverBudgetError: The graph needs more memory than forecast and exceeds a budget.
         """
         limit = self.limits.max_bytes
         passed = _exceeded_budget(self._lane, limit, 0)
@@ -287,14 +289,14 @@ class MemoryBudget:
         raise OverBudgetError(key, passed, fits_alone=False)
 
     def warn_of_churn(self) -> None:
-        """Warn once when most captured graphs are evicted again."""
+        """Warn once if most captured graphs have been evicted."""
         evictions, room = self._graphs.num_evicted_for_budget, self.limits.max_graphs or 1
         is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
         if is_churn and self._once.first():
             warn_at_call(
                 f"{evictions} of {self._counters.captures} captured graphs were evicted again, "
-                "because the batches need more graphs than the budget allows. Raise max_graphs "
-                "or max_bytes, use fewer sizes, or raise capture_after.",
+                "because the batches need more graphs than the budget allows. Increase max_graphs, "
+                "max_bytes or capture_after, or use fewer capture sizes.",
                 ChurnWarning,
             )
 
@@ -304,7 +306,7 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _evict_others(self, passed: _ExceededBudget) -> bool:
-        """Evict an idle pool of others, or a graph whose memory is not shared."""
+        """Evict an idle pool or a graph with memory of its own; return whether one was evicted."""
         if passed.is_shared and self._evict_idle():
             return True
         holding = [
@@ -317,7 +319,7 @@ class MemoryBudget:
         return bool(holding)
 
     def _evict_idle(self) -> bool:
-        """Evict the graphs of another pool that shares the budget; False if there is none."""
+        """Evict an idle pool that shares the budget, and return whether one was evicted."""
         group = self._lane.group
         return group.memory is not None and group.memory.evict_idle_group(group)
 

@@ -1,7 +1,7 @@
 """Capture of one key: its warmup and its graphs.
 
-Everything a warmup changes is restored; a capture itself changes nothing, as backends guarantee. In
-any case, the step has not run for the caller when this returns.
+Everything that a warmup changes is restored. Backends guarantee that a capture itself changes
+nothing. So a capture never counts as a step of the caller.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ _UNSAFE = frozenset({torch.Tag.cudagraph_unsafe})
 
 
 class Capturer:
-    """Capture keys on one lane.
+    """Factory of captured keys on one lane.
 
     Args:
-        warmups: Warms keys up; has the step and the state it changes.
-        lane: The lane.
-        guard: Reads the modes that graphs are captured under.
-        share_outputs: Whether graphs write their outputs to shared memory of the lane.
-        prove_rows: Prove that padding does not change the rows of a batch.
-        rows_independent: Rows are declared independent of each other; that is proven, too.
-        keeps_outputs: Callers may still read the last results of a graph.
-        notes_facts: Store with each graph the values it has built in, for check mode.
-        break_on_unsafe: In segments, operators tagged as not capturable run eager.
+        warmups: Warmups of the step.
+        lane: Lane of the graphs.
+        guard: Guard that reads the modes of the capture.
+        share_outputs: Function that returns whether graphs write outputs to memory that they share.
+        prove_rows: Whether to prove that padding does not change the rows of a batch.
+        rows_independent: Whether rows are declared independent of each other, which is then proven.
+        keeps_outputs: Whether callers may still read the last results of a graph.
+        notes_facts: Whether to store the values built into each graph, for check mode.
+        break_on_unsafe: Whether operators tagged as unsafe to capture run eager in segments.
     """
 
     def __init__(
@@ -103,26 +103,26 @@ class Capturer:
         self._prover = RowProver(warmups, lane, keeps_outputs=keeps_outputs) if prove_rows else None
 
     def facts_now(self, buffers: InputBuffers) -> Facts:
-        """Return the addresses and numbers that a graph of the step would have built in."""
+        """Return the addresses and values that a capture would build into a graph now."""
         return facts_of(self._step.pieces, self._guard.modules, buffers)
 
     def allows_turns(self, key: GraphKey) -> bool:
-        """Return whether steps may run between the parts of a key's capture.
+        """Return whether steps may run between the phases of a key's capture.
 
-        They may if the capture's runs are invisible to steps: they change no state, draw no random
-        numbers and replay no other graph. Steps may change the data they read, since their results
-        are discarded.
+        This requires that the runs of the capture do not affect steps: they change no state, draw
+        no random numbers and replay no other graph. Steps may change the data that these runs read,
+        because the results of the runs are discarded.
         """
         return (
             key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
         )
 
     def is_known(self, key: GraphKey) -> bool:
-        """Return whether a warmup has shown the behaviour of keys like this one."""
+        """Return whether a key of the same family was warmed up."""
         return self._warmups.is_known(key)
 
     def forget(self) -> None:
-        """Look up again what the step reads, since it may have been replaced."""
+        """Discard recorded facts about the step, because its tensors may have been replaced."""
         self._maker.forget()
         self._warmups.forget()
         self._dims.clear()
@@ -130,7 +130,7 @@ class Capturer:
             self._prover.forget()
 
     def note_gradients(self) -> None:
-        """Make eager steps run in the caller's grad mode, since the step differentiates."""
+        """Make eager steps run in the caller's grad mode, because the step needs gradients."""
         self._warmups.needs_gradients = True
 
     def capture(
@@ -140,17 +140,18 @@ class Capturer:
         admission: Admission | None = None,
         sample: Sequence[Any] | None = None,
     ) -> CapturedKey:
-        """Capture a key; the step's state, generators and other keys do not change.
+        """Capture a key without changing state, generators or other keys.
 
         Args:
-            key: The key to capture.
-            other_sizes: Returns further sizes the step can be run at, to measure its outputs.
-            admission: Admits memory before it is taken; None if there is no limit.
-            sample: The inputs of the call that needs it, if any.
+            key: Key to capture.
+            other_sizes: Function that returns other sizes at which the step can run, to measure its
+                outputs.
+            admission: Check of the memory budgets; None if there is no limit.
+            sample: Inputs of the call that requests the key, if any.
 
         Raises:
-            CaptureError: It cannot be captured, for a reason to count.
-            OverBudgetError: It would exceed a memory budget.
+            CaptureError: The key cannot be captured.
+            OverBudgetError: The graph would exceed a memory budget.
         """
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
@@ -172,21 +173,21 @@ class Capturer:
         captured: CapturedKey,
         sample: Sequence[Any],
     ) -> RowProof:
-        """Return the effect of padding on a graph, for the inputs of a padded call.
+        """Prove, with the inputs of a padded call, that padding does not change rows.
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
-            Exception: Anything a replay raises.
+            Exception: A replay raised.
         """
         nothing_shown = attrs.evolve(captured.rows, open_calls=0)
         return self._proven(captured, RowProver.prove_by, nothing_shown, sample)
 
     def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
-        """Return whether rows of a graph depend on each other, for the inputs of a part.
+        """Prove, with the inputs of a part, that rows do not depend on each other.
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
-            Exception: Anything a replay raises.
+            Exception: A replay raised.
         """
         nothing_shown = attrs.evolve(captured.rows, open_parts=0)
         return self._proven(captured, RowProver.prove_independent, nothing_shown, sample)
@@ -198,7 +199,7 @@ class Capturer:
         nothing_shown: RowProof,
         sample: Sequence[Any],
     ) -> RowProof:
-        """Run a proof with a call's inputs and return its result; its changes are undone."""
+        """Run a proof on the inputs of a call, and undo its changes."""
         prover = self._prover
         if prover is None or not self._warmups.may_restore():
             return nothing_shown
@@ -210,7 +211,7 @@ class Capturer:
         return self._contained(captured.key, run)
 
     def warm(self, key: GraphKey) -> None:
-        """Warm a key up without capturing it; its changes are undone.
+        """Warm up a key without capturing it, and undo the changes.
 
         Raises:
             CaptureError: The key is larger than the static inputs.
@@ -218,10 +219,10 @@ class Capturer:
         self._contained(key, partial(self._warm_up, key))
 
     def expect_bytes(self, key: GraphKey) -> int:
-        """Return the memory of a key's graph in a separate pool, including outputs.
+        """Return the memory in bytes of a key's graph with its outputs in a new pool.
 
         Raises:
-            CaptureError: It cannot be warmed up or captured.
+            CaptureError: The key cannot be warmed up or captured.
         """
         return self._contained(key, partial(self._expect, key))
 
@@ -246,7 +247,7 @@ class Capturer:
             del seen
         slots = self._slots(outputs, layout) if layout is not None else []
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
-        del outputs  # allocations of the warmup still alive here are kept by the step
+        del outputs  # so that only allocations that the step keeps are still alive
         if key.mode is RuntimeMode.FULL:
             captured = self._capture_full(key, slots, layout, admission, notes)
         elif self._step.in_segments:
@@ -268,9 +269,9 @@ class Capturer:
         other_sizes: Callable[[], Sequence[int]],
         sample: Sequence[Any] | None,
     ) -> RowProof:
-        """Return what padding does to a graph."""
+        """Prove that smaller batches may replay a new graph."""
         if (index := captured.layout.open_output) is not None:
-            found = f"output {index} has no dimension that is the batch at every size"
+            found = f"output {index} has no batch dimension that is the same at all sizes"
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
         if self._prover is None:
             return RowProof()
@@ -282,10 +283,10 @@ class Capturer:
         return self._prover.prove_by(captured, snapshot, rows, sample)
 
     def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
-        """Return the Python values among a step's outputs at a number of rows, by leaf.
+        """Return the Python values in a step's outputs for a number of rows, by leaf index.
 
         Raises:
-            CaptureError: The step cannot be run so, or returns something else than at its size.
+            CaptureError: The outputs have a different layout than at the key's size.
         """
         key = captured.key
 
@@ -311,13 +312,12 @@ class Capturer:
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
-        """Run the step on dummy rows and undo everything that changes.
+        """Run the step on dummy rows and undo all changes, including modes of this thread.
 
-        This includes the modes of this thread. If the step creates a cache in Python meanwhile, it
-        keeps the cache and is run again with it.
+        If the step creates a cache in Python, the cache is kept and the run is repeated.
 
         Raises:
-            CaptureError: The step has Python state, or this was its first call.
+            CaptureError: The step changes Python state in each call, or this was its first call.
         """
         modes, had_dynamo = ThreadModes(), dynamo_is_loaded()
         try:
@@ -340,21 +340,21 @@ class Capturer:
                     except Exception:
                         if is_again or had_dynamo or not dynamo_is_loaded():
                             raise
-                        # The step has loaded Dynamo under a mode that was not hidden from it.
+                        # The step imported Dynamo under a mode that was not hidden from Dynamo.
                         changed = None
                     if changed is not None:
                         self._classify_changes(changed, key)
                     is_again = True
             finally:
                 modes.put_back()
-        finally:  # again: a signal handler may have raised in the first
+        finally:  # repeated, because a signal handler may have raised in the first one
             modes.put_back()
 
     def _classify_changes(self, changed: PythonChangedError, key: GraphKey) -> None:
-        """Classify Python state that a run has changed; return if it can be captured.
+        """Classify the changes of Python state in a run, and raise if they prevent a capture.
 
         Raises:
-            CaptureError: The step has Python state, or this was its first call.
+            CaptureError: The step changes Python state in each call, or this was its first call.
         """
         self._watch_again()
         buffers = self._lane.buffers_of(key)
@@ -380,10 +380,10 @@ class Capturer:
 
     @contextmanager
     def _undone(self, key: GraphKey) -> Iterator[Snapshot]:
-        """Prepare the lane for a key, and restore state at the end, including Python state.
+        """Prepare the lane for a key, and restore state and Python state on exit.
 
         Raises:
-            PythonChangedError: Python state was changed.
+            PythonChangedError: The step changed Python state.
         """
         in_pieces = key.mode is RuntimeMode.PIECEWISE
         contained = self._warmups.effects.contained(graphs_alone=in_pieces)
@@ -392,12 +392,12 @@ class Capturer:
 
     @contextmanager
     def _set_up(self, key: GraphKey) -> Iterator[Snapshot]:
-        """Prepare the lane for a key, and restore state at the end."""
+        """Prepare the lane for a key, and restore state on exit."""
         lane = self._lane
         if key.num_tokens > lane.buffers.num_rows:
             raise CaptureError(
-                f"{key} is larger than the static inputs ({lane.buffers.num_rows} rows). Declare "
-                "it before creating the runner.",
+                f"{key} is larger than the static inputs, which have {lane.buffers.num_rows} rows. "
+                "Include the size in capture_sizes when creating the runner.",
                 key=str(key),
                 reason="too_large",
             )
@@ -412,13 +412,13 @@ class Capturer:
             yield snapshot
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
-        """Count values that were found replaced since the capture."""
+        """Count values that were replaced since the capture."""
         self._warmups.effects.note_replaced(entries)
 
     # -- graphs -------------------------------------------------------------------------
 
     def _slots(self, outputs: Any, layout: OutputLayout | None) -> list[OutputSlot | None]:
-        """Return the memory that the graph writes each output to; None if it stays in place."""
+        """Return the slot of each output; None if an output stays in the graph's memory."""
         leaves = leaves_of(outputs)
         if not self._share_outputs():
             return [None] * len(leaves)
@@ -447,12 +447,12 @@ class Capturer:
             return self._step(views)
 
         if path.staging is not None:
-            notes = None  # the warmup did not have that copy
+            notes = None  # the warmup did not include the copy from pinned memory
         compiled = self._warmups.compiled_code(key)
         name = (family_of(key), 0)
         draws = self._warmups.may_draw(key)
-        # The last work to wait for may be on the warmup's stream: a step that waited for that
-        # stream during the capture would become part of the capture.
+        # The next step would wait for the stream of the warmup. Doing this during the capture would
+        # make the step part of the capture.
         self._lane.order()
         made = self._maker.capture(step, slots, admission, name, notes, compiled, draws=draws)
         path.attach(made.graph)
@@ -472,15 +472,15 @@ class Capturer:
         """Return the captured key for the registry.
 
         Raises:
-            CaptureError: Its outputs differ from those of the warmup.
+            CaptureError: The outputs have a different layout than in the warmup.
         """
         lane, warmups = self._lane, self._warmups
         if layout is None:
             layout = warmups.declared(outputs, key.num_tokens)
         elif not layout.fits(outputs, key.num_tokens):
             raise CaptureError(
-                "The step's outputs had a different structure, shape or dtype in the capture "
-                "than in the warmup. A step must not depend on being captured.",
+                "The outputs of the step have a different structure, shape or dtype in the capture "
+                "than in the warmup. Return the same layout in both.",
                 key=str(key),
                 reason="output_layout",
             )
@@ -525,7 +525,7 @@ class Capturer:
         layout: OutputLayout | None,
         admission: Admission | None,
     ) -> CapturedKey:
-        """Capture piece by piece, replaying each so that eager pieces see real values."""
+        """Capture piece by piece, and replay each graph so that eager pieces read real values."""
         views = self._warmups.views(key, key.num_tokens)
         stable = StorageSet(view for view in views.values() if isinstance(view, torch.Tensor))
         compiled = self._warmups.compiled_code(key)
@@ -547,7 +547,7 @@ class Capturer:
                     link, static = self._link(index, value, stable, admission)
                     args = (static,)
                     if isinstance(parts[-1], GraphPart):
-                        link = None  # directly from graph to graph: nothing is copied
+                        link = None  # consecutive graphs need no copy
                 call, name = _calling(piece.fn, args, inputs), (family_of(key), index)
                 own = slots if index == last else []
                 made = self._maker.capture(
@@ -569,8 +569,8 @@ class Capturer:
             for graph in graphs:
                 graph.release()
             raise
-        # Values between pieces are used only within one launch, and launches of a lane do not
-        # overlap. They are not kept alive, so that graphs of all sizes can reuse their memory.
+        # Values between pieces are not kept alive, so that graphs of all sizes can reuse their
+        # memory. This is safe, because launches of a lane do not overlap.
         for part in parts:
             if isinstance(part, GraphPart):
                 leaves, spec = tree_flatten(part.outputs)
@@ -587,11 +587,11 @@ class Capturer:
         layout: OutputLayout | None,
         admission: Admission | None,
     ) -> CapturedKey:
-        """Capture a step that is one function, in segments around what runs eager in it.
+        """Capture a step that is one function in segments around its eager calls.
 
         Raises:
-            CaptureError: A call in it may return something different at a replay, and the step's
-                changes up to then could not be undone.
+            CaptureError: An eager call may return a different value in a replay, and earlier
+                changes of the step could not be undone.
         """
         warmups = self._warmups
         views = warmups.views(key, key.num_tokens)
@@ -619,7 +619,7 @@ class Capturer:
             path = copied_path(self._lane.buffers_of(key), key.num_tokens, "made of segments")
             graphs = tuple(recorder.graphs)
             captured = self._captured(key, path, layout, outputs, graphs, pieces, draws=draws)
-            if compiled is not None:  # whose kernels are not visible
+            if compiled is not None:  # the capture does not observe the kernels of compiled code
                 captured.holds = (*captured.holds, *compiled.reads)
             return captured
         except BaseException:
@@ -630,10 +630,12 @@ class Capturer:
     def _keep(
         self, parts: Sequence[GraphPart | EagerCall], *, draws: bool
     ) -> Callable[[], Snapshot] | None:
-        """Return a function that saves the step's state, since a call may differ at a replay.
+        """Return a function that saves the step's state in case an eager call differs.
+
+        None if nothing needs to be restored.
 
         Raises:
-            CaptureError: The state is too large, or is in Python objects.
+            CaptureError: The state is too large to save, or is in Python objects.
         """
         warmups = self._warmups
         calls = [one for one in parts if isinstance(one, EagerCall) and one.may_differ]
@@ -644,9 +646,9 @@ class Capturer:
         if changed or (has_state and not warmups.may_restore()):
             what = named(changed) if changed else "more state than state_limit_bytes"
             raise CaptureError(
-                f"The eager call at {calls[0].line} returns a value that may differ at a replay, "
-                f"and the step changes {what}, which could not be restored then. Write the result "
-                "into a tensor created by the step (out=...), and return nothing.",
+                f"The eager call at {calls[0].line} returns a value that may differ in a replay, "
+                f"and the step changes {what}, which could not be restored in that case. Write the "
+                "result into a tensor created by the step (out=...), and return None.",
                 reason=Reason.CALL_DIFFERS,
             )
         if not has_state:
@@ -661,16 +663,16 @@ class Capturer:
         return keep
 
     def _call_dims(self, key: GraphKey) -> list[CallShapes]:
-        """Return the batch dimensions of arguments and results of a step's eager calls.
+        """Return the batch dimensions of arguments and results of the step's eager calls.
 
-        Measured once per family, at two numbers of rows.
+        They are measured once per family, by running the step at two sizes.
         """
         family = family_of(key)
         if family not in self._dims:
             unit = key.descriptor.query_len or 1
             size, count = key.num_tokens, key.num_tokens // unit
             more = (count + 1) * unit
-            # With one row, dimensions of size 1 may also come from broadcasting.
+            # Avoid size 1: broadcasting can produce size-1 dimensions that are not the batch.
             fewer = (count // 2) * unit if count > 3 else 0
             other = fewer or (more if more <= self._lane.buffers.num_rows else unit)
             found: list[CallShapes] = []
@@ -696,7 +698,7 @@ class Capturer:
     def _link(
         self, index: int, value: Any, stable: StorageSet, admission: Admission | None
     ) -> tuple[Link, Any]:
-        """Return how a value is passed to the graph of a piece, and its static form."""
+        """Return the link that passes a value to a graph piece, and the value that it reads."""
         leaves, structure = flatten(value)
         link = Link([], [], [])
         static: list[Any] = []

@@ -1,4 +1,4 @@
-"""Graphs captured elsewhere, for example by an engine with its own loop."""
+"""External graphs, captured outside the runner, for example by an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dispatchkit.keys.batch import GraphKey
 
 @attrs.frozen
 class _Replayable:
-    """A foreign graph, adapted to the required interface."""
+    """An external graph, adapted to the interface of captured graphs."""
 
     graph: Any
     outputs: Any
@@ -32,7 +32,7 @@ class _Replayable:
         self.graph.replay()
 
     def release(self) -> None:
-        """Do nothing: its owner releases it."""
+        """Do nothing, because the owner releases the graph."""
 
 
 def external_step(
@@ -47,20 +47,21 @@ def external_step(
     guard: Fingerprint,
     has_effect: bool,
 ) -> CapturedKey:
-    """Return a captured key for a foreign graph.
+    """Return a captured key for an external graph.
 
     Raises:
-        ConfigError: It cannot be replayed.
-        InputError: The tensors it reads do not match the declared inputs at the key's size.
-        CaptureError: The declared batch dimensions do not match its outputs.
+        ConfigError: The graph has no ``replay`` method.
+        InputError: The tensors do not match the declared inputs at the key's size.
+        CaptureError: The declared batch dimensions do not match the outputs.
     """
     if not callable(getattr(graph, "replay", None)):
-        raise ConfigError("graph", graph, "an object with replay()")
+        raise ConfigError("graph", graph, "an object with a replay() method")
     bound = inputs.bind((), dict(tensors))
     rows, _ = inputs.as_device().check(bound)
     if rows != key.num_tokens:
         raise InputError(
-            inputs.names[0], f"{key} reads tensors of {key.num_tokens} rows, got {rows} rows."
+            inputs.names[0],
+            f"The input tensors of {key} must have {key.num_tokens} rows, got {rows}.",
         )
     layout = declared_layout(outputs, key.num_tokens, output_batch_dims)
     leaves = tuple(leaves_of(outputs))

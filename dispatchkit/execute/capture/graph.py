@@ -1,4 +1,4 @@
-"""GraphMaker: captures single graphs, with outputs in shared memory and one watch per step."""
+"""GraphMaker: capture single graphs with outputs in memory that the lane's graphs share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import CompiledCode
 from dispatchkit.once import warn_at_call
 
-#: A slot of the lane's output memory: its name, and the shape and dtype of its contents.
+#: A slot of the lane's output memory: index of the output, shape, dtype.
 OutputSlot = tuple[int, torch.Size, torch.dtype]
 
 
@@ -37,9 +37,9 @@ class MadeGraph:
     """One captured graph.
 
     Attributes:
-        graph: The graph.
-        outputs: The results of the capture, in memory of the lane or the graph.
-        draws: It may draw random numbers.
+        graph: Captured graph.
+        outputs: Results of the capture, in memory of the lane or the graph.
+        draws: Whether the graph may draw random numbers.
     """
 
     graph: CapturedGraph
@@ -48,16 +48,16 @@ class MadeGraph:
 
 
 class PlainCodeWarning(RuntimeWarning):
-    """A function of torch.compile was captured without being compiled."""
+    """A function of torch.compile ran uncompiled in a capture."""
 
 
 @attrs.frozen
 class _Watched:
-    """What a watched capture, or its warmup, revealed about the operations.
+    """Facts about operations, recorded in a watched capture or its warmup.
 
     Attributes:
-        holds: Storages they read or write, which their graphs must keep alive.
-        draws: They may draw random numbers.
+        holds: Storages that the operations read or write and that graphs must keep alive.
+        draws: Whether the operations may draw random numbers.
     """
 
     holds: tuple[Any, ...]
@@ -65,12 +65,12 @@ class _Watched:
 
 
 class GraphMaker:
-    """Captures single graphs of one lane.
+    """Factory of single graphs on one lane.
 
     Args:
-        lane: The lane.
-        device: The device of tensors.
-        generators: Random generators of the step other than the default ones.
+        lane: Lane of the graphs.
+        device: Device of the outputs.
+        generators: Random generators of the step besides the default generators.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class GraphMaker:
         self._watched: dict[tuple[Family, int], _Watched] = {}
 
     def forget(self) -> None:
-        """Look up again what the step reads, since it may have been replaced."""
+        """Discard the facts about operations, because tensors may have been replaced."""
         self._watched.clear()
 
     def expect_bytes(
         self, run: Callable[[], Any], slots: Sequence[OutputSlot | None]
     ) -> int | None:
-        """Return the memory of a graph in a separate pool, with outputs; None if unknown.
+        """Return the memory in bytes of a graph with its outputs in a new pool; None if unknown.
 
         Raises:
-            CaptureError: It cannot be captured.
+            CaptureError: The function cannot be captured.
         """
         if self._rehearsals is None:
             return None
@@ -121,37 +121,37 @@ class GraphMaker:
         """Capture a function with its outputs in the lane's memory, within the budget.
 
         Args:
-            run: The function to capture.
-            slots: The memory for its outputs.
-            admission: Admits memory; None if there is no limit.
-            name: Name of the operations; graphs of the same name run the same operations at other
-                sizes.
-            notes: Notes of the preceding warmup, with the same operations.
-            compiled: What is known about functions of torch.compile in it, which a capture on a
-                device runs compiled and can hardly observe.
-            draws: It may draw random numbers, according to its warmup.
+            run: Function to capture.
+            slots: Output slot of each output; None if an output stays in the graph's memory.
+            admission: Check of the memory budgets; None if there is no limit.
+            name: Name of the operations. Graphs with the same name run the same operations at
+                different sizes.
+            notes: Notes of the preceding warmup, which ran the same operations.
+            compiled: Facts about functions of torch.compile that the function calls. A capture on a
+                device cannot observe them, because they run compiled.
+            draws: Whether the function drew random numbers in its warmup.
         """
         lane = self._lane
         if admission is not None:
-            # In other memory: results of an earlier replay in the lane's memory may still be read.
+            # Uses other memory, because callers may still read earlier results in the lane's.
             others = _targets_in(SharedMemory(self._device), slots)
 
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
                 rehearsed()
-                return rehearsed.outputs  # referenced only by the rehearsal, which counts them
+                return rehearsed.outputs  # so that only the rehearsal, which counts it, keeps it
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
             lane.let_steps_in(REHEARSAL)
         captured = SharedOutputs(paced_step(lane, run), _targets_in(lane.outputs, slots))
-        if self._unwatched is None:  # each is fully watched
+        if self._unwatched is None:  # the backend watches all captures
             with lane.measuring("driver"), releasing_lock_at_end(lane, captured) as run_and_release:
                 own = self._backend.capture(
                     run_and_release, stream=lane.stream, pool=lane.pool, generators=self._generators
                 )
             return MadeGraph(own, captured.outputs, own.has_random_state)
-        # Keys that differ only in size run the same operations, so only one of them is watched.
+        # Keys that differ only in size run the same operations, so only one capture is watched.
         known = self._watched.get(name)
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
@@ -169,9 +169,9 @@ class GraphMaker:
             )
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warn_at_call(
-                "Another thread warmed a step up during a capture, which disables functions of "
-                "torch.compile in the whole process, so the graph may contain eager kernels. "
-                "Capture one runner after the other, and capture this one again.",
+                "The captured graph may contain uncompiled kernels, because another thread warmed "
+                "up a step at the same time, which disables torch.compile in the whole process. "
+                "Capture runners one after the other, and capture this runner again.",
                 PlainCodeWarning,
             )
         if known is not None:
@@ -184,8 +184,7 @@ class GraphMaker:
         elif notes is None:
             drawn = draws and graph.has_random_state
         if not graph.host_tensors:
-            # The lane owns and releases its memory: referenced here, it would outlive the lane's
-            # graphs.
+            # Memory of the lane is excluded, because it would otherwise outlive the lane's graphs.
             holds = tuple(
                 one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
             )
@@ -203,16 +202,16 @@ class GraphMaker:
         compiled: bool,
         draws: bool,
     ) -> Any:
-        """Capture a function in segments, with outputs in the lane's memory; return the outputs.
+        """Capture a function in segments with outputs in the lane's memory; return the outputs.
 
         Args:
-            run: The function to capture.
-            recorder: Splits it and collects the segments.
-            slots: As for ``capture``.
-            admission: As for ``capture``.
-            breaks: Operators to break at.
-            compiled: Functions of torch.compile are called.
-            draws: As for ``capture``.
+            run: Function to capture.
+            recorder: Recorder that splits the function and collects the segments.
+            slots: Output slot of each output; None if an output stays in the graph's memory.
+            admission: Check of the memory budgets; None if there is no limit.
+            breaks: Operators at which the function is split.
+            compiled: Whether the function calls functions of torch.compile.
+            draws: Whether the function drew random numbers in its warmup.
         """
         lane, segments = self._lane, features_of(self._backend).segments
         if segments is None:
@@ -255,11 +254,10 @@ def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
     ran_plainly = graph.num_plain_operations
     if ran_plainly >= compiled.num_operations:
         warn_at_call(
-            f"The step calls functions of torch.compile, but all of their {ran_plainly} "
-            "operations ran uncompiled in the capture, so the graph contains eager kernels. "
-            "TORCH_LOGS=dynamo,recompiles shows why. Code called under a dispatch mode before, "
-            "or beyond torch._dynamo.config.recompile_limit, stays uncompiled until "
-            "torch._dynamo.reset().",
+            f"All {ran_plainly} operations of the step's torch.compile functions ran uncompiled in "
+            "the capture, so the graph contains eager kernels. TORCH_LOGS=dynamo,recompiles shows "
+            "why. Code that was called under a dispatch mode, or that exceeded "
+            "torch._dynamo.config.recompile_limit, stays uncompiled until torch._dynamo.reset().",
             PlainCodeWarning,
         )
 
@@ -271,15 +269,15 @@ def _targets_in(
 
 
 class SharedOutputs:
-    """Runs a function in a capture, and copies its outputs to memory that graphs share.
+    """Function to capture that copies its outputs to memory that graphs share.
 
     Args:
-        run: The function to capture.
-        targets: The memory for each output; None if it stays in the graph's memory.
+        run: Function that returns the outputs.
+        targets: Target memory of each output; None if an output stays in the graph's memory.
 
     Attributes:
-        outputs: The results, in their final memory. The call itself returns nothing, since a
-            backend would keep the results alive.
+        outputs: Outputs in their final memory. The call itself returns None, because a backend
+            would keep returned values alive.
     """
 
     def __init__(self, run: Callable[[], Any], targets: Sequence[torch.Tensor | None]) -> None:
@@ -287,19 +285,19 @@ class SharedOutputs:
         self.outputs: Any = None
 
     def __call__(self) -> None:
-        """Run the function; called by the backend."""
+        """Run the function and copy its outputs; called by the backend."""
         leaves, structure = flatten(self._run())
         targets = self._targets or [None] * len(leaves)
         if len(targets) != len(leaves):
             raise CaptureError(
-                f"The step returned {len(leaves)} values in the capture and "
-                f"{len(targets)} in the warmup. A step must not depend on being captured.",
+                f"The step returned {len(leaves)} values in the capture, but {len(targets)} in the "
+                "warmup. Return the same structure in both.",
                 reason="output_layout",
             )
         for target, leaf in zip(targets, leaves, strict=True):
             if target is not None:
                 target.copy_(leaf)
-        # Only results that stay in place may outlive the capture; the others are freed.
+        # Keeps only outputs in their final memory; the copied tensors are freed.
         final = [
             leaf if target is None else target for target, leaf in zip(targets, leaves, strict=True)
         ]

@@ -1,7 +1,7 @@
-"""Lifecycle: decides when the keys of one lane are captured, and manages their graphs.
+"""Lifecycle: decide when the keys of a lane are captured, and manage their graphs.
 
-All transitions go through the registry. Callers hold the runner's lock, so that no step runs in
-between; work in flight is waited for before a graph is released.
+All state changes go through the registry. Callers hold the runner's lock, so no step runs at the
+same time. A graph is released only after the work in flight has finished.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Attempt:
     """The result of capturing one key.
 
     Attributes:
-        captured: Its graphs; None if the capture failed.
-        problem: Why it failed; None if it succeeded.
-        lost: Keys whose graphs were evicted for it.
+        captured: Captured key; None if the capture failed.
+        problem: Error of the capture; None if it succeeded.
+        lost: Keys whose graphs were evicted to make room.
     """
 
     captured: CapturedKey | None
@@ -62,9 +62,7 @@ class _Attempt:
 
 def frozen_error() -> RegistryError:
     """Return the error for a capture in a frozen runner."""
-    return RegistryError(
-        "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
-    )
+    return RegistryError("The runner is frozen. Call unfreeze() before capturing graphs.")
 
 
 def _reason_of(changed: Iterable[Entry]) -> str:
@@ -76,23 +74,23 @@ def _reason_of(changed: Iterable[Entry]) -> str:
 
 
 class Lifecycle:
-    """Captures the keys of one lane, in sessions or on demand.
+    """The life cycle of the keys of a lane, captured in sessions or on demand.
 
     Args:
-        capturer: Captures a key.
-        graphs: The lane's graphs.
-        budget: Keeps them within their limits.
-        lane: The lane.
-        registry: The registry of the keys.
+        capturer: Capturer of the lane.
+        graphs: Live graphs of the lane.
+        budget: Budget that limits the graphs.
+        lane: Lane of the keys.
+        registry: Registry of the keys.
         modes: Runtime modes that can be captured.
         counters: Counters of captures.
-        lazy: Capture keys on demand.
-        capture_after: How often a key must be requested before it is captured lazily.
+        lazy: Whether to capture keys on demand.
+        capture_after: Number of requests after which a key is captured lazily.
 
     Attributes:
-        graphs: The lane's graphs.
-        lazy: As given.
-        is_frozen: No captures are allowed.
+        graphs: Live graphs of the lane.
+        lazy: Whether keys are captured on demand.
+        is_frozen: Whether captures are forbidden.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class Lifecycle:
         self.graphs: LiveGraphs = graphs
         self._budget = budget
         self.is_frozen = False
-        #: The last background capture of its keys.
+        #: The last background capture of the lane's keys.
         self.background: BackgroundCapture | None = None
         self._capturer, self._lane, self._registry = capturer, lane, registry
         self._modes, self._counters = modes, counters
@@ -123,15 +121,15 @@ class Lifecycle:
     # -- reading ------------------------------------------------------------------------
 
     def live(self) -> dict[GraphKey, CapturedKey]:
-        """Return the captured steps by key."""
+        """Return the captured keys."""
         return self.graphs.by_key()
 
     def num_graphs(self) -> int:
-        """Return the number of live graphs; one that serves several keys counts once."""
+        """Return the number of live graphs; a graph that serves several keys counts once."""
         return self.graphs.count()
 
     def may_capture(self, key: GraphKey) -> bool:
-        """Return whether a key has no graph but could have one, given backend and switches."""
+        """Return whether a key has no graph, is enabled, and its mode can be captured."""
         is_live = self.graphs.entry(key).state is KeyState.CAPTURED
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
 
@@ -141,7 +139,7 @@ class Lifecycle:
         return background is not None and key in background.keys and not background.is_done()
 
     def problem_of(self, key: GraphKey) -> str:
-        """Return why a key has no graph, as a word, a colon and details; empty if unknown."""
+        """Return why a key has no graph, as ``reason: details``; empty if unknown."""
         entry = self._registry.get(key)
         return "" if entry is None else entry.reason
 
@@ -154,12 +152,13 @@ class Lifecycle:
         *,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys without a graph, largest first; failures are recorded, not raised.
+        """Capture the keys that have no graph, largest first; failures are only reported.
 
         Args:
-            keys: The keys; by default all declared ones.
-            progress: Called with (done, total, next key) before each capture and at the end.
-            again: Also retry keys that failed too often.
+            keys: Keys to capture; by default all declared keys.
+            progress: Function called with (done, total, next key) before each capture and at the
+                end.
+            again: Whether to retry keys that failed too often.
 
         Raises:
             RegistryError: The runner is frozen, or a key is not declared.
@@ -202,29 +201,29 @@ class Lifecycle:
     def capture_in_turns(
         self, key: GraphKey, max_pause_us: float, *, between_operators: bool
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
-        """Capture a key in the background, with other threads' steps in between.
+        """Capture a key in the background, and let steps of other threads run in between.
 
-        The caller holds the lock of steps, once. If steps must not run in between, it is captured
-        without interruption.
+        The caller holds the lock of steps, acquired exactly once. If steps must not run in between,
+        the key is captured without interruption.
 
         Args:
-            key: The key.
-            max_pause_us: Longest time that steps may be delayed, in microseconds.
-            between_operators: Steps may run in the middle of the captured step.
+            key: Key to capture.
+            max_pause_us: Longest time in microseconds that steps may be delayed.
+            between_operators: Whether steps may run between operators of the captured step.
 
         Returns:
-            Why it has no graph, as an error, or in words if it was skipped; and the pauses of steps
-            that were longer.
+            The error of a failed capture, an explanation if the key was skipped, or None; and the
+            pauses that exceeded the limit.
         """
         turns = self._lane.group.turns
         turns.wait()
         entry = self._registry.get(key)
         if entry is None:
-            return "it is no longer declared", ()
+            return "the key is no longer declared", ()
         if self.is_frozen or self._lane.group.is_asleep:
             return "the runner is frozen, or its memory is asleep", ()
         if entry.state is KeyState.CAPTURED:
-            return "it already has a graph", ()
+            return "the key already has a graph", ()
         if key.mode not in self._modes or not self._registry.is_enabled(key):
             return Reason.DISABLED, ()
         if entry.state is KeyState.FAILED and self._retries.is_over(entry):
@@ -240,17 +239,17 @@ class Lifecycle:
             between_operators=between_operators and beside,
         )
         problem = turns.run(pacer, lambda: self._try(key, evict=False))
-        self._lane.order()  # the next step, on any stream, waits for the work queued here
+        self._lane.order()  # makes the next step, on any stream, wait for the work queued here
         self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return problem, pacer.pauses
 
     def learn(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
-        """Warm up the smallest key of an unknown key's family, without interruption.
+        """Warm up the smallest key of a family that was not warmed up yet, without interruption.
 
-        Only a step known to have no effects lets others run in the middle of it.
+        Later captures let other steps run only if this warmup shows that the step has no effects.
 
         Returns:
-            The pause of steps, if it was too long.
+            The pause of steps, if it exceeded the limit.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -259,19 +258,19 @@ class Lifecycle:
         alike = [one for one in self._registry if family_of(one) == family_of(key)]
         smallest = min(alike or [key], key=lambda one: one.num_tokens)
         pacer = Pacer(turns, str(smallest), max_pause_us, allows_turns=False)
-        with suppress(Exception):  # it will happen again in the capture, and be reported
+        with suppress(Exception):  # the capture will raise it again and report it
             turns.run(pacer, lambda: self._capturer.warm(smallest))
         self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return pacer.pauses
 
     def warm_all(self) -> dict[GraphKey, str]:
-        """Warm up every key without a graph, largest first, without capturing.
+        """Warm up all keys without a graph, largest first, without capturing them.
 
-        For libraries whose workspace grows with the size, so that it is fully allocated before the
-        first graph captures its address.
+        This lets libraries whose workspace grows with the batch size allocate it completely before
+        the first graph captures its address.
 
         Returns:
-            Keys whose warmup raised, with the reason; they are not marked as failed.
+            The reason for each key whose warmup raised. These keys are not marked as failed.
         """
         self._check_not_frozen()
         failed = {}
@@ -286,20 +285,20 @@ class Lifecycle:
         return failed
 
     def expect_bytes(self, keys: Iterable[GraphKey]) -> int:
-        """Return the expected memory of some keys' graphs in a separate pool.
+        """Return the expected memory in bytes of the keys' graphs in a separate pool.
 
         Raises:
-            CaptureError: The largest cannot be warmed up or captured.
+            CaptureError: The largest key cannot be warmed up or captured.
         """
         ordered = sorted(keys, key=largest_first)
         ordered = [key for key in ordered if key.mode in self._modes]
         return self._capturer.expect_bytes(ordered[0]) if ordered else 0
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the most requested key without a graph; for idle moments.
+        """Capture the most requested key that has no graph, when the service is idle.
 
         Returns:
-            The key that was tried, or None if no requested key lacks a graph.
+            The key that was tried, or None if all requested keys have graphs.
         """
         self._check_not_frozen()
         states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
@@ -317,24 +316,24 @@ class Lifecycle:
     # -- called by steps -----------------------------------------------------------
 
     def capture_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> str:
-        """Capture a key that a step requested, if it was requested often enough.
+        """Capture a key that a step requests, if it was requested often enough.
 
         Args:
-            key: The key.
-            sample: The step's inputs.
+            key: Requested key.
+            sample: Inputs of the step.
 
         Returns:
-            Why the step runs eager; empty if the table must be consulted again.
+            The reason why the step runs eager; empty if the table must be consulted again.
         """
         self._seen[key] += 1
         if self.graphs.entry(key).state is KeyState.CAPTURED:
-            return ""  # the plan is older than the graph
+            return ""  # the graph was captured after the plan was made
         if self.is_frozen:
             return Reason.NOT_CAPTURED
         if self._seen[key] < self._capture_after or not self._lane.group.may_capture():
             return Reason.CAPTURE_PENDING
         self._try(key, evict=True, sample=sample, is_awaited=True)
-        self._budget.warn_of_churn()  # outside: a warning that raises is not a failed capture
+        self._budget.warn_of_churn()  # separate, so that a raising warning fails no capture
         return ""
 
     def expected_wait(self, key: GraphKey) -> str:
@@ -349,11 +348,11 @@ class Lifecycle:
         return self._lane.group.may_capture() and not self.steps_until_retry(key)
 
     def note_missed(self, key: GraphKey, num_steps: int = 1) -> None:
-        """Count steps that would have used a key, so that idle captures prefer the most wanted."""
+        """Count steps that would have used a key, for the order of ``capture_next``."""
         self._seen[key] += num_steps
 
     def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
-        """Return the key whose capture a cell's eager steps may retry, or None."""
+        """Return the key whose capture the eager steps of a table cell may retry, or None."""
         if self.is_frozen:
             return None
         for key in missed:
@@ -361,7 +360,7 @@ class Lifecycle:
             if entry is None or not self._registry.is_enabled(key):
                 continue
             if self._retries.waits_for_first_call(entry):
-                return key  # capture() has already requested it
+                return key  # already requested by capture()
             if not self.lazy:
                 continue
             if reason == Reason.STALE and entry.state is KeyState.STALE:
@@ -371,7 +370,7 @@ class Lifecycle:
         return None
 
     def retry_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> bool:
-        """Retry a failed or stale key after enough steps; return whether it was tried."""
+        """Retry a failed or stale key if it is due, and return whether it was tried."""
         entry = self._registry.get(key)
         if entry is None or self.is_frozen or not self._lane.group.may_capture():
             return False
@@ -381,19 +380,19 @@ class Lifecycle:
         return True
 
     def steps_until_retry(self, key: GraphKey) -> int:
-        """Return the number of steps before a failed or stale key is retried."""
+        """Return the number of steps until a failed or stale key is retried."""
         entry = self._registry.get(key)
         return 0 if entry is None else self._retries.steps_left(entry)
 
     def note_retry(self, key: GraphKey, num_steps: int) -> None:
-        """Count steps that would have used a failed key but did not check for a retry."""
+        """Count steps that would have used a failed key but did not call ``retry_if_due``."""
         self._retries.note_steps(key, num_steps)
 
     def prove_rows(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
-        """Determine with a padded step's inputs whether padding changes its rows.
+        """Prove, with the inputs of a padded step, that padding does not change its rows.
 
         Returns:
-            Whether the table must be consulted again; False if the inputs reveal nothing.
+            Whether the table must be consulted again.
         """
         rows = self._proof(step, partial(self._capturer.prove, step, sample))
         if rows is None:
@@ -402,10 +401,10 @@ class Lifecycle:
         return not step.rows.open_calls and self._empty_cells(step)
 
     def prove_independent(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
-        """Determine with the inputs of a split step's part whether its rows depend on each other.
+        """Prove, with the inputs of a part of a split step, that its rows are independent.
 
         Returns:
-            Whether the table must be consulted again; False if the inputs reveal nothing.
+            Whether the table must be consulted again.
         """
         rows = self._proof(step, partial(self._capturer.prove_independent, step, sample))
         if rows is None:
@@ -414,10 +413,10 @@ class Lifecycle:
         return not step.rows.open_parts and self._empty_cells(step)
 
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
-        """Return a proof's result for a graph; if the proof raises, the graph is disabled.
+        """Run a proof and return its result; disable the graph if the proof raises.
 
-        Skipped during a background capture, or under modes other than the graph's: a later call can
-        prove it, too.
+        The proof is skipped during a background capture and under modes other than those of the
+        capture, because a later call can run it.
         """
         if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
@@ -433,14 +432,14 @@ class Lifecycle:
     def _empty_cells(self, step: CapturedKey) -> bool:
         """Empty the table cells that a graph serves; return True."""
         for key, one in self.live().items():
-            if one is step:  # its cells were decided without that knowledge
+            if one is step:  # its cells were decided before the proof
                 self._registry.captured(key, step, num_bytes=self.graphs.entry(key).num_bytes)
         return True
 
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
-        """Return why a batch would run eager even with a key's graph, according to its family.
+        """Return why a batch would run eager even if a key had a graph; empty if it would replay.
 
-        For a lazy runner, which then need not capture the graph.
+        The reason is that of other graphs of the family. A lazy runner then skips the capture.
         """
         if num_tokens == key.num_tokens:
             return ""
@@ -450,18 +449,18 @@ class Lifecycle:
     # -- the end of a graph -------------------------------------------------------------
 
     def evict(self, key: GraphKey, reason: str = "requested") -> None:
-        """Evict the graph of a key, releasing it once it is no longer in flight.
+        """Evict the graph of a key, and release it when it is not in flight.
 
         Raises:
-            RegistryError: It has no graph.
+            RegistryError: The key has no graph.
         """
         self.graphs.evict(key, reason)
 
     def invalidate(self, reason: str) -> int:
-        """Mark every graph stale and release it; the keys can be captured again.
+        """Mark all graphs stale and release them; the keys can be captured again.
 
         Returns:
-            How many keys lost their graph.
+            The number of keys that lost their graph.
         """
         number = self.graphs.invalidate(reason)
         self._budget.drop_pool()
@@ -469,10 +468,10 @@ class Lifecycle:
         return number
 
     def measure_values(self, captured: CapturedKey, num_tokens: int) -> None:
-        """Determine the Python values that a step returns at a number of rows.
+        """Measure the Python values that a step returns for a number of rows.
 
-        If it cannot run at that number, its graph is disabled. Nothing is determined under modes
-        other than the graph's, since such a step does not replay either.
+        If the step cannot run with this number of rows, its graph is disabled. Under modes other
+        than those of the capture nothing is measured, because steps do not replay then.
         """
         if not self._capturer.is_current(captured):
             return
@@ -486,7 +485,7 @@ class Lifecycle:
         """Invalidate the graphs if a value built into them was replaced.
 
         Returns:
-            The reason to count; empty if nothing was replaced.
+            The reason to count; empty if no value was replaced.
         """
         changed = captured.values.changes()
         if not changed:
@@ -500,7 +499,7 @@ class Lifecycle:
         return _reason_of(captured.values.differences())
 
     def adopt(self, key: GraphKey, step: CapturedKey) -> None:
-        """Register a graph captured elsewhere for a key, within the budget."""
+        """Register a graph that was captured outside the runner, within the budget."""
         self._registry.declare([key])
         if self.graphs.entry(key).state is KeyState.CAPTURED:
             self.graphs.evict(key, "replaced")
@@ -508,7 +507,7 @@ class Lifecycle:
         self._registry.captured(key, step)
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
-        """Remove keys, with graphs that no other key uses."""
+        """Remove keys, and release graphs that no other key uses."""
         gone = tuple(keys)
         self.graphs.forget(gone)
         for key in gone:
@@ -516,33 +515,29 @@ class Lifecycle:
 
     @property
     def budget(self) -> MemoryOptions:
-        """The limits in force."""
+        """The current limits."""
         return self._budget.limits
 
     def set_budget(self, limits: MemoryOptions) -> None:
-        """Change the limits; evict graphs beyond them, and recapture those that fit."""
+        """Change the limits, evict graphs that exceed them, and recapture keys that fit."""
         self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Evict the graph with the lowest score first; None: the order named by the limits."""
+        """Set the score of graphs, evicted lowest first; None uses ``budget.eviction``."""
         self._budget.score = score
 
     # -- as a member of a pool's group --------------------------------------------------
 
     def num_graphs_in_pool(self) -> int:
-        """Return how many keys have a graph in the pool, not counting foreign graphs."""
+        """Return the number of keys with a graph in the pool, without external graphs."""
         return sum(not step.is_external for step in self.live().values())
 
     def num_steps(self) -> int:
-        """Return how many steps the lane has run."""
+        """Return the number of steps that the lane has run."""
         return self._lane.tick
 
     def evict_all(self) -> list[GraphKey]:
-        """Evict the graphs in the pool to free its memory for others.
-
-        Returns:
-            The keys that lost their graph.
-        """
+        """Evict all graphs in the pool and return their keys."""
         lost = [key for key, step in self.live().items() if not step.is_external]
         for key in lost:
             self.graphs.evict(key, FOR_BUDGET)
@@ -550,7 +545,7 @@ class Lifecycle:
         return lost
 
     def capture_again(self, keys: Iterable[GraphKey]) -> None:
-        """Recapture keys that lost their graph; in a lazy runner, calls do that."""
+        """Recapture keys that lost their graph, unless the runner is lazy or frozen."""
         if self.lazy or self.is_frozen:
             return
         for key in sorted(keys, key=largest_first):
@@ -573,13 +568,13 @@ class Lifecycle:
         sample: Sequence[Any] | None = None,
         is_awaited: bool = False,
     ) -> CaptureError | None:
-        """Capture a key; mark, count and return a failure.
+        """Capture a key, and record and return the error if it fails.
 
         Args:
-            key: The key.
-            evict: Graphs may be evicted for it.
-            sample: The inputs of the step that requests it.
-            is_awaited: A step waits for it, which is logged.
+            key: Key to capture.
+            evict: Whether other graphs may be evicted.
+            sample: Inputs of the step that requests the key.
+            is_awaited: Whether a step waits for the capture, which is logged.
         """
         start, before = time.perf_counter(), self._lane.num_bytes()
         attempt = self._attempt(key, sample, evict=evict)
@@ -597,7 +592,7 @@ class Lifecycle:
                 captured.release()
             return CaptureError(
                 f"{key} is no longer declared, because the step swapped the policy or "
-                "configuration during its capture.",
+                "configuration during the capture.",
                 key=str(key),
                 reason="error",
             )
@@ -621,17 +616,17 @@ class Lifecycle:
         return problem
 
     def _capture_lost(self, lost: Mapping[PoolMember, Iterable[GraphKey]]) -> None:
-        """Recapture keys that lost their graph with a whole pool, each on its own lane."""
+        """Recapture, on their own lanes, the keys that lost their graphs with a pool."""
         for member, keys in lost.items():
             member.capture_again(keys)
 
     def _attempt(self, key: GraphKey, sample: Sequence[Any] | None, *, evict: bool) -> _Attempt:
-        """Capture a key; if others hold the memory it needs, evict them first, as a group.
+        """Capture a key; evict the graphs of its pool if they use the memory that it needs.
 
         Args:
-            key: The key.
-            sample: The inputs of the step that requested it.
-            evict: Others may be evicted.
+            key: Key to capture.
+            sample: Inputs of the step that requests the key.
+            evict: Whether other graphs may be evicted.
         """
         handled = sys.exception()
         admission, others = (
@@ -654,8 +649,8 @@ class Lifecycle:
                 captured = self._capturer.capture(key, others, admission, sample)
             self._budget.check(key, captured, evict=evict)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
-            # Frames hold tensors, and with them memory of the graphs, as long as the error is kept,
-            # or until a garbage collection if it references its own frame.
+            # Frames refer to tensors, so a stored error would keep memory of graphs alive. An error
+            # that refers to its own frame would do so until the next garbage collection.
             problem = as_capture_error(error, key)  # names the line; lost below
             clear_traceback(error, handled)
             problem.__cause__ = problem.__context__ = None
@@ -665,7 +660,7 @@ class Lifecycle:
         return _Attempt(captured, None, lost)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
-        """Return sizes that the step can run at: those of the key's family, or any."""
+        """Return other sizes at which the step can run, preferably of the key's family."""
         alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})

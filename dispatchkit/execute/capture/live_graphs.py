@@ -1,4 +1,4 @@
-"""LiveGraphs: the graphs of one lane that may be launched, and their release."""
+"""LiveGraphs: the graphs of a lane that may be launched, and their release."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import EvictEvent
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
-#: The reason for evicting a graph to free memory for others.
+#: Reason for evicting a graph to free memory for other graphs.
 FOR_BUDGET: Final = "budget"
 
 
 class LiveGraphs:
-    """The captured graphs of one lane.
+    """The captured graphs of a lane.
 
-    A graph is released once no key uses it and it is no longer in flight.
+    A graph is released when no key uses it and it is not in flight.
 
     Args:
-        lane: Their lane.
-        registry: The registry of the keys.
+        lane: Lane of the graphs.
+        registry: Registry of the keys.
         counters: Counters of evictions.
-        notify: Called with events.
+        notify: Function that is called with each event.
 
     Attributes:
-        retries: Schedules retries of failed keys.
-        num_evicted_for_budget: Number of graphs evicted to free memory for others.
+        retries: Schedule of retries of failed keys.
+        num_evicted_for_budget: Number of graphs evicted to free memory for other graphs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LiveGraphs:
         self.num_evicted_for_budget: int = 0
 
     def by_key(self) -> dict[GraphKey, CapturedKey]:
-        """Return the captured steps by key."""
+        """Return the captured keys."""
         return {
             key: entry.graph
             for key, entry in tuple(self._registry.entries.items())
@@ -55,14 +55,14 @@ class LiveGraphs:
         }
 
     def count(self) -> int:
-        """Return the number of graphs; one that serves several keys counts once."""
+        """Return the number of graphs; a graph that serves several keys counts once."""
         return len({id(step) for step in self.by_key().values()})
 
     def entry(self, key: GraphKey) -> GraphEntry:
-        """Return a key's entry in the registry.
+        """Return the registry entry of a key.
 
         Raises:
-            RegistryError: It is not declared.
+            RegistryError: The key is not declared.
         """
         entry = self._registry.get(key)
         if entry is None:
@@ -76,17 +76,17 @@ class LiveGraphs:
         """Evict the graph of a key.
 
         Raises:
-            RegistryError: It has no graph.
+            RegistryError: The key has no graph.
         """
         entry = self.entry(key)
         if entry.state is not KeyState.CAPTURED:
-            raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
+            raise RegistryError(f"{key} has no graph to evict; its state is {entry.state}.")
         self._counters.evictions += 1
         self.num_evicted_for_budget += reason == FOR_BUDGET
         self._evict_graph(key, entry.graph, reason)
 
     def clear(self) -> None:
-        """Remove all graphs at the owner's request, without counting evictions."""
+        """Release all graphs without counting evictions."""
         for key, step in self.by_key().items():
             self._evict_graph(key, step, "requested")
 
@@ -98,7 +98,7 @@ class LiveGraphs:
         self.report(EvictEvent, key, reason=reason, num_bytes=freed)
 
     def fail(self, key: GraphKey, reason: str) -> None:
-        """Mark that a replay of a key failed, and release its graph."""
+        """Mark a key as failed and release its graph."""
         step = self.entry(key).graph
         self._registry.failed(key, reason)
         self.retries.note_failure(key)
@@ -106,16 +106,16 @@ class LiveGraphs:
             self._release(step)
 
     def fail_step(self, step: CapturedKey, reason: str) -> None:
-        """Mark all keys that a captured step serves as failed, and release it."""
+        """Mark all keys of a captured graph as failed and release the graph."""
         for key, one in self.by_key().items():
             if one is step:
                 self.fail(key, reason)
 
     def invalidate(self, reason: str) -> int:
-        """Mark every graph stale and release it; the keys can be captured again.
+        """Mark all graphs stale and release them; the keys can be captured again.
 
         Returns:
-            How many keys lost their graph.
+            The number of keys that lost their graph.
         """
         live = self.by_key()
         for key in live:
@@ -126,7 +126,7 @@ class LiveGraphs:
         return len(live)
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
-        """Remove keys, with graphs that no other key uses."""
+        """Remove keys, and release graphs that no other key uses."""
         gone = [self.entry(key) for key in keys]
         for entry in gone:
             self._registry.forget(entry.key)
@@ -143,6 +143,6 @@ class LiveGraphs:
         if any(one is step for one in self.by_key().values()):
             return
         step.lane.synchronize()
-        step.lane.forget_plans()  # views in them would keep its outputs alive
+        step.lane.forget_plans()  # their views would keep the outputs alive
         with step.lane.measuring("driver"):
             step.release()

@@ -1,33 +1,34 @@
 """Proof of rows: check that a graph computes the same rows as eager for a smaller batch.
 
-A graph computes its whole bucket, and a batch gets the first rows. They equal eager's only if no
-row depends on later rows or on their number, and no output has other rows. So each new graph is
-replayed on three rows of noise, once followed by more noise and once by fill: the three rows must
-be bitwise equal. For one row and for three, eager must also return as many rows, with the same
-values within rounding.
+A graph computes its whole bucket, and the caller receives the first rows. These equal the rows of
+eager only if no row depends on later rows or on their number, and if the rows of each output are
+the rows of the batch. Therefore each new graph is replayed on three rows of noise, followed once by
+more noise and once by fill. The three rows must be bitwise equal. Eager runs on one row and on
+three rows, and must return the same number of rows, with the same values within rounding.
 
-Two tails reveal what a comparison with eager does not: in most data, a few more rows change a mean,
-or the weights of attention, by less than another kernel's rounding. Eager reveals what replays do
-not, such as ``x / x.shape[0]``: that number is built into the graph. With three rows, nearly all
-others are padding, and three do not fill a block of two or four. Eager's results for them serve all
-sizes, so that each graph costs two replays.
+Replays with two different tails detect dependences that a comparison with eager misses: a few more
+rows often change a mean, or the weights of attention, by less than the rounding of another kernel.
+Eager detects dependences that replays miss, such as ``x / x.shape[0]``, because the number is built
+into the graph. With three rows, nearly all other rows are padding, and three rows do not fill a
+block of two or four. The results of eager are valid for all sizes, so each graph costs two replays.
 
-Noise has both signs, and rows after the first three are much larger or smaller, since a step may
-depend only on values below 0 or above 1, or on the largest row. Noise is in 0..1 if other numbers
-may be invalid: if an operation of the warmup converts fractions to integers (an index of 0 stays
-valid), draws with probabilities, asserts or is not an operation of torch, or if results of eager or
-a replay are otherwise not finite (a logarithm, an overflow).
+Noise has both signs, and rows after the first three are much larger or smaller, because a step may
+depend only on negative values, on values above 1, or on the largest row. Noise is in 0..1 if other
+numbers may be invalid. This is the case if an operation of the warmup converts floating-point
+numbers to integers (index 0 stays valid), draws with probabilities, asserts or is not part of
+torch. It is also the case if other noise leads to results that are not finite, in eager or in a
+replay (a logarithm, an overflow).
 
-A mask that is added to scores, i.e. an input whose fill hides positions, is set to show all
-positions: with noise, a step that treats nonzero values as hidden would hide everything.
+A mask that is added to scores, which is an input whose fill hides positions, is set to show all
+positions. With noise, a step that treats nonzero values as hidden would hide everything.
 
-Integers and booleans are not randomized, since a random slot could overwrite a session's row. They
-are fill, and graphs are proven again with the integers of a padded call: the one that the capture
-is for, or the first with integers other than fill.
+Integers and booleans are not randomized, because a random slot could overwrite the row of a
+session. They contain fill, and graphs are proven again with the integers of a padded call. This is
+the call that requested the capture, or the first call with integers other than fill.
 
-If rows are declared independent, further replays of a full batch prove it: one half of the rows is
-replaced, then the other, and the rows not replaced must stay bitwise equal. Two tails would not
-reveal a mean over the real rows only.
+If rows are declared independent, additional replays of a full batch prove this. First one half of
+the rows is replaced, then the other half, and the other rows must stay bitwise equal. Replays with
+two tails would not detect a mean over the real rows.
 """
 
 from __future__ import annotations
@@ -56,77 +57,76 @@ from dispatchkit.keys.batch import GraphKey
 
 _T = TypeVar("_T")
 
-#: Padded calls that are examined until one has integers other than fill.
+#: Maximum number of padded calls that are examined until one has integers other than fill.
 _OPEN_CALLS: Final = 8
-#: Numbers of rows for eager, in requests of a uniform batch.
+#: Numbers of rows on which eager runs; numbers of requests for a uniform batch.
 _EAGER_ROWS: Final = (1, 3)
-#: Number of rows compared at either end of a batch.
+#: Number of rows that are compared at each end of a batch.
 _KEPT_ROWS: Final = 16
-#: Relative error, in the norm of an output, allowed for another kernel: a minimum,
+#: Minimum of the relative error allowed for another kernel, in the norm of an output.
 _TOLERANCE: Final = 2e-2
-#: a multiple of the spacing of the coarsest numbers that the step computes,
+#: Allowed relative error as a multiple of the largest ``eps`` that the step computes with.
 _ROUNDINGS: Final = 16
-#: and a limit for sums that cancel.
+#: Minimum of the absolute error allowed per element, for sums that cancel.
 _FLOOR: Final = 1e-5
-#: Factor for nondeterministic replays (atomics): how much more they may differ with other rows.
+#: Factor by which a difference may exceed that of repeated, nondeterministic replays (atomics).
 _SPREAD: Final = 16
-#: Most replays to detect nondeterminism.
+#: Maximum number of replays to detect nondeterminism.
 _REPEATS: Final = 16
-#: Magnitudes of rows of noise in 0..1, in turn.
+#: Magnitudes of rows of noise in 0..1, used cyclically.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
-#: Magnitudes of rows of other noise, in turn; negative: of both signs. Every fourth row is close to
-#: the previous one.
+#: Magnitudes of rows of other noise, used cyclically. Negative magnitudes stand for noise of both
+#: signs. Every fourth row is close to the previous row.
 _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
 #: Index of the magnitude that is far from all others.
 _FAR: Final = 4
-#: A fill this small means a mask that is added to scores.
+#: An input with a fill of at most this value is a mask that is added to scores.
 _HIDES: Final = -1e4
-#: For replacement noise: seeds, and how far below 1 it reaches.
+#: First seed of replacement noise, and the width of its range below 1.
 _OTHER_SEED: Final = 1000
 _NEAR_ONE: Final = 0.1
 #: Dtypes of state that is compared.
 _COMPARED: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 )
-#: The assumed spacing if no warmup was watched.
+#: The ``eps`` that is assumed if no warmup was watched.
 _COARSE: Final = torch.finfo(torch.bfloat16).eps
 
 
 class RowProver:
-    """Prove the rows of the graphs of one lane.
+    """Prover of the rows of one lane's graphs.
 
     Args:
-        warmups: Runs the step eager.
-        lane: The lane of the graphs.
-        keeps_outputs: Callers may still read the last results of a graph.
+        warmups: Warmups of the step, which run it eager.
+        lane: Lane of the graphs.
+        keeps_outputs: Whether callers may still read the last results of a graph.
     """
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
         self._warmups, self._lane, self._keeps_outputs = warmups, lane, keeps_outputs
-        # Eager's results for noise, or None if it raises; the first rows are the same for all
-        # sizes.
+        # Results of eager for noise, or None if it raised. The first rows of noise are the same for
+        # all sizes.
         self._references: dict[tuple[Family, int], _Outputs | None] = {}
         # Families whose noise must be in 0..1.
         self._bounded: set[Family] = set()
 
     def forget(self) -> None:
-        """Run eager again: the step's tensors were replaced."""
+        """Discard the results of eager, because tensors of the step were replaced."""
         self._references.clear()
         self._bounded.clear()
 
     def learn(
         self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]
     ) -> tuple[int, Any] | None:
-        """Run eager on noise, as far as its results are not known from the key's family.
+        """Run eager on noise, unless its results are known for the key's family.
 
         Args:
-            key: The key to capture.
-            snapshot: A snapshot of the state that the step changes; its owner restores it at the
-                end.
-            sizes: Rows that the step is known to run at.
+            key: Key to capture.
+            snapshot: Snapshot of the state that the step changes; its owner restores it at the end.
+            sizes: Numbers of rows at which the step is known to run.
 
         Returns:
-            The last number of rows that eager ran at, and its outputs; None if it did not run.
+            The last number of rows on which eager ran and its outputs; None if it did not run.
         """
         counts = _counts_below(key, sizes)
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
@@ -157,37 +157,36 @@ class RowProver:
         return last
 
     def _is_free(self, key: GraphKey) -> bool:
-        """Return whether noise may be below 0 and above 1."""
+        """Return whether noise may be outside 0..1."""
         return self._warmups.accepts_any_number(key) and family_of(key) not in self._bounded
 
     def _bound(self, key: GraphKey) -> None:
-        """Use noise in 0..1 from now on, for this key's family."""
+        """Restrict noise to 0..1 for a key's family, and discard its results of eager."""
         family = family_of(key)
         self._bounded.add(family)
         for name in [name for name in self._references if name[0] == family]:
             del self._references[name]
 
     def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
-        """Return the effect of padding on a graph, with noise and fill.
+        """Prove, with noise and fill, that padding does not change the rows of a graph.
 
         Args:
-            captured: The graph, whose outputs can be cut to a batch.
-            snapshot: A snapshot of the state that the step changes; its owner restores it at the
-                end.
-            sizes: As for ``learn``.
+            captured: Captured key whose outputs can be cut.
+            snapshot: Snapshot of the state that the step changes; its owner restores it at the end.
+            sizes: Numbers of rows at which the step is known to run.
 
         Raises:
-            Exception: Anything a replay raises.
+            Exception: A replay raised.
         """
         key, layout = captured.key, captured.layout
         eager = self._known(key, _counts_below(key, sizes))
         if not eager:
-            return RowProof()  # eager raises for all smaller batches, so there are none
+            return RowProof()  # eager raises for all smaller batches, so no call is padded
         fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
         last = max(eager)
         if last not in fitting:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].describe_mismatch(layout, last))
-        # With only fill, all rows would read and write the sink.
+        # With fill as slots, all rows would read and write the same unused slot.
         has_integers = any(map(_is_from_call, self._lane.buffers_of(key).inputs))
         draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
@@ -209,23 +208,23 @@ class RowProver:
     def prove_by(
         self, captured: CapturedKey, snapshot: Snapshot, known: RowProof, sample: Sequence[Any]
     ) -> RowProof:
-        """Like ``prove``, with the integers of a call, in as many rows as the call has.
+        """Prove, with the integers of a call, that padding does not change its rows.
 
         Args:
-            captured: The graph.
-            snapshot: As for ``prove``, scratch included.
-            known: What is known about the graph; returned if the call reveals nothing new.
-            sample: The inputs of the call, in declared order.
+            captured: Captured key.
+            snapshot: Snapshot of the state and scratch that the step changes.
+            known: Earlier proof of the graph; returned if the call has only fill.
+            sample: Inputs of the call in declared order.
 
         Raises:
-            Exception: Anything a replay raises.
+            Exception: A replay raised.
         """
         is_free = self._is_free(captured.key)
         with self._trial(captured, snapshot, sample, is_free=is_free) as trial:
             count = trial.rows.num_given
             if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
                 return known
-            # With inputs other than fill, operations may write other memory than before.
+            # With inputs other than fill, operations may write to different memory.
             with self._warmups.contents_watched_once(captured.key, snapshot, is_varied=True):
                 eager = self._reference(captured.key, trial.rows, snapshot, count)
             if eager is None:
@@ -249,21 +248,20 @@ class RowProver:
         known: RowProof,
         sample: Sequence[Any] | None = None,
     ) -> RowProof:
-        """Return what is known about a graph, including whether rows of a full batch are
-        independent.
+        """Prove that the rows of a full batch are independent of each other.
 
         Args:
-            captured: The graph.
-            snapshot: As for ``prove``; with a sample, scratch included.
-            known: What is known about the graph.
-            sample: The inputs of a part of a batch, whose integers are used.
+            captured: Captured key.
+            snapshot: Snapshot of the state that the step changes; with a sample, also of scratch.
+            known: Earlier proof of the graph, to which the result is added.
+            sample: Inputs of a part of a batch, whose integers are used.
 
         Raises:
-            Exception: Anything a replay raises.
+            Exception: A replay raised.
         """
         own = captured.key.descriptor
         if own.uniform or own.max_query_len is not None or captured.layout.open_output is not None:
-            return known  # it never serves a part
+            return known  # the graph never serves a part
         with self._trial(captured, snapshot, sample) as trial:
             is_open = trial.rows.has_integers and not trial.rows.is_varied
             if sample is not None and is_open:
@@ -275,21 +273,21 @@ class RowProver:
         return attrs.evolve(known, coupling=found, open_parts=open_parts)
 
     def _coupling(self, trial: _Trial) -> str:
-        """Describe how rows of a full batch depend on each other; empty if they do not."""
+        """Describe a dependence between rows of a full batch; empty if there is none."""
         captured, size = trial.captured, trial.captured.key.num_tokens
         generator = torch.Generator().manual_seed(size)
         is_one = torch.zeros(size, dtype=torch.bool)
         is_one[torch.randperm(size, generator=generator)[: size // 2]] = True
-        # After a call's rows all integers are fill, so these rows may share a slot.
+        # Only rows of the call are compared, because the rows after them may share a slot.
         last = (trial.rows.num_given or size) - 1
-        is_one[0], is_one[last] = True, last == 0  # two rows, one in each half
+        is_one[0], is_one[last] = True, last == 0  # ensures that each half has a compared row
         one, other = _ends_of(is_one[: last + 1]), _ends_of(~is_one[: last + 1])
         kept = torch.cat((one, other))
         before = trial.whole(kept)
         if captured.draws or any(graph.has_random_state for graph in captured.graphs):
-            return "it draws random numbers, and would draw for each part"
+            return "the step draws random numbers, and would draw them again for each part"
         if trial.changes_again():
-            return "it changes state, and would do so once for each part of a batch"
+            return "the step changes state, and would change it again for each part"
         in_one = torch.arange(len(kept)) < len(one)
         for changed, is_same in ((~is_one, in_one), (is_one, ~in_one)):
             after = trial.whole(kept, changed=changed)
@@ -311,14 +309,14 @@ class RowProver:
         before: list[Any],
         after: list[Any],
     ) -> int | None:
-        """Return the first output with changed rows among those that must not change, if any.
+        """Return the index of the first output with changed rows that must not change, or None.
 
         Args:
-            trial: Replays.
-            kept: The rows that were copied.
-            is_same: Which of these must not change.
-            before: Copies of those rows.
-            after: Copies of them after other rows were changed.
+            trial: Trial that repeats the replay.
+            kept: Indices of the copied rows.
+            is_same: Flag of each copied row that must not change.
+            before: Copies of the rows.
+            after: Copies of the rows after other rows of the batch were replaced.
         """
         layout = trial.captured.layout
         repeats = _Repeats(lambda: (trial.whole(kept),))
@@ -343,7 +341,7 @@ class RowProver:
         *,
         is_free: bool = False,
     ) -> Iterator[_Trial]:
-        # If steps ran between the operators of the capture, their rows may remain.
+        # Steps that ran between operators of the capture may have left their rows.
         self._lane.buffers_of(captured.key).reset()
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
@@ -360,7 +358,7 @@ class RowProver:
     def _rows(
         self, key: GraphKey, sample: Sequence[Any] | None = None, *, is_free: bool
     ) -> Iterator[_Rows]:
-        """Create dummy rows and clear them afterwards."""
+        """Create dummy rows, and end their use on exit."""
         slots = self._warmups.slots
         with nullcontext() if slots is None else slots.lent(_head_of(key)) as lent:
             rows = _Rows(self._lane, key, sample, is_free=is_free, lent=lent)
@@ -370,7 +368,7 @@ class RowProver:
                 rows.end()
 
     def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
-        """Describe how rows of a batch differ from eager's; empty if they do not."""
+        """Describe how the rows of a batch differ from eager; empty if they do not."""
         noisy = trial.with_noise_after(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_after(most)
@@ -385,30 +383,30 @@ class RowProver:
             trial.has_overflown = trial.rows.is_free and _has_overflown(behind, filled)
             return f"output {index} of {most} rows depends on the rows after them"
         if any(graph.has_random_state for graph in trial.captured.graphs):
-            return ""  # it also draws for rows of fill, unlike eager
-        # If flags of fill hide everything, the results of empty input may differ.
+            return ""  # unlike eager, the graph also draws for padding rows
+        # If flags of fill hide all positions, results may legitimately differ.
         is_of_fill = trial.rows.has_integers and not trial.rows.is_varied
         for count, one in eager.items():
             if is_of_fill and not one.is_finite():
-                continue  # it is compared once a call has other flags
+                continue  # compared when a call has other flags
             found = self._differs(trial, count, noisy[count], state if count == most else {})
             if found:
                 wanted = trial.kept(one.leaves, count)
                 trial.has_overflown = trial.rows.is_free and _has_overflown(noisy[count], wanted)
-                return f"{found} differs from eager for {count} rows, whatever the padding"
+                return f"{found} differs from eager for {count} rows, independent of the padding"
         return ""
 
     def _draws_alike(self, trial: _Trial, eager: Mapping[int, _Outputs]) -> bool:
-        """Return whether the random numbers a step draws are the same for any number of rows.
+        """Return whether the step draws the same random numbers for any number of rows.
 
-        Called after a replay, which advances generators as eager does for a full batch.
+        Must follow a replay, which advances generators as eager does for a full batch.
         """
         if not trial.captured.draws:
             return True
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         after = snapshot.generator_states()
         for count, one in eager.items():
-            if one.drawn_from != snapshot.saved_generator_states:  # it was drawn at another offset
+            if one.drawn_from != snapshot.saved_generator_states:  # eager began at another offset
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one
@@ -419,7 +417,7 @@ class RowProver:
     def _depends_on_tail(
         self, trial: _Trial, count: int, noisy: list[Any], filled: list[Any]
     ) -> int | None:
-        """Return the first output whose rows depend on later rows, if any."""
+        """Return the index of the first output whose rows depend on later rows, or None."""
         repeats = _Repeats(
             lambda: (trial.with_noise_after([count])[count], trial.with_fill_after(count))
         )
@@ -437,7 +435,7 @@ class RowProver:
     # -- eager --------------------------------------------------------------------------
 
     def _known(self, key: GraphKey, counts: Iterable[int]) -> dict[int, _Outputs]:
-        """Return eager's results for noise at the first counts of rows at which it runs."""
+        """Return the known results of eager for noise, by number of rows."""
         family = family_of(key)
         found = ((count, self._references.get((family, count))) for count in counts)
         known = ((count, one) for count, one in found if one is not None)
@@ -446,7 +444,7 @@ class RowProver:
     def _reference(
         self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int, *, anew: bool = False
     ) -> _Outputs | None:
-        """Return eager's results for the first rows; None if it raises."""
+        """Return the results of eager for the first rows; None if it raises."""
         name = family_of(key), count
         if not (anew or rows.is_varied) and name in self._references:
             return self._references[name]
@@ -455,13 +453,13 @@ class RowProver:
     def _run_eager(
         self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int
     ) -> tuple[_Outputs | None, Any]:
-        """Run the step on the first rows; return copies of its outputs, and the outputs."""
+        """Run the step eager on the first rows; return copies of its outputs, and the outputs."""
         rows.write(count)
         snapshot.restore()
         rows.restore_slots()
         self._lane.set_rows(count)
         found, outputs = None, None
-        with suppress(Exception):  # raised as for a caller
+        with suppress(Exception):  # an eager call of this size would raise too
             outputs = self._warmups.run_at(key, count)
             found = _Outputs.of(outputs, _state(self._warmups, rows), snapshot)
         if not rows.is_varied:
@@ -471,13 +469,13 @@ class RowProver:
     def _differs(
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
-        """Describe how eager's results differ; empty if they do not."""
+        """Describe how the results of eager differ; empty if they do not."""
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         eager = self._reference(key, rows, snapshot, count)
         found = self._difference(trial, got, state, eager, count)
         if not found:
             return ""
-        # The known results may come from other weights or another state.
+        # The known results may have been computed with other weights or another state.
         again = self._reference(key, rows, snapshot, count, anew=True)
         return self._difference(trial, got, state, again, count)
 
@@ -499,7 +497,7 @@ class RowProver:
             want, before = eager.state.get(name), trial.before(name)
             if want is None or before is None:
                 continue
-            # In other tensors, rows of fill may write to places that no row of a batch uses.
+            # Elements that eager does not change may be written by padding rows.
             changed = want != before
             if not _is_near(replayed[changed], want[changed], rounding):
                 return name
@@ -508,14 +506,14 @@ class RowProver:
 
 @attrs.frozen(eq=False)
 class _Outputs:
-    """Copies of eager's results.
+    """Copies of the results of an eager run.
 
     Attributes:
-        leaves: Its outputs, flattened.
-        structure: Their structure.
-        state: The changed state.
-        drawn_from: States of the generators before.
-        drawn: Their states afterwards.
+        leaves: Flattened outputs.
+        structure: Structure of the outputs.
+        state: Changed state, by name.
+        drawn_from: States of the generators before the run.
+        drawn: States of the generators after the run.
     """
 
     leaves: list[Any]
@@ -535,20 +533,20 @@ class _Outputs:
         )
 
     def is_finite(self) -> bool:
-        """Return whether all numbers are finite."""
+        """Return whether all floating-point outputs are finite."""
         tensors = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         with_fractions = (one for one in tensors if one.is_floating_point())
         return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
-        """Return whether these are the outputs for a batch of this many rows."""
+        """Return whether the outputs have a layout, for a batch of ``count`` rows."""
         return self.structure == layout.structure and self._first_mismatch(layout, count) is None
 
     def describe_mismatch(self, layout: OutputLayout, count: int) -> str:
-        """Describe what does not match."""
+        """Describe the first difference from a layout."""
         index = None if self.structure != layout.structure else self._first_mismatch(layout, count)
         if index is None:
-            return f"the outputs for {count} rows have a different structure in eager"
+            return f"the outputs for {count} rows have a different structure in eager steps"
         leaf, one = self.leaves[index], layout.leaves[index]
         if not isinstance(leaf, torch.Tensor):
             return f"output {index} is {leaf!r:.60} in eager for {count} rows"
@@ -565,20 +563,20 @@ class _Rows:
     """Dummy rows in the static inputs of a key.
 
     Args:
-        lane: The lane.
-        key: The key that reads them.
+        lane: Lane of the key.
+        key: Key whose graph reads the rows.
         sample: Inputs of a call, whose integers and flags are used.
-        is_free: Noise may be below 0 and above 1.
-        lent: Slots for the first rows, if there are slots, whose writes are compared.
+        is_free: Whether noise may be outside 0..1.
+        lent: Slots for the first rows, whose writes are compared; None without slots.
 
     Attributes:
-        is_free: As given.
-        lent: As given.
-        far_from: The row that is far from all earlier ones, if few rows hold noise.
+        is_free: Whether noise may be outside 0..1.
+        lent: Slots for the first rows; None without slots.
+        far_from: Index of a row that is written far from all earlier rows, or None.
         head: Number of first rows that are the same for all sizes.
-        has_integers: There are inputs of integers or flags.
-        is_varied: These hold values other than fill in the rows of the call.
-        num_given: Rows of the call.
+        has_integers: Whether there are inputs of integers or flags.
+        is_varied: Whether integers or flags of the call differ from fill.
+        num_given: Number of rows of the call.
     """
 
     def __init__(
@@ -619,10 +617,10 @@ class _Rows:
         )
 
     def write(self, num_noisy: int) -> None:
-        """Write noise, and the call's integers in its rows.
+        """Write noise, and the integers of the call.
 
         Args:
-            num_noisy: Rows that must hold noise; existing noise is not written again.
+            num_noisy: Number of rows that must contain noise; existing noise is not rewritten.
         """
         if num_noisy <= self._held and not self.is_varied:
             return
@@ -649,7 +647,7 @@ class _Rows:
         self._held = self._num_rows
 
     def change(self, is_changed: torch.Tensor) -> None:
-        """Write other noise, close to 1, to some rows, and fill for integers and flags."""
+        """Replace some rows by different noise close to 1, and fill for integers and flags."""
         self._held = 0
         places = is_changed.nonzero()[:, 0]
         for seed, (spec, place) in enumerate(self._places):
@@ -672,15 +670,15 @@ class _Rows:
             self.lent.restore()
 
     def forget(self) -> None:
-        """Note that rows must be written again."""
+        """Make the next ``write`` write all rows again."""
         self._held = 0
 
     def mark_filled_after(self, count: int) -> None:
-        """Note that a transport fills the rows after a number of rows."""
+        """Record that a transport has filled the rows after the first ``count`` rows."""
         self._held = min(self._held, count)
 
     def end(self) -> None:
-        """Restore inputs without a batch dimension; rows are filled before use."""
+        """Restore unbatched inputs; batched inputs are filled before their next use."""
         for place, before in self._whole:
             place.copy_(before)
 
@@ -689,15 +687,15 @@ class _Trial:
     """Replays of one graph on dummy rows.
 
     Args:
-        captured: The graph.
-        snapshot: Restored before each replay.
-        lane: The lane.
-        rows: The rows in its inputs.
-        warmups: Has the state that the step changes.
+        captured: Captured key of the graph.
+        snapshot: Snapshot that is restored before each replay.
+        lane: Lane of the graph.
+        rows: Dummy rows in the static inputs.
+        warmups: Warmups, which record the state that the step changes.
 
     Attributes:
-        has_overflown: The only difference is that numbers before noise are not finite.
-        draws_alike: The random numbers it draws are the same for any number of rows.
+        has_overflown: Whether results before noise are not finite where others are finite.
+        draws_alike: Whether the step draws the same random numbers for any number of rows.
     """
 
     has_overflown: bool
@@ -716,7 +714,7 @@ class _Trial:
         self._lane, self._warmups = lane, warmups
 
     def before(self, name: str) -> torch.Tensor | None:
-        """Return the contents of part of the state before the trial."""
+        """Return the contents of named state before the trial; None if unknown."""
         lent = self.rows.lent
         if lent is not None and name in lent.saved:
             return lent.saved[name]
@@ -724,15 +722,15 @@ class _Trial:
         return None if found is None else self.snapshot.saved(*found)
 
     def with_noise_after(self, counts: Iterable[int]) -> dict[int, list[Any]]:
-        """Return, for counts of rows, these rows of all outputs, followed by noise."""
+        """Replay with noise after the first rows; return the rows of all outputs, by count."""
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
-            leaves = self._replay(size, size)  # the graph cannot know which rows are a batch
+            leaves = self._replay(size, size)  # one replay is enough: the graph reads no row count
             return self._done({count: self.kept(leaves, count) for count in counts})
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def write_far_noise(self, count: int) -> bool:
-        """Write noise that is far from some rows after them; return False if already there."""
+        """Write noise of a distant magnitude after the first rows; return False if not needed."""
         size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
         if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
             return False
@@ -741,7 +739,7 @@ class _Trial:
         return True
 
     def with_fill_after(self, count: int) -> list[Any]:
-        """Return the first rows of all outputs, followed by fill."""
+        """Replay with fill after the first rows; return the rows of all outputs."""
         return self._done(self.kept(self._replay(count, count), count))
 
     def whole(
@@ -751,12 +749,15 @@ class _Trial:
         changed: torch.Tensor | None = None,
         num_real: int | None = None,
     ) -> list[Any]:
-        """Return copies of some rows of all outputs of a full batch; None for non-tensor leaves.
+        """Replay a full batch; return copies of some rows of all outputs.
 
         Args:
-            kept: The rows.
-            changed: Flags of the rows that are replaced.
-            num_real: The row count passed to the graph; by default all.
+            kept: Indices of the rows to copy.
+            changed: Flags of the rows that are replaced before the replay.
+            num_real: Row count passed to the graph; by default the size of the batch.
+
+        Returns:
+            A copy for each leaf; None for leaves without a batch dimension.
         """
         size = self.captured.key.num_tokens
         self.rows.forget()
@@ -769,7 +770,7 @@ class _Trial:
         return self._done(found)
 
     def _done(self, copies: _T) -> _T:
-        """Let steps run after a replay whose results were copied; return the copies."""
+        """Let steps run after the results of a replay were copied; return the copies."""
         if self._lane.let_steps_in(PROOF):
             self._lane.buffers_of(self.captured.key).reset()
             self.rows.forget()
@@ -779,8 +780,8 @@ class _Trial:
         """Return whether another replay of the same rows changes state again."""
         if not self._warmups.writes() or not self._warmups.may_restore():
             return False
-        # After a call's rows all slots are the fill. There, rows of fill write equal values, while
-        # rows of noise would leave the last one written, which varies.
+        # Rows after the call all use the fill as their slot. With fill they write equal values, but
+        # with noise the result would depend on the order of writes.
         count = self.rows.num_given or self.captured.key.num_tokens
         self._replay(count, count)
         once = self.snapshot.contents()
@@ -789,7 +790,7 @@ class _Trial:
         return not all(map(torch.equal, once, twice))
 
     def kept(self, leaves: Sequence[Any], count: int) -> list[Any]:
-        """Return copies of the first and last of some output rows; None for non-tensor leaves."""
+        """Return copies of the first and last output rows of a batch; None for other leaves."""
         captured, most = self.captured, max(_KEPT_ROWS, self.rows.head)
         found: list[Any] = []
         rows = cut(captured.layout, leaves, count, {})
@@ -812,7 +813,7 @@ class _Trial:
         *,
         restores: bool = True,
     ) -> Sequence[Any]:
-        """Replay from the saved state; return the padded outputs, valid until the next replay."""
+        """Replay from the saved state; the returned outputs are valid until the next replay."""
         captured, path = self.captured, self.captured.input_path
         self.rows.write(num_loaded)
         if changed is not None:
@@ -835,16 +836,16 @@ class _Trial:
 
 
 def _head_of(key: GraphKey) -> int:
-    """Return the number of first dummy rows that are the same for all sizes of a key's family."""
+    """Return the number of first dummy rows that are equal for all keys of a family."""
     return max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
 
 
 def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
-    """Return the counts of rows at which eager runs for a key, in order; may be empty.
+    """Return the numbers of rows on which eager runs for a key, in order; may be empty.
 
     Args:
-        key: The key.
-        sizes: Rows that the step is known to run at.
+        key: Key to capture.
+        sizes: Numbers of rows at which the step is known to run.
     """
     unit = key.descriptor.query_len or 1
     most = key.num_tokens - unit
@@ -855,10 +856,10 @@ def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
 
 
 def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
-    """Return copies of the rows' slots and of declared state.
+    """Return copies of the slots of the rows, and of declared state.
 
-    State is included if it is small and no integer selects its rows. Undeclared state may be a
-    workspace, which depends on the bucket rather than the batch.
+    State is included if it is small and no integer selects its rows. Undeclared state is excluded,
+    because it may be a workspace that depends on the bucket instead of the batch.
     """
     lent = {} if rows.lent is None else rows.lent.now()
     found = {name: one for name, one in lent.items() if one.dtype in _COMPARED}
@@ -872,7 +873,7 @@ def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
 
 
 def _ends_of(is_meant: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a half that are compared: those at either end."""
+    """Return the indices of the first and last selected rows, which are compared."""
     rows = is_meant.nonzero()[:, 0]
     if len(rows) <= 2 * _KEPT_ROWS:
         return rows
@@ -884,7 +885,7 @@ def _has_fractions(spec: StaticInput) -> bool:
 
 
 def _is_from_call(spec: StaticInput) -> bool:
-    """Return whether an input is taken from a call: integers and flags, except slots."""
+    """Return whether an input is taken from a call (integers and flags, except slots)."""
     return not _has_fractions(spec) and not isinstance(spec, SlotInput)
 
 
@@ -893,11 +894,11 @@ def _is_added_mask(spec: StaticInput) -> bool:
 
 
 def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:
-    """Fill an input with noise, without using existing generators.
+    """Fill an input with noise from a new random generator.
 
     Rows have several magnitudes, so that no attention weight vanishes relative to the largest.
-    Every fourth row is slightly larger than the previous one, for steps that compare rows or take a
-    maximum.
+    Every fourth row is slightly larger than the previous row, for steps that compare rows or
+    compute a maximum.
     """
     is_free, head = how.is_free, how.head
     generator = torch.Generator(place.device).manual_seed(seed)
@@ -911,7 +912,7 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
 
     if batch_dim is None:
         made = noise(*place.shape)
-        # A single number may be a divisor or a temperature, so it stays above 0.
+        # A single number may be a divisor or a temperature, so it is positive.
         write(place, 2 * made - 1 if is_free and place.numel() > 1 else made)
         return
     rows = place.movedim(batch_dim, 0)
@@ -930,7 +931,7 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
 
 
 def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
-    """Return whether results differ only by numbers that are not finite before noise."""
+    """Return whether results before noise are not finite where those before fill are finite."""
     for _, one, other in _pairs(noisy, filled):
         is_finite = _numbers(one).isfinite()
         if bool((~is_finite & _numbers(other).isfinite()).any()):
@@ -939,14 +940,14 @@ def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
 
 
 def _pairs(one: list[Any], other: list[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield the index of each tensor result, with both copies."""
+    """Yield the index and both copies of each tensor result."""
     for index, (left, right) in enumerate(zip(one, other, strict=True)):
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
             yield index, left, right
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as numbers of at least 32 bits."""
+    """Return the elements of a tensor as float64; complex numbers become pairs."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg().to(torch.complex128))
     return tensor.double()
@@ -962,7 +963,7 @@ def _finite(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference between two results; 0 where they are bitwise equal."""
+    """Return the largest difference between two results; 0 if they are bitwise equal."""
     if bits_equal(one, other):
         return 0.0
     numbers = _finite(one, other)
@@ -972,7 +973,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 class _Repeats:
-    """Repeated replays, run on demand and kept."""
+    """Repeated replays, which run on demand and are cached."""
 
     def __init__(self, replay: Callable[[], tuple[list[Any], ...]]) -> None:
         self._replay = replay
@@ -994,11 +995,11 @@ def _is_chance(
     """Return whether two results differ no more than repeated replays do.
 
     Args:
-        one: A result.
-        other: Another one.
-        again: Repeated replays of the same rows, some of which may be equal.
-        rounding: Spacing of the coarsest numbers that the step computes. Larger differences do not
-            come from the order of additions, so that one more replay suffices.
+        one: First result.
+        other: Second result.
+        again: Results of repeated replays of the same rows.
+        rounding: Largest ``eps`` that the step computes with. Differences beyond rounding do not
+            come from the order of additions, so a single repeated replay is enough for them.
     """
     difference, spread = _difference(one, other), 0.0
     if not difference:
@@ -1014,10 +1015,10 @@ def _is_chance(
 
 
 def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
-    """Return whether two results differ by rounding alone.
+    """Return whether two results differ only by rounding.
 
-    Integers are compared only if the step computes nothing else: for example, rounding may change
-    the index of the largest of nearly equal numbers.
+    Integers are compared only if the step computes nothing but integers. Otherwise rounding may
+    change them, such as the index of the largest of nearly equal numbers.
     """
     if not (want.is_floating_point() or want.is_complex()):
         return bool(rounding) or torch.equal(got, want)
@@ -1029,7 +1030,7 @@ def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
 
 
 def _is_within(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
-    """Return whether numbers agree within rounding; False for NaN."""
+    """Return whether numbers are equal within rounding; False for NaN."""
     tolerance = max(_TOLERANCE, _ROUNDINGS * rounding)
     floor = max(_FLOOR, rounding) * want.numel() ** 0.5
     return bool((got - want).norm() <= tolerance * want.norm() + floor)

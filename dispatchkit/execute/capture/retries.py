@@ -1,4 +1,4 @@
-"""Retry failed captures a few times, with increasing intervals."""
+"""Schedule retries of failed captures at increasing intervals."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from dispatchkit.dispatch import Reason
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.registry import GraphEntry, KeyState
 
-#: Capture attempts for one key before giving up.
+#: Maximum number of capture attempts for a key.
 MAX_ATTEMPTS = 3
-#: Steps before a failed key is retried; four times as many after each failure.
+#: Number of steps until a failed key is retried; quadrupled after each failure.
 RETRY_AFTER = 64
 
 
 class Retries:
-    """Counts the steps since the last failure of each key."""
+    """Counters of steps since the last failure of each key."""
 
     def __init__(self) -> None:
         self._since_failure: Counter[GraphKey] = Counter()
-        # Steps that ran eager for a failed key: the current count, and the count at each key's last
-        # failure.
+        # Number of steps that ran eager for any failed key: now, and at each key's last failure.
         self._num_eager = 0
         self._eager_before: Counter[GraphKey] = Counter()
 
     def note_failure(self, key: GraphKey) -> None:
-        """Restart the count for a key."""
+        """Restart the count of steps for a key that failed."""
         self._since_failure[key] = 0
         self._eager_before[key] = self._num_eager
 
@@ -36,7 +35,7 @@ class Retries:
 
     @classmethod
     def may_try(cls, entry: GraphEntry) -> bool:
-        """Return whether a failed key may be retried at some time."""
+        """Return whether a key has failed and may be retried later."""
         return entry.state is KeyState.FAILED and not cls.is_over(entry)
 
     @classmethod
@@ -45,7 +44,7 @@ class Retries:
         return cls.may_try(entry) and entry.reason.startswith(Reason.FIRST_CALL)
 
     def is_due(self, entry: GraphEntry) -> bool:
-        """Count a step that would have used a failed key; return whether to retry now."""
+        """Return whether to retry a failed key now; otherwise count a step."""
         if not self.may_try(entry):
             return False
         is_due = not self.steps_left(entry)
@@ -54,10 +53,10 @@ class Retries:
         return is_due
 
     def steps_left(self, entry: GraphEntry) -> int:
-        """Return the remaining steps before a failed key is retried; 0 in other states."""
+        """Return the number of steps until a failed key is retried; 0 in other states."""
         if not self.may_try(entry):
             return 0
-        if self.waits_for_first_call(entry):  # counted across keys
+        if self.waits_for_first_call(entry):  # an eager step for any failed key is enough
             return int(self._num_eager == self._eager_before[entry.key])
         wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
         return max(0, wait - self._since_failure[entry.key])

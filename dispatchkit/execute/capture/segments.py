@@ -1,9 +1,9 @@
 """Capture a step in segments: graphs before, between and after its eager calls.
 
-The step runs once. At an eager call the capture ends, the segment is replayed, so that the call
-sees real values, and the capture resumes with the call's results, in memory that does not move.
-Segments without work are left out of replays but kept with the others: memory allocated in them
-stays in the pool as long as one of its graphs lives.
+The step runs once. At each eager call, the capture of the segment ends and the segment is replayed,
+so that the call reads real values. The results of the call are copied to fixed memory, and the next
+segment begins. Segments without operations are not replayed, but they are kept, because their
+allocations stay in the pool only as long as one of its graphs lives.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from dispatchkit.once import line_of_call
 
 @attrs.frozen
 class CallShapes:
-    """Shapes of one eager call in a run, or the batch dimensions found by two runs.
+    """The shapes of an eager call in one run, or the batch dimensions derived from two runs.
 
     Attributes:
         line: File and line of the call.
-        given: Those of each tensor argument.
-        returned: Those of each result; None for values other than tensors.
-        written: Whether an operator wrote each tensor argument.
+        given: Shape or batch dimension of each tensor argument.
+        returned: Shape or batch dimension of each result; None for values other than tensors.
+        written: Whether an operator wrote to each tensor argument.
     """
 
     line: str
@@ -51,10 +51,10 @@ class CallShapes:
 
 
 class ShapeRecorder:
-    """Records the shapes and writes of eager calls in a run that is not captured.
+    """Breaker that records the shapes and writes of eager calls in a run without capture.
 
     Attributes:
-        calls: The calls, in order.
+        calls: Recorded calls, in order.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ShapeRecorder:
         self._is_inside = False
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        """Call a function and record the shapes."""
+        """Call a function and record its shapes and writes."""
         if self._is_inside:
             return fn(*args, **kwargs)
         given, writes = _tensors(args, kwargs), OperatorWrites()
@@ -84,9 +84,9 @@ class ShapeRecorder:
 
 
 class ArgumentHolder:
-    """Keeps alive what a capture in segments would, in a run that measures memory.
+    """Breaker that keeps the same values alive as a capture in segments, to measure memory.
 
-    On a device that is nothing, since the pool keeps the memory of segments.
+    On a device it keeps none, because the pool retains the memory of segments.
     """
 
     def __init__(self) -> None:
@@ -114,18 +114,18 @@ class ArgumentHolder:
 
 
 class SegmentRecorder:
-    """Splits a step into segments while it is captured.
+    """Breaker that splits a step into segments during its capture.
 
     Args:
-        lane: The lane.
-        num_rows: Rows of the graph.
+        lane: Lane of the capture.
+        num_rows: Number of rows of the graph.
         dims: Batch dimensions of each call; empty if unknown.
-        is_fixed: Returns whether a tensor never moves: static inputs and state.
-        admission: Admits memory before it is taken; None if there is no limit.
+        is_fixed: Function that returns whether a tensor has a fixed address (static input, state).
+        admission: Check of the memory budgets; None if there is no limit.
 
     Attributes:
-        parts: The parts of a replay, in order.
-        graphs: All graphs, including those without work.
+        parts: Parts of a replay, in order.
+        graphs: All captured graphs, including those without operations.
     """
 
     def __init__(
@@ -149,31 +149,30 @@ class SegmentRecorder:
 
     @contextmanager
     def recording(self, capture: SegmentedCapture) -> Iterator[None]:
-        """Split calls inside a ``with`` block, and end the last segment after it."""
+        """Split the step in a ``with`` block into segments, and end the last segment on exit."""
         self._num_modes = _num_modes()
         try:
             with use_breaker(self):
                 self._capture = capture
                 yield
             self._end(capture)
-        finally:  # an interrupt may have skipped the end of the block; stop splitting
+        finally:  # stops splitting even if an interrupt skipped the end of the block
             self._capture = None
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
         """End the segment, call a function, and begin the next one.
 
         Raises:
-            CaptureError: A replay could not make the call there, or a graph could not read its
-                results.
+            CaptureError: A replay could not repeat the call, or a graph could not read its results.
         """
         capture = self._capture
         if self._is_inside or capture is None:
             return fn(*args, **kwargs)
         if _num_modes() != self._num_modes:
             raise CaptureError(
-                f"{line} runs eager inside a torch mode that the step has entered, such as "
-                "torch.device or a dispatch mode. A replay would call it outside that mode. "
-                "Enter the mode inside the eager function.",
+                f"The eager call at {line} is inside a torch mode that the step has entered, such "
+                "as torch.device or a dispatch mode, but a replay would make the call outside the "
+                "mode. Enter the mode inside the eager function.",
             )
         return self._call(capture, fn, args, kwargs, line)
 
@@ -181,7 +180,8 @@ class SegmentRecorder:
         """End the segment, call an operator, and begin the next one.
 
         Raises:
-            CaptureError: It returns anything other than tensors of fixed shape on the device.
+            CaptureError: The operator returns a value that is not a tensor, or a tensor that later
+                segments cannot read.
         """
         capture, line = self._capture, line_of_call()
         if self._is_inside or capture is None:
@@ -208,16 +208,17 @@ class SegmentRecorder:
         """Refuse a ``with`` block.
 
         Raises:
-            CaptureError: Always, except inside a function that runs eager.
+            CaptureError: The block is not inside a function that runs eager.
         """
         if self._capture is not None and not self._is_inside:
             raise CaptureError(
-                f"`with eager_region():` at {line}: a replay cannot run a block again. Put it into "
-                "a function under @eager_region, or split the step with split_module.",
+                f"The block `with eager_region():` at {line} cannot be run again in a replay. Put "
+                "its code into a function under @eager_region, or split the step with "
+                "split_module.",
             )
 
     def _end(self, capture: SegmentedCapture) -> None:
-        """End a segment and replay it, so that the next call sees its results."""
+        """End a segment and replay it, so that the next call reads its results."""
         lane = self._lane
         graph = capture.end()
         self.graphs.append(graph)
@@ -249,7 +250,7 @@ class SegmentRecorder:
         given = _tensors(args, kwargs)
         known = () if dims is None else zip(given, dims.given, dims.written, strict=False)
         before = [
-            # An operator may overwrite memory, such as zeros over fresh memory.
+            # Writes of operators count even if they leave the contents equal (zeros over zeros).
             (tensor, dim, None if is_written else tensor.clone())
             for tensor, dim, is_written in known
             if dim is not None and not self._is_fixed(tensor)
@@ -293,11 +294,11 @@ class SegmentRecorder:
         return structure.build([one.value for one in stored])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the same memory for replays, also outside inference mode.
+        """Return an alias of a tensor for replays, which also works outside inference mode.
 
-        It does not keep memory of segments alive, so that graphs of all sizes can reuse it, like
-        the segments' own memory: a replay writes it before a call reads it, and nothing else runs
-        in between. It keeps all other memory alive.
+        The alias does not keep memory of segments alive, so that graphs of all sizes can reuse it.
+        This is safe, because a replay writes the memory before a call reads it, and nothing else
+        runs in between. The alias keeps all other memory alive.
         """
         lane = self._lane
         if (
@@ -315,13 +316,13 @@ class SegmentRecorder:
     def _store_result(
         self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
     ) -> Result:
-        """Return the value that the step continues with instead of a result."""
+        """Copy a result of a call to fixed memory if necessary, and describe it."""
         if not isinstance(leaf, torch.Tensor):
             return Result(leaf)
         if leaf.device != self._device or leaf.layout is not torch.strided:
             raise CaptureError(
-                f"{line} returns a tensor of layout {leaf.layout} on {leaf.device}, but segments "
-                f"read dense tensors on {self._device}. Convert it inside the eager function.",
+                f"The eager call at {line} must return strided tensors on {self._device}, got one "
+                f"of layout {leaf.layout} on {leaf.device}. Convert it inside the eager function.",
             )
         if leaf in arguments or self._is_fixed(leaf):
             return Result(plain_tensor(leaf), stride=leaf.stride())
@@ -339,20 +340,20 @@ class Operators:
     """Operators at which a step breaks.
 
     Attributes:
-        names: Their qualified names.
-        tags: Tags of further operators.
+        names: Qualified names of operators.
+        tags: Tags of additional operators.
     """
 
     names: frozenset[str] = frozenset()
     tags: frozenset[torch.Tag] = frozenset()
 
     def breaking(self, recorder: SegmentRecorder) -> AbstractContextManager[Any]:
-        """Return a context in which a recorder breaks the step at these operators."""
+        """Return a context manager under which a recorder breaks the step at these operators."""
         return _OperatorBreaks(recorder, self) if self.names or self.tags else nullcontext()
 
 
 class _OperatorBreaks(DispatchMode):
-    """Passes the operators to break at to a recorder."""
+    """Dispatch mode that passes the operators to break at to a recorder."""
 
     def __init__(self, recorder: SegmentRecorder, operators: Operators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -360,7 +361,7 @@ class _OperatorBreaks(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled, without breaks at their operators."""
+        """Return True, so that compiled functions run compiled, without breaks inside them."""
         return True
 
     def __torch_dispatch__(
@@ -377,7 +378,7 @@ class _OperatorBreaks(DispatchMode):
 def batch_dims(
     calls: Sequence[CallShapes], others: Sequence[CallShapes], size: int, other: int
 ) -> list[CallShapes]:
-    """Return the batch dimensions of each call's tensors, from two runs of a step.
+    """Derive the batch dimensions of the tensors in each call from two runs of a step.
 
     An argument counts as written if either run wrote it.
 
@@ -388,7 +389,8 @@ def batch_dims(
         other: Number of rows of the second run.
 
     Returns:
-        A dimension for each shape, or None; empty if the runs made different calls.
+        For each call, the batch dimension of each tensor, or None. Empty if the runs made different
+        calls.
     """
 
     def dims(shapes: Iterable[Any], second: Iterable[Any]) -> tuple[Any, ...]:
@@ -415,9 +417,9 @@ def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors replaced, or the value itself if none changes.
+    """Replace the tensors in a value, or return the value itself if no tensor changes.
 
-    A caller may change a dictionary or list between steps.
+    Returning the same dictionary or list preserves changes that a caller makes between steps.
     """
     leaves, spec = tree_flatten(value)
     made = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -443,7 +445,7 @@ def _num_modes() -> tuple[int, int]:
 
 @attrs.frozen
 class _CallContext:
-    """Contexts that a step may enter around a call, and a replay must enter, too."""
+    """The contexts around a call, which a replay must enter too."""
 
     device_type: str
     autocast: bool
