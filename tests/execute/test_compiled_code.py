@@ -285,7 +285,7 @@ def test_a_capture_while_another_thread_has_code_run_plainly_is_told_of(compiler
         torch.compile(net, backend=compiler), INPUTS, sizes=[2], mode="FULL",
         backend=Meanwhile(compiler),
     )  # fmt: skip
-    with pytest.warns(PlainCodeWarning, match="Another thread"):
+    with pytest.warns(PlainCodeWarning, match="another thread"):
         runner.capture()
 
 

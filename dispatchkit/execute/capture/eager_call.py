@@ -16,7 +16,7 @@ _MAX_VIEWS: Final = 64
 
 
 class DifferentResultError(Exception):
-    """A call between two segments returned something different than in the capture.
+    """A call between two segments returned a different value than in the capture.
 
     Args:
         line: File and line of the call.
