@@ -34,6 +34,7 @@ CONSTANTS: tuple[tuple[Any, str, tuple[float, ...]], ...] = (
     (ledger, "AVERAGING", (0.1, 0.4)),
     (policy, "PROBE_US", (0.0, 50.0)),
     (policy, "_COST_AT_ONCE", (0.125, 0.5)),
+    (policy, "_VERIFYING_COST", (0.003, 0.03)),
     (policy, "_PROOF_FROM", (0.6, 1.0)),
     (policy, "_CALM", (12, 48)),
     (policy, "_AFFORDED", (1.5, 6.0)),

@@ -159,6 +159,25 @@ def test_a_change_of_eager_in_one_bucket_is_expected_in_the_others() -> None:
     assert device.dispatcher.dispatch(700).key == key(768)
 
 
+def test_a_jump_that_was_only_seen_in_other_arms_is_verified() -> None:
+    """A slower host slows eager at small sizes; what that implies for large ones is tried once."""
+    device = Device(serve(adaptive()), 1.7, 900.0)
+    device.calibrate()
+    for _ in range(240):
+        device.step(450)
+        device.step(700)
+    assert device.dispatcher.dispatch(700).key is None
+    us = device.us
+    device.us = lambda n, graph: 1250.0 if graph is None and n < 512 else us(n, graph)  # type: ignore[method-assign]
+    for _ in range(12):
+        device.step(450)
+    assert device.dispatcher.dispatch(700).key == key(768)
+    for _ in range(60):
+        device.step(700)
+    assert device.dispatcher.dispatch(700).key is None
+    assert device.dispatcher.dispatch(450).key == key(512)
+
+
 def test_the_winner_follows_the_state_of_the_queue() -> None:
     """Idle, eager waits for the host and loses; with work queued ahead it wins."""
     policy = adaptive()

@@ -120,6 +120,11 @@ class Estimate:
         """Whether there are enough samples to compare it with other arms."""
         return self.samples >= KNOWN
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether jumps seen in other arms were applied since the last sample."""
+        return self._borrowed != 0.0
+
     def log_us(self, num_tokens: float) -> float:
         """Return the logarithm of the expected microseconds; infinite without samples."""
         return self._level + self._slope * (math.log(num_tokens) - self._log_top)

@@ -52,6 +52,8 @@ _CALM, _SLOWEST_PACE = 24, 8
 _PROOF_FROM = 0.8
 # Share of the probe allowance that a single probe may cost.
 _COST_AT_ONCE = 0.25
+# Share of the account that a probe may cost if it verifies a jump that was seen in other arms.
+_VERIFYING_COST = 0.01
 # Executors that measure more than one step in this many gain nothing from a slower pace.
 _WORTH_SAVING = 8.0
 # Factor by which the allowance must exceed the risk before fewer steps are measured.
@@ -596,7 +598,10 @@ class AdaptivePolicy:
             if self._step - estimate.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue
             cost = PROBE_US + max(0.0, (estimate.expect(size) or 0.0) - now_us)
-            if cost <= _COST_AT_ONCE * self.ledger.probe_allowance():
+            limit = _COST_AT_ONCE * self.ledger.probe_allowance()
+            if estimate.is_borrowed:
+                limit = max(limit, _VERIFYING_COST * account)
+            if cost <= limit:
                 self.ledger.probes_us += cost
                 return bucket.send_probe(batch, arm)
         return []
