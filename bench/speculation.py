@@ -47,15 +47,15 @@ class KnownDrafts:
     Args:
         known: Tokens of each row, from its first new token. Shape (rows, T).
         chance: Probability that a draft is correct.
-        num_tokens: Number of drafts per row.
+        num_draft_tokens: Number of drafts per row.
     """
 
-    def __init__(self, known: torch.Tensor, chance: float, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, known: torch.Tensor, chance: float, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
         maker = torch.Generator().manual_seed(1)
         is_right = torch.rand(known.shape, generator=maker).to(DEVICE) < chance
         self._drafts = torch.where(is_right, known, (known + 1) % 90)
-        self._ahead = torch.arange(1, 1 + num_tokens, device=DEVICE) - PROMPT
+        self._ahead = torch.arange(1, 1 + num_draft_tokens, device=DEVICE) - PROMPT
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
         """Do nothing, because all rows are known."""

@@ -20,7 +20,7 @@ class Known:
         fewest: Of the drafts that a row has.
     """
 
-    num_tokens = DRAFTS
+    num_draft_tokens = DRAFTS
 
     def __init__(self, chance: float, fewest: int = DRAFTS) -> None:
         self.chance, self.fewest = chance, fewest

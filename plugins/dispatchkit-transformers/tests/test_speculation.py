@@ -309,7 +309,7 @@ def test_generate_of_an_encoder_decoder_gives_the_tokens_of_generate():
 def test_sampling_and_processors_are_refused(asked):
     decoder = decoder_of(llama())
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
-    with pytest.raises(ConfigError, match="greedy tokens only, since drafts are verified"):
+    with pytest.raises(ConfigError, match="greedy decoding without scores"):
         loop.generate(prompt_of(3), max_new_tokens=3, **asked)
     assert decoder.stats().admitted == 0
 
@@ -456,7 +456,7 @@ def test_a_half_done_step_of_recurrent_layers_cannot_be_taken_back():
         decoder.step()
     hook.remove()
     for call in (decoder.step, lambda: decoder.truncate(decoder.row_lengths)):
-        with pytest.raises(InputError, match=r"reset\(\) the decoder"):
+        with pytest.raises(InputError, match=r"Call reset\(\) and admit"):
             call()
     decoder.reset()
     decoder.admit(prompt_of(5))
@@ -489,8 +489,8 @@ def test_rows_are_named_by_numbers():
     [
         ("Qwen3_5ForCausalLM", "recurrent layers cannot undo a rejected draft"),
         ("MambaForCausalLM", "recurrent layers cannot undo a rejected draft"),
-        ("BloomForCausalLM", "steps of several tokens give other logits than its prompts"),
-        ("T5ForConditionalGeneration", "steps of several tokens give other logits"),
+        ("BloomForCausalLM", "steps of several tokens return other logits than prompts"),
+        ("T5ForConditionalGeneration", "steps of several tokens return other logits"),
     ],
 )
 def test_models_that_cannot_verify_are_refused(name, message):
@@ -515,14 +515,14 @@ def test_a_decoder_without_room_for_drafts_says_so():
 
 def test_drafts_of_another_kind_are_errors():
     decoder = decoder_of(llama())
-    with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
+    with pytest.raises(DescriptorError, match=r"Call admit\(\) first"):
         decoder.verify(torch.empty(0, 1, dtype=torch.int64))
     decoder.admit(prompt_of(3))
     for drafts in ([[5]], torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int32)):
-        with pytest.raises(InputError, match="drafts must be a tensor of tokens"):
+        with pytest.raises(InputError, match="drafts must be an int64 tensor of tokens"):
             decoder.verify(drafts)
     for shape in ((3,), (2, 3), (1, 0), (1, DRAFTS + 1)):
-        with pytest.raises(InputError, match=r"of shape \(1, N\), N from 1 to num_draft_tokens"):
+        with pytest.raises(InputError, match=r"have shape \(1, N\), N from 1 to num_draft_tokens"):
             decoder.verify(torch.ones(shape, dtype=torch.int64))
     assert decoder.row_lengths == (3,)
 
@@ -540,9 +540,9 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
         with pytest.raises(ConfigError, match=message):
             DraftModel(decoder, decoder_of(model, **{"sizes": None, **settings}))
     large = decoder_of(llama(vocab_size=700))
-    with pytest.raises(ConfigError, match=r"vocabulary of small must be at least .*, 700, got 188"):
+    with pytest.raises(ConfigError, match=r"small.vocabulary must be at least .*, 700, got 188"):
         DraftModel(large, decoder_of(llama(vocab_size=188)))
-    with pytest.raises(ConfigError, match="small must be a decoder of its own"):
+    with pytest.raises(ConfigError, match="small must be another decoder"):
         DraftModel(decoder, decoder)
     with pytest.raises(ConfigError, match="a model without an encoder"):
         DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))
@@ -566,7 +566,7 @@ def test_a_step_without_rows_is_an_error_in_every_loop():
     decoder = decoder_of(llama())
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
     for step in (loop.step, decoder.step, decoder.logits):
-        with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
+        with pytest.raises(DescriptorError, match=r"Call admit\(\) first"):
             step()
 
 
@@ -575,7 +575,7 @@ def test_rows_that_a_loop_does_not_know_of_are_an_error():
     loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
     loop.admit(prompt_of(3))
     decoder.step()
-    with pytest.raises(InputError, match="rows must have the lengths that the last step left"):
+    with pytest.raises(InputError, match="rows must have the lengths after the last step"):
         loop.step()
     with pytest.raises(ConfigError, match="without rows"):
         SpeculativeDecoder(decoder, PromptLookup(decoder))

@@ -573,7 +573,7 @@ def test_a_row_at_the_end_of_the_cache_is_an_error(one_model):
 
 def test_a_batch_above_the_limit_is_an_error(one_model, prompts):
     decoder = decoder_of(one_model, max_batch_size=4)
-    with pytest.raises(DescriptorError, match=r"max_batch_size \(4\), got 5.*bytes for each"):
+    with pytest.raises(DescriptorError, match=r"max_batch_size \(4\), got 5.*bytes per sequence"):
         decoder.generate(**prompts, max_new_tokens=5, pad_token_id=PAD)
 
 
@@ -595,7 +595,7 @@ def test_arguments_of_another_kind_are_errors(one_model):
     ):
         decoder.admit(torch.tensor([5, 6]))
     with pytest.raises(
-        DescriptorError, match=r"rows must be a list of rows, got 0. One row: \[0\]"
+        DescriptorError, match=r"rows must be a list of rows, got 0. For a single row, pass \[0\]"
     ):
         decoder.drop(0)
     assert decoder.num_rows == 0
@@ -636,7 +636,7 @@ def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
         ({"prompt_size": (4,)}, UnknownNameError, "setting of GraphDecoder .*prompt_sizes"),
         ({"axes": []}, UnknownNameError, "setting of GraphDecoder"),
         ({"max_num_tokens": 4}, UnknownNameError, "setting of GraphDecoder .*max_batch_size"),
-        ({"max_graphs": 4}, ConfigError, "max_graphs must be given in another place"),
+        ({"max_graphs": 4}, ConfigError, "max_graphs must be passed in another argument"),
         ({"policy": "vlm"}, UnknownNameError, "policy .*Did you mean 'vllm'"),
         ({"backend": "cudda"}, UnknownNameError, "backend .*Did you mean 'cuda'"),
         ({"mode": "HALF"}, ConfigError, "mode"),
@@ -660,7 +660,7 @@ def test_a_decoder_prints_its_model_rows_and_graphs(one_model):
 
 
 def test_a_step_without_rows_is_an_error(one_model):
-    with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
+    with pytest.raises(DescriptorError, match=r"Call admit\(\) first"):
         decoder_of(one_model).step()
 
 

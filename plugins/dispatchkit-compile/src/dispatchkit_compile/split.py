@@ -71,7 +71,7 @@ def split_module(
             (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
             its class or the class's name), or a function or tensor method that the code
             calls (or its name).
-        device: Device of inputs given as a StaticInput; that of the weights by default.
+        device: Device of inputs declared by a StaticInput; by default that of the weights.
 
     Raises:
         UnknownNameError: A name in ``at`` is unknown; the error suggests similar names.

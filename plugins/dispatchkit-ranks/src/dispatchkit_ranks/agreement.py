@@ -67,15 +67,15 @@ class AgreementStats:
 class RankAgreement:
     """The ranks of a process group and their exchanges.
 
-    All ranks must create one at the same point, where versions are compared. The agreement creates
+    All ranks must create an agreement at the same point, where versions are compared. It creates
     its own process group with the same members, so that its collectives do not queue behind others,
     and closes that group when it ends.
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
         timeout: Time in seconds after which every rank has stopped if another rank does not reach
-            a step. Below 15 seconds, or if the store does not answer, this may take two seconds
-            longer. A rank is late after 0.4 of the timeout.
+            a step. With a timeout below 15 seconds, or if the store does not answer, this may take
+            two seconds longer. A rank is late after 0.4 of the timeout.
         setup_timeout: The timeout of start-up, captures and the first step, which ranks may reach
             at very different times.
         device: The device of the exchange. The default is the CPU with gloo, which does not delay
@@ -337,8 +337,8 @@ class RankAgreement:
             RankError: The collective failed.
         """
         limit, start = self._limit(phase), time.perf_counter()
-        # If other ranks have stopped, the collective may still succeed: one that NCCL aborted on
-        # another rank can complete here with partial data.
+        # A collective may succeed although other ranks have stopped: if NCCL aborted it on another
+        # rank, it can complete here with partial data.
         must_check = start - self._last_exchange_at > self._check_after
         try:
             if must_check:

@@ -32,7 +32,7 @@ class RankedDispatcher:
     * With a ``LeaderPolicy``, the ranks decide once, for the largest number of tokens of any
       rank, from a table that only the leader changes. The changes are distributed at epochs.
 
-    All ranks must create one at the same point, where everything that affects decisions is
+    All ranks must create this object at the same point, where everything that affects decisions is
     compared: configuration, policy, dialect, sizes, versions.
 
     Args:

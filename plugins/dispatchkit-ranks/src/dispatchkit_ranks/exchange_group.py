@@ -16,8 +16,9 @@ import torch.distributed as dist
 class ExchangeGroup:
     """A process group for the exchanges of one agreement, with gloo on the CPU or with NCCL.
 
-    ``torch.distributed.new_group`` is not used: it names a group that only its members create after
-    these members, so a second group would read addresses that the first left in the store.
+    It does not use ``torch.distributed.new_group``, which derives the name of a group from its
+    members if only these create it. A second group of the same members would then read the first
+    group's addresses from the store.
 
     Args:
         store: The store for exchanging addresses.

@@ -91,7 +91,10 @@ def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> d
 
 
 def deviating_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose facts differ from the most common ones (the first ones in a tie)."""
+    """Return the ranks whose facts differ from the most common facts.
+
+    In a tie, the facts of the lowest rank count as the most common.
+    """
     texts = [tuple(sorted(each.items())) for each in facts]
     usual = max(texts, key=texts.count)
     return tuple(number for number, text in zip(numbers, texts, strict=True) if text != usual)

@@ -42,7 +42,7 @@ class LeaderPolicy:
 
     Attributes:
         num_learner_errors: Number of errors raised by the learner, and of its updates that were
-            ignored because no policy may choose them.
+            ignored because their decisions are not allowed.
         is_observing: Whether the learner receives outcomes. False until ranks run steps together,
             because step times during start-up are not representative.
 
@@ -126,7 +126,8 @@ class LeaderPolicy:
     def apply_updates(self, text: str, dispatcher: Dispatcher) -> int:
         """Apply published updates; return the number of applied ones.
 
-        Updates that no policy may choose are ignored on all ranks, and counted as learner errors.
+        Updates with decisions that are not allowed are ignored on all ranks, and counted as learner
+        errors.
         """
         keys = {str(key): key for key in dispatcher.registry}
         served = 0

@@ -1,8 +1,8 @@
 """Notes that ranks leave in the store when they stop.
 
-A failed collective does not show which rank caused the failure. The notes do: ranks that waited
-leave a note shortly afterwards, ranks that raised an error or left have left one before, and a rank
-without a note never arrived.
+A failed collective does not show which rank caused the failure, but the notes do. A rank that
+waited writes a note right after the failure. A rank that raised an error or left wrote its note
+earlier. A rank without a note never arrived.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class RankedRunner:
     """Run steps with the same mode and padded size on all ranks.
 
-    Every rank must create one at the same point, call ``capture``, and then call the runner once
-    in every step, or ``idle`` if it has no batch.
+    Every rank must create this object at the same point, call ``capture``, and then call the runner
+    once in every step, or ``idle`` if it has no batch.
 
     Args:
         runner: The runner of this rank, created with ``lazy=False``.
@@ -157,8 +157,8 @@ class RankedRunner:
     def _ceiling(self, ceiling: int) -> int:
         """Return the code of the modes that this rank allows in this step.
 
-        Only eager if the surroundings, such as autocast, differ from those of the capture. Graphs
-        that read a value that was replaced on this rank are dropped, on all ranks.
+        Allows only eager if the context, such as autocast, differs from that of the capture. Drops
+        graphs on all ranks if they read a value that was replaced on this rank.
         """
         self.runner.decisions.drop_replaced()
         if self._guard.now() == self._captured_under:

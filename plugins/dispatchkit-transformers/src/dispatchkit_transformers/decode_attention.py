@@ -30,7 +30,7 @@ DECODE_ATTENTION = "dispatchkit_decode"
 _UNSUPPORTED = ("softcap", "s_aux")
 _SDPA_ONLY = ("position_bias", "head_mask")
 
-# Maximum number of tokens per row in a step: the current token and its drafts. More are a prompt.
+# Maximum number of tokens per row in a step, including drafts. Longer calls are prompts.
 _MOST_TOKENS = 8
 
 # torch's conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Releases up

@@ -128,8 +128,8 @@ def verify_step(
 def length_to_read(lengths: Sequence[int], length: int) -> int:
     """Return the smallest cache length that covers ``length``.
 
-    Eager steps pass the exact length. The probe for outputs that depend on the length may pass one
-    more than the largest of ``lengths``, which is then returned.
+    Eager steps pass the exact length. The probe for outputs that depend on the length may exceed
+    the largest of ``lengths`` by 1; that length is then returned.
 
     Args:
         lengths: Cache lengths that steps may read, ascending.

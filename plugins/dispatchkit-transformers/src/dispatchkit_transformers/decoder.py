@@ -1,15 +1,15 @@
-"""Decode a transformers model through graphs, on one static cache for every batch size.
+"""Decode a transformers model with graphs, on one static cache for all batch sizes.
 
     decoder = GraphDecoder(model, max_batch_size=32, max_length=1024)
     tokens = decoder.generate(**inputs, max_new_tokens=100)
 
-``generate`` takes the arguments of the library's own method and returns the same tokens; it is that
-method, with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and
-``drop``; ``verify`` replaces ``step`` if there are drafts (``speculation.py``).
+``generate`` takes the arguments of the model's own ``generate`` and returns the same tokens. It
+calls that method with the decoder as ``custom_generate``. The loop of a server calls ``admit``,
+``step`` and ``drop``, and ``verify`` instead of ``step`` to verify drafts (``speculation.py``).
 
-Needs transformers 4.57.1 or newer, up to 5.x. Each token of a batch is one step of a
-``GraphRunner``, whose graphs differ in the batch size and in how much of the cache they read.
-Prompts run eager, or with ``prompt_sizes`` through graphs as well.
+Requires transformers 4.57.1 to 5.x. Each token of a batch is one step of a ``GraphRunner``, which
+has a graph for each batch size and cache length. Prompts run eager, or through graphs if
+``prompt_sizes`` is set.
 """
 
 from __future__ import annotations
@@ -60,31 +60,31 @@ try:
     from dispatchkit_transformers.static_models import Probe, Source, probe, supports_drafts
 except ImportError as _error:
     raise BackendUnavailableError(
-        "GraphDecoder needs transformers 4.57.1 or newer, below 6, and the installed one "
-        f"does not work: {_error}. Run: pip install 'dispatchkit[transformers]'."
+        "GraphDecoder requires transformers 4.57.1 to 5.x, which cannot be imported: "
+        f"{_error}. Run: pip install 'dispatchkit[transformers]'."
     ) from _error
 
 __all__ = ["DECODE_ATTENTION", "DecoderStats", "GraphDecoder"]
 
-#: The input of steps that verify drafts, and the name of these steps in ``stats().graphs``.
+#: Name of the input with drafts, and of the steps that verify them in ``stats().graphs``.
 DRAFTS = "drafts"
 
 
 @attrs.frozen
 class DecoderStats:
-    """Counts of a decoder's work so far.
+    """Statistics of a decoder.
 
     Attributes:
-        steps: Decoding steps.
-        admitted: Sequences that were admitted.
-        dropped: Sequences that were dropped.
-        moved: Sequences that were moved to another slot, to keep the batch contiguous.
-        moved_bytes: Bytes copied by these moves, on the device.
-        graphs: The runners' counts, by what the graphs return: ``tokens`` or ``logits``;
-            ``prompts`` for chunks of prompts, ``drafts`` for steps that verify drafts.
+        steps: Number of decoding steps.
+        admitted: Number of admitted sequences.
+        dropped: Number of dropped sequences.
+        moved: Number of moves to another slot, which keep the batch contiguous.
+        moved_bytes: Bytes copied on the device by these moves.
+        graphs: Statistics of the runners: ``tokens`` and ``logits`` for steps that return these,
+            ``drafts`` for steps that verify drafts, ``prompts`` for prompt chunks.
         prompts: Number of prompts by how they ran: ``graphs``, or the reason for running eager.
-        drafted: Drafts that were verified.
-        accepted: Drafts that were accepted.
+        drafted: Number of verified drafts.
+        accepted: Number of accepted drafts.
     """
 
     steps: int
@@ -99,38 +99,38 @@ class DecoderStats:
 
 
 class GraphDecoder:
-    """Decode one token for each of many sequences, padded to a captured batch size.
+    """Decode many sequences one token per step, padded to a captured batch size.
 
     The live sequences are rows 0 to ``num_rows`` - 1, in the first slots of the cache.
 
     Args:
-        model: A transformers model that generates text, in evaluation mode.
-        max_batch_size: The most sequences at a time.
-        max_length: The most tokens of one sequence, prompt included.
-        max_source_length: The most positions of encoder output, for encoder-decoder models.
+        model: A transformers model that can generate text, in evaluation mode.
+        max_batch_size: Maximum number of live sequences.
+        max_length: Maximum length of a sequence in tokens, including the prompt.
+        max_source_length: Maximum length of the encoder output, for encoder-decoder models.
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
-        lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
-            of its sequences. By default powers of two from 128 on, and ``max_length``.
-        prompt_sizes: Numbers of tokens to capture chunks of prompts for. Prompts run through
-            graphs if all that are admitted together have no more tokens than the largest size;
-            other prompts, and by default all, run eager.
-        num_draft_tokens: The most drafts per row that ``verify`` takes. Windows keep that many
-            more positions.
-        compile: Capture compiled kernels: True compiles the whole step, including cache writes and
-            the choice of tokens, with ``torch.compile``; a function takes the step and returns the
-            function to run instead.
-        forward: Replaces the model's part of a step, such as ``torch.compile(model)``.
+        lengths: Cache lengths to capture graphs for. A step reads the smallest length that covers
+            all of its sequences. The default is the powers of two from 128 on, and ``max_length``.
+        prompt_sizes: Numbers of tokens to capture prompt chunks for. Prompts that are admitted
+            together run through graphs if their total number of tokens does not exceed the
+            largest size. Other prompts, and by default all, run eager.
+        num_draft_tokens: Maximum number of drafts per row for ``verify``. Layers with windows
+            store this number of additional positions.
+        compile: True compiles the whole step with ``torch.compile``, including cache writes and
+            the choice of tokens, and captures the compiled kernels. A function receives the step
+            and returns the function to run instead.
+        forward: Replaces the model in a step, such as ``torch.compile(model)``.
         policy: A policy or its name.
-        state: Further state of the step, as for ``GraphRunner``.
+        state: Further state of the step, see ``GraphRunner``.
         options: Options of the runners.
         backend: ``auto``, a backend or its name.
-        lazy: Capture a graph when a step needs it; False: only in ``capture()``.
-        settings: ``lanes`` and ``mode``, as for ``GraphRunner``.
+        lazy: Capture a graph when a step needs it; if False, only in ``capture()``.
+        settings: ``lanes`` and ``mode``, see ``GraphRunner``.
 
     Attributes:
         model: The model.
         cache: The memory of all sequences.
-        num_rows: Live sequences.
+        num_rows: Number of live sequences.
 
     Raises:
         ConfigError: The model cannot use a static cache, or a setting is invalid.
@@ -178,11 +178,11 @@ class GraphDecoder:
         self._check_drafts_fit()
         self.device: torch.device = self._probe.device
         if not isinstance(compile, bool) and not callable(compile):
-            raise ConfigError("compile", compile, "True, False, or a function that takes the step")
+            raise ConfigError("compile", compile, "True, False or a function of the step")
         if compile and self._probe.embeddings:
             raise ConfigError(
-                "compile", compile, "False for a model that takes no positions",
-                "A hook corrects its position embeddings, and is not compiled.",
+                "compile", compile, "False for a model that does not accept position_ids",
+                "Its position embeddings need a hook that cannot be compiled.",
             )  # fmt: skip
         self._compile = compile_for_any_size if compile is True else compile or None
         options = RunnerOptions() if options is None else options
@@ -190,8 +190,8 @@ class GraphDecoder:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:
             options = with_settings(options, {"output_batch_dims": 0})
-        # Rows of padding read and write only the sink, as tests of the cache verify. Logits of few
-        # rows come from other kernels than those of many rows, and round differently.
+        # Skip the proof of rows: kernels for few rows round differently than those for many rows.
+        # Padding rows use only the sink, as tests of the cache verify.
         options = with_settings(options, {"prove_rows": False})
         declared = StepState.of(state)
         self._settings = {
@@ -205,7 +205,7 @@ class GraphDecoder:
             "options": options,
             **settings,
         }
-        # Separate runners by result: choosing tokens in the graph must not pay for logits.
+        # One runner per kind of result, so that greedy steps do not write logits.
         self._runners: dict[str, GraphRunner] = {}
         chunk_state = self.cache.chunk_state(runs_twice=bool(options.check))
         self._prompts: PromptRunner | EagerPrompts = prompt_runner(
@@ -217,30 +217,31 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
-        # One after the furthest position written by drafts and discarded positions, or
-        # further for rows that cannot go back behind their prompt.
+        # For each row, the end of all positions ever written, including rejected and discarded
+        # ones; more for rows that cannot be truncated to their prompt.
         self._ends: list[int] = []
-        # After an error or interrupt in a step, the state of tokens and cache is unknown.
+        # Whether an error or interrupt in a step left tokens and cache in an unknown state.
         self._is_amid_step = False
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
         self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
         self._drafted = self._accepted = 0
-        self.runner()  # raises if it cannot use the settings
+        self.runner()  # validates the settings
 
     # -- one call -----------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the model's own ``generate`` does, with the same arguments and result.
+        """Generate like the model's own ``generate``, with the same arguments and result.
 
         Raises:
-            DescriptorError: The batch is above the limit, or the cache is too short.
-            ConfigError: An option needs what a step here does not return, such as beams.
+            DescriptorError: The batch exceeds ``max_batch_size``, or a sequence exceeds
+                ``max_length``.
+            ConfigError: An option, such as beam search, is not supported.
         """
         return call_generate(self.model, self, *args, **kwargs)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Decode what ``generate`` has prepared, as the library's ``custom_generate``."""
+        """Run the decoding loop, as the ``custom_generate`` of transformers."""
         return generate(self, model, input_ids, **kwargs)
 
     # -- a server's loop ----------------------------------------------------------------
@@ -252,22 +253,22 @@ class GraphDecoder:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model knows."""
+        """Number of tokens in the model's vocabulary."""
         return self._probe.vocabulary
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Number of cache positions that each row uses."""
+        """Number of used cache positions of each row."""
         return tuple(self._lengths)
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions of ``tokens`` (rows,), on the device."""
+        """Positions of ``tokens`` (rows,), on the device."""
         return self._positions
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The current token of each row (rows,), input of the next step; set it to choose."""
+        """Current token of each row (rows,), input of the next step; assignable."""
         return self._tokens
 
     @tokens.setter
@@ -288,15 +289,15 @@ class GraphDecoder:
         encoder_outputs: Any = None,
         encoder_attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run prompts and append a row for each.
+        """Run prompts and append a row for each of them.
 
-        Their first new tokens are the most likely ones, unless ``tokens`` is set.
+        The current token of a new row is the most likely one, unless ``tokens`` is assigned.
 
         Args:
             input_ids: Prompts (B, T), padded on the left.
             attention_mask: 0 at padding (B, T).
-            encoder_outputs: Output of the model's encoder, for encoder-decoder models; the prompts
-                are those of the decoder.
+            encoder_outputs: Output of the model's encoder, for encoder-decoder models. The prompts
+                are then those of the decoder.
             encoder_attention_mask: 0 at padding of the encoder output (B, S).
 
         Returns:
@@ -305,8 +306,8 @@ class GraphDecoder:
         Raises:
             DescriptorError: There are too few free slots, or a prompt is too long.
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
-                vocabulary, or the encoder output is missing, or longer than
-                ``max_source_length``; or a step of the rows did not end.
+                vocabulary, or the encoder output is missing or longer than
+                ``max_source_length``. Or an earlier step was interrupted.
         """
         self._check_ended()
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
@@ -332,7 +333,7 @@ class GraphDecoder:
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
-        # For eager prompts, windows contain what the next token attends to, and nothing spare.
+        # After an eager prompt, windows contain no spare positions.
         back = self.cache.max_discarded or 0
         self._ends += [length + back for length in lengths]
         self._admitted += rows
@@ -340,26 +341,26 @@ class GraphDecoder:
         return logits
 
     def step(self) -> torch.Tensor:
-        """Run each row's token and return the most likely next ones (rows,).
+        """Run the current token of each row, and return the most likely next tokens (rows,).
 
         The result is valid until the next step, which uses it as input.
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there are no rows.
-            InputError: An earlier step did not end.
+            InputError: An earlier step was interrupted.
         """
         self._tokens, self._positions = self._run("tokens")
         self._end_step([one + 1 for one in self._lengths])
         return self._tokens
 
     def logits(self) -> torch.Tensor:
-        """Run each row's token and return the logits of the next one (rows, V), float32.
+        """Run the current token of each row, and return the next logits (rows, V), float32.
 
-        Set ``tokens`` before the next step. The result is valid until then.
+        Assign ``tokens`` before the next step. The result is valid until that step.
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there are no rows.
-            InputError: An earlier step did not end.
+            InputError: An earlier step was interrupted.
         """
         logits: torch.Tensor
         logits, self._positions = self._run("logits")
@@ -367,22 +368,23 @@ class GraphDecoder:
         return logits
 
     def verify(self, drafts: torch.Tensor) -> list[list[int]]:
-        """Run each row's token and its drafts, and return the tokens that the model chooses.
+        """Run the current token and the drafts of each row, and return the next tokens.
 
-        Drafts are accepted up to the first one that is not the most likely token. The tokens are
-        the same as those of repeated calls of ``step``. Waits for the device.
+        Accepts the drafts before the first mismatch with the most likely token. The tokens are
+        equal to those of repeated calls of ``step``. Waits for the device.
 
         Args:
-            drafts: Tokens that may follow each row's token (rows, N), N from 1 to
-                ``num_draft_tokens``; below 0 for no draft.
+            drafts: Drafts of the tokens after each row's current token (rows, N), N from 1 to
+                ``num_draft_tokens``. Negative values mean no draft.
 
         Returns:
-            For each row, the accepted drafts and one more token, 1 to N + 1 in all; the last one
+            For each row, the accepted drafts and one more token (1 to N + 1 tokens). The last one
             is the row's new current token.
 
         Raises:
-            ConfigError: The decoder was made without ``num_draft_tokens``.
-            InputError: Drafts are of another shape or kind, or an earlier step did not end.
+            ConfigError: The decoder was created without ``num_draft_tokens``.
+            InputError: The shape or dtype of the drafts is wrong, or an earlier step was
+                interrupted.
             DescriptorError: A row is at the end of the cache, or there are no rows.
         """
         self._check_drafts(drafts)
@@ -393,24 +395,25 @@ class GraphDecoder:
         verified, self._tokens, self._positions = self._run(DRAFTS, most, drafts=drafts)
         self._ends = [max(end, at + 1 + most) for end, at in zip(self._ends, starts, strict=True)]
         rows: list[list[int]] = verified.tolist()
-        said = [row[: row[-2] + 1] for row in rows]
-        self._end_step([at + len(one) for at, one in zip(starts, said, strict=True)])
+        chosen = [row[: row[-2] + 1] for row in rows]
+        self._end_step([at + len(one) for at, one in zip(starts, chosen, strict=True)])
         self._drafted += sum(row[-1] for row in rows)
         self._accepted += sum(row[-2] for row in rows)
-        return said
+        return chosen
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Discard the last positions of rows; set ``tokens`` before the next step.
+        """Discard the last positions of rows; assign ``tokens`` before the next step.
 
-        After a step that did not end, rows may go back to where they were before it.
+        After an interrupted step, rows can be truncated to their lengths before that step.
 
         Args:
-            lengths: How many each row keeps, 1 or more. Windows have spare positions for one more
-                than ``num_draft_tokens`` behind them, of the tokens after the prompt. States of
-                recurrent layers have none.
+            lengths: Number of positions that each row keeps, at least 1. With windows, at most
+                ``num_draft_tokens`` + 1 positions after the prompt can be discarded. With recurrent
+                layers, no position can be discarded.
 
         Raises:
-            DescriptorError: A row is shorter, or positions that far back were overwritten.
+            DescriptorError: A row is shorter than its new length, or earlier positions that it
+                would need were overwritten.
         """
         if len(lengths) != self.num_rows:
             raise DescriptorError("lengths", list(lengths), f"one for each of {self.num_rows} rows")
@@ -430,21 +433,23 @@ class GraphDecoder:
         self._ends, self._lengths, self._is_amid_step = ends, kept, False
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows; the last rows move into their places, on the device.
+        """Drop rows; the last rows take their slots, on the device.
 
         Returns:
-            For each remaining row, in the new order, its previous index.
+            The previous index of each remaining row, in the new order.
 
         Raises:
-            DescriptorError: There is no such row.
+            DescriptorError: A row does not exist.
         """
         if not isinstance(rows, Iterable):
-            raise DescriptorError("rows", rows, "a list of rows", f"One row: [{rows!r}].")
+            raise DescriptorError(
+                "rows", rows, "a list of rows", f"For a single row, pass [{rows!r}]."
+            )
         gone: set[int] = set()
         for row in rows:
             number = whole_number(row)
             if number is None or not 0 <= number < self.num_rows:
-                hint = "For a mask: mask.nonzero().flatten()."
+                hint = "For a mask, pass mask.nonzero().flatten()."
                 raise DescriptorError("row", row, f"one of the {self.num_rows} live rows", hint)
             gone.add(number)
         order = list(range(self.num_rows - len(gone)))
@@ -474,13 +479,13 @@ class GraphDecoder:
     # -- graphs -------------------------------------------------------------------------
 
     def capture(self, *, logits: bool = False, drafts: bool = False, progress: bool = False) -> int:
-        """Capture the graphs of every length and size, and return their number.
+        """Capture the graphs of all lengths and sizes, and return their number.
 
-        This includes the graphs of prompts, if ``prompt_sizes`` were given.
+        Includes the graphs of prompts if ``prompt_sizes`` is set.
 
         Args:
-            logits: Capture for ``logits()``, which sampling uses, instead of ``step()``.
-            drafts: Capture for ``verify()`` instead of ``step()``.
+            logits: Capture ``logits()``, which sampling uses, instead of ``step()``.
+            drafts: Capture ``verify()`` instead of ``step()``.
             progress: Show a progress bar on stderr.
         """
         runner = self.runner(logits=logits, drafts=drafts)
@@ -488,23 +493,23 @@ class GraphDecoder:
         return num_graphs + self._prompts.capture(progress=progress)
 
     def runner(self, *, logits: bool = False, drafts: bool = False) -> GraphRunner:
-        """Return the runner of the steps that return tokens, created on first use.
+        """Return the runner of ``step()``, which is created on first use.
 
         Args:
-            logits: Return the runner of the steps that return logits.
-            drafts: Return the runner of the steps that verify drafts.
+            logits: Return the runner of ``logits()`` instead.
+            drafts: Return the runner of ``verify()`` instead.
 
         Raises:
-            ConfigError: Both were requested, or the decoder verifies no drafts.
+            ConfigError: Both are True, or the decoder was created without ``num_draft_tokens``.
         """
         if logits and drafts:
-            raise ConfigError("logits", True, "False for steps that verify drafts")
+            raise ConfigError("logits", True, "False with drafts=True")
         if drafts:
             self.check_has_drafts()
         return self._runner(DRAFTS if drafts else "logits" if logits else "tokens")
 
     def prompt_runner(self) -> GraphRunner:
-        """Return the runner of chunks of prompts.
+        """Return the runner of prompt chunks.
 
         Raises:
             ConfigError: All prompts run eager.
@@ -513,22 +518,22 @@ class GraphDecoder:
             raise ConfigError(
                 "prompt_sizes",
                 self._prompts.reason,
-                "given, for a model whose prompts can run through graphs",
+                "set, and supported by the model",
             )
         return self._prompts.runner
 
     def invalidate(self) -> None:
-        """Release all graphs after weights were replaced, unless they were copied in place."""
+        """Release all graphs; call it after replacing weights other than in place."""
         for runner in (*self._runners.values(), *self._prompts.runners):
             runner.invalidate()
 
     def bucket(self, num_rows: int) -> int:
-        """Return the smallest capture size that covers ``num_rows``, or that number itself."""
+        """Return the smallest capture size that covers ``num_rows``, or ``num_rows``."""
         sizes = self.runner().config.sizes
         return next((size for size in sizes if size >= num_rows), num_rows)
 
     def stats(self) -> DecoderStats:
-        """Return the counts so far."""
+        """Return the statistics so far."""
         graphs = {gives: runner.stats() for gives, runner in self._runners.items()}
         for runner in self._prompts.runners:
             graphs["prompts"] = runner.stats()
@@ -559,30 +564,34 @@ class GraphDecoder:
         if not self._probe.cross:
             if given is not None:
                 raise ConfigError(
-                    "max_source_length", given, "left out for a model without an encoder"
+                    "max_source_length", given, "omitted for a model without an encoder"
                 )
             return 0
         if given is None:
             raise ConfigError(
                 "max_source_length",
                 None,
-                "the most positions that the encoder returns",
-                "For Whisper that is model.config.max_source_positions.",
+                "the maximum length of the encoder output",
+                "For Whisper, pass model.config.max_source_positions.",
             )
         return check_count(given, "max_source_length")
 
     def _source(
         self, input_ids: torch.Tensor, given: Any, mask: torch.Tensor | None
     ) -> Source | None:
-        """Return encoder output in the form that prompts take."""
+        """Return the validated encoder output; None for decoder-only models."""
         if not self._probe.cross:
             if given is not None:
-                raise InputError("encoder_outputs", "encoder_outputs need an encoder-decoder.")
+                raise InputError(
+                    "encoder_outputs",
+                    f"encoder_outputs must be omitted: {type(self.model).__name__} has no encoder.",
+                )
             return None
         if given is None:
             raise InputError(
                 "encoder_outputs",
-                "encoder_outputs must be the output of the encoder: model.get_encoder()(**inputs).",
+                "encoder_outputs is required for an encoder-decoder model. Pass "
+                "model.get_encoder()(**inputs).",
             )
         states: torch.Tensor = given[0]
         rows, length = states.shape[:2]
@@ -590,15 +599,16 @@ class GraphDecoder:
         if rows != input_ids.shape[0] or not least <= length <= self._source_length:
             raise InputError(
                 "encoder_outputs",
-                f"encoder_outputs must be of {input_ids.shape[0]} rows of {least} to "
-                f"{self._source_length} positions (max_source_length), got {tuple(states.shape)}.",
+                f"encoder_outputs must have {input_ids.shape[0]} rows and {least} to "
+                f"{self._source_length} positions (max_source_length), got shape "
+                f"{tuple(states.shape)}.",
             )
         if mask is None:
             mask = torch.ones(rows, length, dtype=torch.bool, device=states.device)
         if mask.shape != (rows, length):
             raise InputError(
                 "encoder_attention_mask",
-                f"encoder_attention_mask must be of shape {(rows, length)}, as encoder_outputs, "
+                f"encoder_attention_mask must have the shape {(rows, length)} of encoder_outputs, "
                 f"got {tuple(mask.shape)}.",
             )
         return Source(states, mask.bool())
@@ -628,9 +638,9 @@ class GraphDecoder:
         if self._is_amid_step:
             raise InputError(
                 "rows",
-                f"A step of the {self.num_rows} rows was interrupted, or raised an error, and may "
-                "be incomplete. reset() the decoder and admit() the rows again. Without recurrent "
-                "layers, truncate(row_lengths) and set tokens to those before the step.",
+                f"A step of the {self.num_rows} rows was interrupted or raised an error, and may "
+                "be incomplete. Call reset() and admit the rows again. Without recurrent layers, "
+                "you can instead call truncate(row_lengths) and assign the tokens before the step.",
             )
 
     def _end_step(self, lengths: list[int]) -> None:
@@ -659,7 +669,7 @@ class GraphDecoder:
         if self.num_draft_tokens >= self.max_length:
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"less than max_length ({self.max_length})", "Typical numbers are 2 to 8.",
+                f"less than max_length ({self.max_length})", "Typical values are 2 to 8.",
             )  # fmt: skip
         name = type(self.model).__name__
         if self.cache.states:
@@ -671,25 +681,21 @@ class GraphDecoder:
         if not supports_drafts(self._probe, self.max_length):
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"0 for {name}: steps of several tokens give other logits than its prompts",
+                f"0 for {name}, whose steps of several tokens return other logits than prompts",
                 "Omit it.",
             )  # fmt: skip
 
     def check_has_rows(self) -> None:
-        """Check that there are rows to step.
-
-        Raises:
-            DescriptorError: There are none.
-        """
+        """Raise DescriptorError if there are no rows."""
         if not self._lengths:
-            raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
+            raise DescriptorError("rows", 0, "at least 1", "Call admit() first.")
 
     def check_has_drafts(self) -> None:
         """Raise ConfigError if the decoder was created without ``num_draft_tokens``."""
         if not self.num_draft_tokens:
             raise ConfigError(
                 "num_draft_tokens", 0, "at least 1 to verify drafts",
-                "GraphDecoder(..., num_draft_tokens=3).",
+                "Create GraphDecoder(..., num_draft_tokens=3).",
             )  # fmt: skip
 
     def _check_drafts(self, drafts: Any) -> None:
@@ -697,14 +703,14 @@ class GraphDecoder:
         if not isinstance(drafts, torch.Tensor) or drafts.dtype is not torch.int64:
             got = getattr(drafts, "dtype", type(drafts).__name__)
             raise InputError(
-                DRAFTS, f"drafts must be a tensor of tokens (rows, N), int64, got {got}."
+                DRAFTS, f"drafts must be an int64 tensor of tokens (rows, N), got {got}."
             )
         rows, most = self.num_rows, self.num_draft_tokens
         if drafts.dim() != 2 or len(drafts) != rows or not 1 <= drafts.shape[1] <= most:
             raise InputError(
                 DRAFTS,
-                f"drafts must be of shape ({rows}, N), N from 1 to num_draft_tokens ({most}), got "
-                f"{tuple(drafts.shape)}. A row without drafts has -1 there.",
+                f"drafts must have shape ({rows}, N), N from 1 to num_draft_tokens ({most}), got "
+                f"{tuple(drafts.shape)}. For missing drafts, pass -1.",
             )
 
     def check_fits(self, rows: int, longest: int) -> None:
@@ -714,22 +720,23 @@ class GraphDecoder:
                 "batch size",
                 self.num_rows + rows,
                 f"at most max_batch_size ({self.max_batch_size})",
-                "Pass fewer sequences at a time, or create the GraphDecoder with more: its cache "
-                f"takes {self.cache.num_bytes // self.max_batch_size} bytes for each.",
+                "Pass fewer sequences at a time, or create the GraphDecoder with a larger "
+                f"max_batch_size. Its cache uses {self.cache.num_bytes // self.max_batch_size} "
+                "bytes per sequence.",
             )
         if longest > self.max_length:
             raise sequence_too_long(longest, self.max_length)
 
     def _check_model(self) -> None:
         if self.model.training:
-            raise ConfigError("model", "in training mode", "in evaluation mode", "model.eval().")
+            raise ConfigError("model", "training mode", "in evaluation mode", "Call model.eval().")
         now = next(self.model.parameters())
         if now.device != self.device or now.dtype != self._probe.dtype:
             raise ConfigError(
                 "model",
                 f"{now.dtype} on {now.device}",
-                f"as when the GraphDecoder was created, {self._probe.dtype} on {self.device}",
-                "Create a new GraphDecoder: cache and graphs are where the model was.",
+                f"{self._probe.dtype} on {self.device}, as when the GraphDecoder was created",
+                "Create a new GraphDecoder after moving or converting the model.",
             )
 
     def _no_rows(self) -> torch.Tensor:
@@ -737,12 +744,12 @@ class GraphDecoder:
             return torch.empty(0, dtype=torch.int64, device=self.device)
 
 
-#: Settings of its runners that are not parameters of the decoder.
+#: Settings of the runners that are not parameters of the decoder.
 _RUNNER_SETTINGS = ("lanes", "mode")
 
 
 def _merge_states(declared: StepState, own: StepState) -> StepState:
-    """Return the declared state and the decoder's own as one ``StepState``."""
+    """Combine the declared state and the decoder's own."""
     return attrs.evolve(
         declared,
         tensors=(*declared.tensors, *own.tensors),

@@ -144,7 +144,7 @@ class RowDecoder(Protocol):
 
 @runtime_checkable
 class LogitsDecoder(RowDecoder, Protocol):
-    """A decoder of rows whose steps can return logits, which all but greedy tokens need."""
+    """A decoder of rows whose steps can return logits, as sampling and processors need."""
 
     def logits(self) -> torch.Tensor:
         """Return the logits of each row's next token (rows, V)."""
@@ -296,18 +296,18 @@ def _shortest_padding(mask: torch.Tensor) -> int:
 
 
 def _logits_of(decoder: RowDecoder, processors: Any) -> Callable[[], torch.Tensor]:
-    """Return the decoder's steps that return logits.
+    """Return the decoder's ``logits`` method.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: The decoder does not return logits.
     """
     if not isinstance(decoder, LogitsDecoder):
         asked = [type(one).__name__ for one in processors]
         raise ConfigError(
             "generate",
             f"sampling, scores or logits processors {asked}",
-            "called for greedy tokens only, since drafts are verified",
-            "Pass do_sample=False without these, or call the decoder's own generate().",
+            "called for greedy decoding without scores, logits or logits processors",
+            "Omit these and pass do_sample=False, or call the decoder's own generate().",
         )
     return decoder.logits
 

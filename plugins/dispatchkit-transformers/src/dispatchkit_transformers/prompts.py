@@ -1,9 +1,9 @@
-"""Run prompts through graphs, in chunks that are one replay for several rows each.
+"""Run prompts through graphs, in chunks of several rows.
 
-A chunk is a step of T tokens for each of B prompts. It writes their keys and values into the
-prompts' slots and attends to what the slots contain by then; recurrent layers continue from the
-states in the slots. Prompts, and therefore their first chunk, are padded on the left: the last
-token of the last chunk is the last of each prompt, and padding comes before any state.
+A chunk is a step with T tokens for each of B prompts. It writes keys and values to the prompts'
+slots and attends to the contents of the slots. Recurrent layers continue from the states in the
+slots. Prompts are padded on the left, so padding is in the first chunk, before any state, and the
+last token of the last chunk is the last token of every prompt.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dispatchkit_transformers.static_models import (
     trial_prompts,
 )
 
-#: How prompts ran, if they did not run eager.
+#: The count of prompts that ran through graphs.
 GRAPHS = "graphs"
-#: Runs prompts (B, T) of some lengths into the slots from a first one on; returns logits (B, V).
+#: Runs prompts (first slot, prompts (B, T), lengths) and returns their logits (B, V).
 Run = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
-# Up to about this many tokens, a chunk takes as long as one of a few, since both read all weights.
-# Measured: docs/measurements/decoding.md, "Prompts through graphs".
+# Chunks up to about this number of tokens take equally long, because all of them read all weights.
+# Measured in docs/measurements/decoding.md, "Prompts through graphs".
 _SAME_TIME = 512
 
-# The library's functions that make masks of windows and of chunks.
+# Functions of transformers that create masks for windows and attention chunks.
 _WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
@@ -51,10 +51,10 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
     """Return the chunk sizes, ascending.
 
     Raises:
-        ConfigError: They are not sizes, or exceed the longest prompt.
+        ConfigError: A size is invalid or exceeds ``max_length``.
     """
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise ConfigError("prompt_sizes", sizes, "sizes of chunks in tokens, such as (16, 64, 256)")
+        raise ConfigError("prompt_sizes", sizes, "chunk sizes in tokens, such as (16, 64, 256)")
     made = tuple(sorted({check_count(size, "prompt_sizes") for size in sizes}))
     if made and made[-1] > max_length:
         raise ConfigError("prompt_sizes", made, f"at most max_length ({max_length})")
@@ -65,16 +65,15 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
 def plan_chunks(
     sizes: tuple[int, ...], rows: int, most: int, *, whole: bool = False
 ) -> list[tuple[int, ...]]:
-    """Return the sizes of chunks to run prompts in; empty if the prompts do not fit.
+    """Return the chunk sizes for prompts of 0 to ``most`` tokens; empty if there are none.
 
-    The chunks take the least time, as far as sizes determine it, and among those are the fewest.
-    The first one is padded to its size.
+    Minimizes the estimated time, and then the number of chunks. The first chunk is padded.
 
     Args:
-        sizes: Sizes that chunks may have.
+        sizes: Allowed chunk sizes.
         rows: Number of prompts that run together.
-        most: The most tokens of a prompt.
-        whole: A prompt must be a single chunk.
+        most: Maximum number of tokens of a prompt.
+        whole: Whether a prompt must be a single chunk.
     """
     times = {size: max(size * rows, _SAME_TIME) for size in sizes}
     best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
@@ -84,7 +83,7 @@ def plan_chunks(
             if whole and tokens > size:
                 continue
             time, number, rest = best[max(tokens - size, 0)]
-            # Chunks after the padded one are full.
+            # Only the first chunk is padded.
             chunks = (*rest, size) if tokens > size else (size,)
             found.append((time + times[size], number + 1, chunks))
         best.append(min(found, default=best[0]))
@@ -96,14 +95,14 @@ def prompt_step(
 ) -> Callable[..., torch.Tensor]:
     """Return a function that runs one chunk.
 
-    It takes tokens and positions (B, T), the slot of each prompt (B,), and how much of the cache it
-    must read. Padding tokens are at the position that is never read. It returns the logits of the
-    token after the last one (B, V), float32.
+    It takes tokens and positions (B, T), the slot of each prompt (B,), and the cache length that
+    they need. Padding has the position that is never read. It returns the logits after the last
+    token (B, V), float32.
 
     Args:
         probe: The probe of the model.
         memory: The cache.
-        lengths: Lengths of the cache that it may read, ascending.
+        lengths: Cache lengths that a chunk may read, ascending.
     """
     last = memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
@@ -131,7 +130,7 @@ def prompt_step(
         output = probe.model(input_ids=tokens, attention_mask=masks, **given)
         for one in states:
             one.store()
-        # State that a step leaves behind would prevent its capture.
+        # A step that leaves state behind is not captured.
         step_rows.end()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
@@ -140,13 +139,13 @@ def prompt_step(
 
 
 def _with_padding(masks: Any, tokens: torch.Tensor) -> Any:
-    """Return masks in which layers without keys get the padding mask.
+    """Add the padding mask for layers without keys.
 
-    Padding comes before a prompt, where states are zero: without input they stay zero. The
-    library's own ``generate`` pads these layers in the same way.
+    Padding precedes a prompt, where states are zero, and masked padding keeps them zero. The
+    model's own ``generate`` pads these layers in the same way.
 
     Args:
-        masks: Masks for the layers with keys, in the model's format.
+        masks: Masks of the layers with keys, in the model's format.
         tokens: False at padding (B, T).
     """
     if isinstance(masks, dict):
@@ -157,18 +156,18 @@ def _with_padding(masks: Any, tokens: torch.Tensor) -> Any:
 def split_into_chunks(
     input_ids: torch.Tensor, lengths: Sequence[int], chunks: Sequence[int], sink: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield tokens and positions (B, T) of each chunk, and how much of the cache it must read.
+    """Yield tokens and positions (B, T) of each chunk, and the cache length that it needs.
 
     Args:
         input_ids: Prompts (B, T), padded on the left.
-        lengths: Number of tokens of each.
-        chunks: Sizes of chunks; their sum is at least the longest prompt.
+        lengths: Number of tokens of each prompt.
+        chunks: Chunk sizes; their sum must be at least the longest prompt.
         sink: The position of padding.
     """
     width, total = max(lengths), sum(chunks)
     tokens = pad(input_ids[:, -width:], (total - width, 0))
     ends = torch.tensor(lengths, dtype=torch.int64, device=input_ids.device)
-    # The last token of each prompt is in the last column.
+    # Prompts end in the last column.
     positions = ends.unsqueeze(1) + torch.arange(-total, 0, device=input_ids.device)
     positions.masked_fill_(positions < 0, sink)
     begin = 0
@@ -179,18 +178,18 @@ def split_into_chunks(
 
 
 def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
-    """Return whether chunks give the logits of whole prompts, with a shorter prompt alongside.
+    """Return whether chunks return the same logits as whole prompts of different lengths.
 
     Args:
         probe: The probe of the model.
-        length: Number of positions of a cache.
-        whole: Try one chunk per prompt instead of two.
+        length: Number of positions of the cache.
+        whole: Run each prompt in one chunk instead of two.
     """
     try:
         with torch.no_grad():
             return any(_matches_prompts(probe, length, trial, whole=whole) for trial in TRIALS)
     except torch.OutOfMemoryError:
-        raise  # it says nothing of the model
+        raise  # it says nothing about the model
     except CALL_ERRORS:
         return False
 
@@ -223,15 +222,16 @@ def _continues(
     run: Callable[[], torch.Tensor],
     logits: torch.Tensor,
 ) -> bool:
-    """Return whether a chunk's logits depend on each kind of state that it starts from.
+    """Return whether a chunk's logits depend on each of its initial states.
 
-    Some classes use a state only for single tokens, and start over with every chunk. Logits in 16
-    bits differ too much for other reasons to show this; a state that is ignored changes no bit.
+    Some classes use states only for single tokens, and ignore them in longer calls. Comparing
+    logits with a tolerance does not detect this in 16 bits, but zeroing an ignored state changes no
+    bit.
 
     Args:
         memory: The cache.
-        found: The states when the chunk began.
-        run: Runs the chunk again, and returns its logits.
+        found: The states before the chunk.
+        run: Runs the chunk again and returns its logits.
         logits: The logits of the first run.
     """
     for ignored in range(len(found)):
@@ -248,11 +248,12 @@ class PromptRunner:
     Args:
         probe: The probe of the model.
         memory: The cache that prompts are written to.
-        lengths: Lengths of the cache that graphs read, ascending.
-        sizes: Numbers of tokens of a chunk, ascending; the largest is also the most tokens that
-            all prompts of one chunk have together.
+        lengths: Cache lengths that graphs read, ascending.
+        sizes: Chunk sizes in tokens, ascending. The largest also limits the total number of tokens
+            in a chunk of several prompts.
         settings: Settings of the ``GraphRunner``.
-        whole: A prompt must be a single chunk: layers do not continue from another chunk's state.
+        whole: Whether a prompt must be a single chunk, because layers ignore the state of an
+            earlier chunk.
 
     Attributes:
         runner: The runner of the chunks.
@@ -288,7 +289,7 @@ class PromptRunner:
         return (self.runner,)
 
     def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
-        """Return how prompts (B, T) run, and what runs them if they do not run eager."""
+        """Return ``graphs`` and the function to run, or the eager reason and None."""
         if self._chunks(rows, width, whole=self._whole):
             return GRAPHS, self.run
         if self._chunks(rows, width, whole=False):
@@ -296,7 +297,7 @@ class PromptRunner:
         return str(Reason.ABOVE_LARGEST), None
 
     def _chunks(self, rows: int, width: int, *, whole: bool) -> tuple[int, ...]:
-        """Return the chunks for prompts (B, T); empty if they do not fit into graphs."""
+        """Return the chunk sizes for prompts (B, T); empty if no graphs fit."""
         largest = self._sizes[-1]
         bucket = next(one for one in self._rows if one >= rows)
         fitting = tuple(size for size in self._sizes if size * bucket <= largest)
@@ -309,8 +310,8 @@ class PromptRunner:
 
         Args:
             start: The first slot.
-            input_ids: Prompts (B, T), padded on the left, for which there are chunks.
-            lengths: Number of tokens of each.
+            input_ids: Prompts (B, T), padded on the left, which ``choose`` accepted.
+            lengths: Number of tokens of each prompt.
 
         Returns:
             Logits of the next token (B, V), float32.
@@ -332,7 +333,7 @@ class PromptRunner:
         return logits
 
     def capture(self, *, progress: bool = False) -> int:
-        """Capture the graphs of every size that prompts may run in; return their number."""
+        """Capture the graphs of all sizes that prompts can use, and return their number."""
         keys = [
             key
             for key in self.runner.registry
@@ -343,17 +344,17 @@ class PromptRunner:
 
 @attrs.frozen
 class EagerPrompts:
-    """Prompts that all run eager, in place of a ``PromptRunner``.
+    """Replaces a ``PromptRunner`` if all prompts run eager.
 
     Attributes:
-        reason: Why.
+        reason: The reason for running eager.
     """
 
     reason: str
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """Empty: there are no chunks."""
+        """Always empty."""
         return ()
 
     def choose(self, rows: int, width: int) -> tuple[str, Run | None]:
@@ -361,7 +362,7 @@ class EagerPrompts:
         return self.reason, None
 
     def capture(self, *, progress: bool = False) -> int:
-        """Return 0: there is nothing to capture."""
+        """Return 0, because there are no graphs to capture."""
         return 0
 
 
@@ -372,14 +373,14 @@ def prompt_runner(
     sizes: tuple[int, ...],
     settings: Mapping[str, Any],
 ) -> PromptRunner | EagerPrompts:
-    """Return the runner of prompts, or the reason why all of them run eager.
+    """Return the runner of prompts, or the reason why all prompts run eager.
 
-    The arguments are those of ``PromptRunner``; without sizes, prompts run eager.
+    The arguments are those of ``PromptRunner``. Without sizes, all prompts run eager.
     """
     if not sizes:
         return EagerPrompts("no_prompt_sizes")
     if probe.cross:
-        # Keys and values of the source are computed with the prompt, and a chunk has no source.
+        # The prompt also computes the keys and values of the source, which chunks cannot do.
         return EagerPrompts("encoder_decoder")
     if _passes_windows(probe, memory.length) and not _masks_windows(probe.model):
         return EagerPrompts("windows_not_masked")
@@ -390,17 +391,17 @@ def prompt_runner(
 
 
 def _passes_windows(probe: Probe, length: int) -> bool:
-    """Return whether sequences may be longer than a window of the model."""
+    """Return whether ``length`` exceeds a window of the model."""
     return any(
         one.sliding_window < length for one in probe.layers if getattr(one, "is_sliding", False)
     )
 
 
 def _masks_windows(model: Any) -> bool:
-    """Return whether the model's own prompts attend only within its windows.
+    """Return whether the model's prompts attend only within its windows.
 
-    Moshi's prompts attend to all positions, its single tokens to a window. A trial of a few tokens
-    exceeds no window, so the model's code shows which masks it makes.
+    In Moshi, prompts attend to all positions but single tokens to a window. A short trial does not
+    exceed a window, so this checks which mask functions the model's code imports.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     return any(hasattr(one, name) for one in modules for name in _WINDOW_MASKS)

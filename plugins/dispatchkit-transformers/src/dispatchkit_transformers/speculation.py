@@ -1,14 +1,14 @@
-"""Speculative decoding: one step of the model verifies drafts of the next tokens.
+"""Speculative decoding: a step of the model verifies drafts of the next tokens.
 
     decoder = GraphDecoder(model, max_batch_size=32, max_length=1024, num_draft_tokens=3)
     speculative = SpeculativeDecoder(decoder, PromptLookup(decoder))
     tokens = speculative.generate(**inputs, max_new_tokens=100, do_sample=False)
 
-``SpeculativeDecoder`` has ``generate``, and for a server's loop ``admit``, ``step`` and ``drop`` as
-the decoder, but a step returns one token per row plus one for each accepted draft. A ``Drafter``
-supplies the drafts: ``PromptLookup``, ``DraftModel`` or a user-defined one.
+``SpeculativeDecoder`` has ``generate``, and ``admit``, ``step`` and ``drop`` for the loop of a
+server. Its steps return one token per row, and one for each accepted draft. A ``Drafter`` supplies
+the drafts: ``PromptLookup``, ``DraftModel`` or your own class.
 
-Tokens are those of greedy decoding, whatever the drafts are. Sampling is not supported.
+The tokens are those of greedy decoding, independent of the drafts. Sampling is not supported.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from dispatchkit.options import RunnerOptions
 from dispatchkit_transformers.decoder import GraphDecoder
 from dispatchkit_transformers.generation import call_generate, generate
 
-# Models round the size of their vocabulary up, by less than this many tokens that no tokenizer has.
+# Models pad their vocabulary with fewer than this number of unused tokens.
 _MOST_PADDING = 512
 
 
 class Drafter(Protocol):
-    """Propose tokens that may follow, for rows that are admitted and dropped with a decoder's.
+    """Propose drafts of the next tokens, for the same rows as a decoder.
 
-    A draft is a guess: a wrong one costs its part of a step, and changes no token.
+    A wrong draft costs time, but does not change the tokens.
     """
 
     @property
-    def num_tokens(self) -> int:
-        """Number of drafts for each row."""
+    def num_draft_tokens(self) -> int:
+        """Number of drafts per row."""
         ...
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Append rows for prompts (B, T), padded on the left; ``lengths`` are without padding."""
+        """Append rows for prompts (B, T), padded on the left; ``lengths`` exclude padding."""
         ...
 
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return drafts (rows, ``num_tokens``), on the device; below 0 for no draft.
+        """Return drafts (rows, ``num_draft_tokens``) on the device; negative for no draft.
 
-        Earlier proposals were accepted as far as the positions have advanced, except for the last
-        token, which is passed.
+        The tokens before the current one are the accepted drafts of earlier proposals, up to the
+        current position.
 
         Args:
             tokens: The current token of each row (rows,), on the device.
-            positions: Its position (rows,), on the device: the tokens before it are known.
+            positions: Position of the current tokens (rows,), on the device.
             lengths: The same positions, on the host.
         """
         ...
 
     def drop(self, order: Sequence[int]) -> None:
-        """Drop rows; ``order`` has the previous index of each remaining row."""
+        """Drop rows; ``order`` contains the previous index of each remaining row."""
         ...
 
 
@@ -70,23 +70,24 @@ class SpeculativeDecoder:
     """Decode rows with steps that verify drafts.
 
     Args:
-        decoder: Verifies drafts; created with ``num_draft_tokens``.
-        drafter: Proposes drafts.
+        decoder: The decoder that verifies drafts, created with ``num_draft_tokens``.
+        drafter: The drafter.
 
     Raises:
-        ConfigError: The drafter proposes more than the decoder verifies.
+        ConfigError: The drafter proposes more drafts than the decoder verifies, or the decoder has
+            rows.
 
-    Thread safety: one thread at a time. While there are rows, do not admit, step or drop rows
-    of the decoder directly.
+    Thread safety: one thread at a time. While there are rows, do not call ``admit``, ``step`` or
+    ``drop`` of the decoder itself.
     """
 
     def __init__(self, decoder: GraphDecoder, drafter: Drafter) -> None:
-        if not 1 <= drafter.num_tokens <= decoder.num_draft_tokens:
+        if not 1 <= drafter.num_draft_tokens <= decoder.num_draft_tokens:
             raise ConfigError(
-                "drafter.num_tokens",
-                drafter.num_tokens,
+                "drafter.num_draft_tokens",
+                drafter.num_draft_tokens,
                 f"from 1 to the decoder's num_draft_tokens ({decoder.num_draft_tokens})",
-                f"GraphDecoder(..., num_draft_tokens={drafter.num_tokens}).",
+                f"Create GraphDecoder(..., num_draft_tokens={drafter.num_draft_tokens}).",
             )
         if decoder.num_rows:
             hint = "Call decoder.reset() first."
@@ -95,11 +96,12 @@ class SpeculativeDecoder:
         self._lengths: tuple[int, ...] = ()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the model's own ``generate`` does, with the same arguments and result.
+        """Generate like the model's own ``generate``, with the same arguments and result.
 
         Raises:
-            ConfigError: Tokens are sampled, or otherwise not always the most likely ones.
-            DescriptorError: The batch is above the limit, or the cache is too short.
+            ConfigError: The call is not greedy, or requests scores or logits.
+            DescriptorError: The batch exceeds ``max_batch_size``, or a sequence exceeds
+                ``max_length``.
         """
         return call_generate(self.decoder.model, self, *args, **kwargs)
 
@@ -109,7 +111,7 @@ class SpeculativeDecoder:
         input_ids: torch.Tensor,
         **prepared: Any,
     ) -> Any:
-        """Decode what ``generate`` has prepared, as the library's ``custom_generate``."""
+        """Run the decoding loop, as the ``custom_generate`` of transformers."""
         return generate(VerifiedRows(self), model, input_ids, **prepared)
 
     @property
@@ -120,7 +122,7 @@ class SpeculativeDecoder:
     def admit(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **source: Any
     ) -> torch.Tensor:
-        """Run prompts and give each a row, as the decoder's ``admit``."""
+        """Run prompts and append a row for each; see ``GraphDecoder.admit``."""
         before = self.decoder.num_rows
         logits = self.decoder.admit(input_ids, attention_mask, **source)
         try:
@@ -132,28 +134,28 @@ class SpeculativeDecoder:
         return logits
 
     def step(self) -> list[list[int]]:
-        """Return the next tokens of each row: one, plus one for each accepted draft.
+        """Run a step, and return each row's accepted drafts and one more token.
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there are no rows.
-            InputError: The rows differ from those that the last call here left.
+            InputError: The rows of the decoder were changed by calling it directly.
         """
         decoder = self.decoder
         if decoder.row_lengths != self._lengths:
             raise InputError(
                 "rows",
-                f"rows must have the lengths that the last step left, {self._lengths}, got "
+                f"rows must have the lengths after the last step, {self._lengths}, got "
                 f"{decoder.row_lengths}. Call admit, step and drop of the SpeculativeDecoder, "
-                "not those of its decoder.",
+                "not of its decoder.",
             )
         decoder.check_has_rows()
         drafts = self.drafter.propose(decoder.tokens, decoder.positions, self._lengths)
-        said = decoder.verify(drafts)
+        tokens = decoder.verify(drafts)
         self._lengths = decoder.row_lengths
-        return said
+        return tokens
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows; return the previous index of each remaining row, as the decoder's ``drop``."""
+        """Drop rows, and return the previous index of each remaining row, in the new order."""
         order = self.decoder.drop(rows)
         self.drafter.drop(order)
         self._lengths = self.decoder.row_lengths
@@ -165,34 +167,34 @@ class SpeculativeDecoder:
 
 
 class PromptLookup:
-    """Drafts from the row's own tokens: what followed an earlier occurrence of its last tokens.
+    """Draft the tokens that followed an earlier occurrence of a row's last tokens.
 
-    It compares on the device, for all rows at once, in a small separate graph: the tokens are there
-    when a step ends. The host would have to wait for them before every step, and its time would
-    grow with the number of rows while the device is idle.
+    The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
+    the device. A lookup on the host would have to wait for each step, and the device would be idle
+    for a time that grows with the number of rows.
 
     Args:
         decoder: The decoder whose rows get drafts.
-        num_tokens: Number of drafts for each row; the decoder's ``num_draft_tokens`` by default.
-        max_ngram: The most tokens to compare. The occurrence with the most equal tokens is used,
-            among several the latest; if the row ends before there are enough drafts, what follows
-            the occurrence is repeated.
+        num_draft_tokens: Number of drafts per row; by default that of the decoder.
+        max_ngram: Maximum number of tokens to compare. The longest match is used, and the latest
+            of equally long matches. If a row ends before there are enough drafts, the tokens
+            after the match are repeated.
 
     Attributes:
-        runner: The runner of the graphs.
+        runner: The runner of the lookup.
     """
 
     def __init__(
-        self, decoder: GraphDecoder, num_tokens: int | None = None, *, max_ngram: int = 3
+        self, decoder: GraphDecoder, num_draft_tokens: int | None = None, *, max_ngram: int = 3
     ) -> None:
-        if num_tokens is None:
+        if num_draft_tokens is None:
             decoder.check_has_drafts()
-            num_tokens = decoder.num_draft_tokens
-        self.num_tokens = check_count(num_tokens, "num_tokens")
+            num_draft_tokens = decoder.num_draft_tokens
+        self.num_draft_tokens = check_count(num_draft_tokens, "num_draft_tokens")
         self._max_ngram = check_count(max_ngram, "max_ngram")
         rows, length, device = decoder.max_batch_size, decoder.max_length, decoder.device
         with torch.inference_mode(False):
-            # Rows of padding write to the last place, which is never compared.
+            # Padding rows write to the last position, which is never compared.
             self._tokens = torch.full((rows, length + 1), -1, dtype=torch.int64, device=device)
             self._ahead = torch.arange(length + 1, device=device)
         self._num_rows = 0
@@ -220,12 +222,12 @@ class PromptLookup:
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return what followed the last tokens of each row; none if they did not occur before."""
+        """Return the drafts of each row; without an earlier occurrence, no drafts."""
         drafts: torch.Tensor = self.runner(tokens=tokens, positions=positions)
         return drafts
 
     def drop(self, order: Sequence[int]) -> None:
-        """Keep the tokens of the rows that remain."""
+        """Reorder the stored tokens to those of the remaining rows."""
         if list(order) != list(range(len(order))):
             index = torch.tensor(order, dtype=torch.int64, device=self._tokens.device)
             self._tokens[: len(order)] = self._tokens.index_select(0, index)
@@ -235,7 +237,7 @@ class PromptLookup:
         known, last = self._tokens[: tokens.shape[0]], positions.unsqueeze(1)
         most = known.shape[1] - 1
         known.scatter_(1, last, tokens.unsqueeze(1))
-        # The number of tokens equal to the row's last ones, up to each place before its own.
+        # For each earlier position, the number of tokens up to it that equal the row's last tokens.
         is_equal = self._ahead < last
         number = torch.zeros_like(known)
         for back in range(self._max_ngram):
@@ -243,29 +245,29 @@ class PromptLookup:
             is_equal = is_equal & (before == known.gather(1, (last - back).clamp(min=0)))
             number = number + is_equal
         best, place = (number * (most + 1) + self._ahead).max(1, keepdim=True)
-        ahead = self._ahead[: self.num_tokens]
+        ahead = self._ahead[: self.num_draft_tokens]
         following = place + 1 + ahead % (last - place).clamp(min=1)
         drafts = known.gather(1, following.clamp(max=most))
         drafts = drafts.masked_fill(best <= most, -1)
-        # Written as if they were accepted: the next tokens overwrite those that are not.
+        # Store the drafts as if accepted: later tokens overwrite rejected drafts.
         known.scatter_(1, (last + 1 + ahead).clamp(max=most), drafts)
         return drafts
 
 
 class DraftModel:
-    """Drafts from a smaller model with the same tokenizer as the model that verifies them.
+    """Draft tokens with a smaller model that has the same tokenizer.
 
-    It runs one step per draft, and one more so that its cache has every token that may be accepted.
+    Runs one step per draft, and another step to store the last draft in the cache.
 
     Args:
-        decoder: Verifies the drafts.
-        small: The decoder of the smaller model, with at least as many rows and positions, created
-            with ``num_draft_tokens``: the number of drafts for each row. The sizes of the
-            vocabularies may differ by their padding.
+        decoder: The decoder that verifies the drafts.
+        small: The decoder of the smaller model. Its ``num_draft_tokens`` is the number of drafts
+            per row, and its ``max_batch_size`` and ``max_length`` must not be smaller. The sizes of
+            the vocabularies may differ by padding.
 
     Raises:
-        ConfigError: The smaller one has fewer rows, positions or (by more than padding) tokens, no
-            ``num_draft_tokens``, an encoder, or rows already.
+        ConfigError: ``small`` supports fewer rows, positions or (by more than padding) tokens, has
+            no ``num_draft_tokens``, has an encoder, or has rows.
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
@@ -275,28 +277,28 @@ class DraftModel:
                 raise ConfigError(f"small.{name}", given, f"at least the decoder's, {least}")
         if small.vocabulary <= decoder.vocabulary - _MOST_PADDING:
             raise ConfigError(
-                "vocabulary of small", small.vocabulary,
-                f"at least about that of the decoder, {decoder.vocabulary}",
-                "Choose a model with the same tokenizer.",
+                "small.vocabulary", small.vocabulary,
+                f"at least the decoder's except for padding, {decoder.vocabulary}",
+                "Use a model with the same tokenizer.",
             )  # fmt: skip
         if not small.num_draft_tokens:
             raise ConfigError(
-                "small.num_draft_tokens", 0, "at least 1: the number of drafts per row",
-                "GraphDecoder(small_model, ..., num_draft_tokens=3).",
+                "small.num_draft_tokens", 0, "at least 1",
+                "Create GraphDecoder(small_model, ..., num_draft_tokens=3).",
             )  # fmt: skip
         if small.cache.has_sources:
             raise ConfigError("small", type(small.model).__name__, "a model without an encoder")
         if small is decoder or small.num_rows:
             given = "decoder itself" if small is decoder else f"{small.num_rows} rows"
-            raise ConfigError("small", given, "a decoder of its own, without rows")
+            raise ConfigError("small", given, "another decoder than decoder, without rows")
         self._decoder = small
-        # Tokens that only the larger model has are not of the tokenizer; a draft after one is a
-        # guess like any other.
+        # Tokens that the smaller model lacks are padding of the vocabulary. Replacing them can only
+        # make drafts wrong.
         self._last = small.vocabulary - 1 if small.vocabulary < decoder.vocabulary else None
 
     @property
-    def num_tokens(self) -> int:
-        """Number of drafts for each row."""
+    def num_draft_tokens(self) -> int:
+        """Number of drafts per row."""
         return self._decoder.num_draft_tokens
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
@@ -309,38 +311,40 @@ class DraftModel:
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return the smaller model's most likely tokens, fewer at the end of its cache."""
-        decoder, most = self._decoder, self.num_tokens
+        """Return the most likely tokens of the smaller model; fewer at the end of its cache."""
+        decoder, most = self._decoder, self.num_draft_tokens
         decoder.truncate(lengths)
         decoder.tokens = self._known(tokens)
         drafts = tokens.new_full((len(lengths), most), -1)
         steps = min(most + 1, decoder.max_length - max(lengths))
         for number in range(steps):
             found = decoder.step()
-            if number < steps - 1:  # the last step only fills the cache
+            if number < steps - 1:  # the last step only writes to the cache
                 drafts[:, number] = found
         return drafts
 
     def drop(self, order: Sequence[int]) -> None:
-        """Drop the rows that do not remain."""
+        """Drop the rows that are not in ``order``."""
         remaining = set(order)
         gone = [row for row in range(self._decoder.num_rows) if row not in remaining]
         if self._decoder.drop(gone) != list(order):
-            raise InputError("order", f"order must be that of the decoder's drop, got {order}.")
+            raise InputError(
+                "order", f"order must be the return value of GraphDecoder.drop, got {order}."
+            )
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return tokens with those that the smaller model lacks replaced by its last one."""
+        """Replace tokens that the smaller model lacks by its last token."""
         return tokens if self._last is None else tokens.clamp(max=self._last)
 
 
 class VerifiedRows:
-    """Return verified tokens to ``generate`` one at a time for each row.
+    """Pass verified tokens to ``generate``, one per row and step.
 
-    Rows advance at their own pace. A row whose drafts are correct more often has tokens in store
-    when another needs a step, and leaves the decoder once its cache is full.
+    Rows advance at different rates, so tokens of faster rows are stored while slower rows need
+    steps. A row leaves the decoder when its cache is full.
 
     Args:
-        loop: Steps that return several tokens.
+        loop: The decoder, whose steps return several tokens per row.
     """
 
     def __init__(self, loop: SpeculativeDecoder) -> None:
@@ -348,7 +352,7 @@ class VerifiedRows:
         self.model = self._decoder.model
         self.tokens: torch.Tensor = self._decoder.tokens
         self._stores: list[deque[int]] = []
-        # The row of each sequence that is still in the decoder.
+        # The output row of each row in the decoder.
         self._rows: list[int] = []
 
     @property
@@ -357,17 +361,17 @@ class VerifiedRows:
         return len(self._stores) or self._loop.num_rows
 
     def check_fits(self, rows: int, longest: int) -> None:
-        """Check as the decoder does."""
+        """Raise DescriptorError if the rows do not fit into the decoder."""
         self._decoder.check_fits(rows, longest)
 
     def bucket(self, num_rows: int) -> int:
-        """Return the decoder's bucket."""
+        """Return the decoder's bucket for ``num_rows``."""
         return self._decoder.bucket(num_rows)
 
     def admit(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **source: Any
     ) -> torch.Tensor:
-        """Admit rows as the decoder does."""
+        """Run prompts and append a row for each; see ``GraphDecoder.admit``."""
         logits = self._loop.admit(input_ids, attention_mask, **source)
         self._rows += range(len(self._stores), len(self._stores) + len(input_ids))
         self._stores += [deque() for _ in input_ids]
@@ -375,18 +379,18 @@ class VerifiedRows:
         return logits
 
     def step(self) -> torch.Tensor:
-        """Return each row's most likely next token (rows,)."""
+        """Return the next token of each row (rows,), from the store or a step."""
         decoder = self._decoder
         while not all(self._stores):
             full = [row for row, one in enumerate(decoder.row_lengths) if one >= decoder.max_length]
             if full:
                 self._leave(full)
-            for row, said in zip(self._rows, self._loop.step(), strict=True):
-                self._stores[row].extend(said)
+            for row, tokens in zip(self._rows, self._loop.step(), strict=True):
+                self._stores[row].extend(tokens)
         return torch.tensor([one.popleft() for one in self._stores], device=decoder.device)
 
     def drop(self, rows: Iterable[int]) -> list[int]:
-        """Drop rows; return the previous index of each remaining row."""
+        """Drop rows, and return the previous index of each remaining row."""
         gone = set(rows)
         order = [row for row in range(len(self._stores)) if row not in gone]
         self._leave(at for at, row in enumerate(self._rows) if row in gone)

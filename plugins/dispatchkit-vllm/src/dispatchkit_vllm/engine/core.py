@@ -1,8 +1,8 @@
 """A policy that decides before one of vLLM's dispatchers.
 
-vLLM's own class manages keys, captures and replays. A policy only chooses among its graphs. If
-the policy may not decide, raises an error or chooses a graph that cannot run, vLLM's class decides:
-a failing policy never stops the engine.
+vLLM's own class manages keys, captures and replays. A policy only chooses among its graphs. vLLM's
+class decides where the policy is not allowed to, and if the policy raises an error or chooses a
+graph that cannot run. A failing policy therefore never stops the engine.
 """
 
 from __future__ import annotations

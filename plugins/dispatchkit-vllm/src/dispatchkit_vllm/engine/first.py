@@ -1,6 +1,6 @@
 """Policies for vLLM's first model runner and its ``CudagraphDispatcher``.
 
-A subclass of vLLM's class asks the policy first, and falls back to vLLM's class if the policy may
+A subclass of vLLM's class asks the policy first, and falls back to vLLM's class if the policy does
 not decide. Only the runner's dispatcher is replaced; drafters keep vLLM's class.
 """
 

@@ -26,7 +26,7 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def non_uniform(self) -> BatchDescriptor:
-        """Return the same batch as a mixed one."""
+        """Return the descriptor of a mixed batch of the same size."""
         return BatchDescriptor(self.num_tokens)
 
 
@@ -36,8 +36,8 @@ class CudagraphDispatcher(LookupDispatcher):
     Args:
         vllm_config: vLLM's configuration, or any object with the same attributes. Sizes of
             uniform batches are ``compilation_config.uniform_cudagraph_capture_sizes``.
-        is_drafter: Whether it serves a drafter, whose eager batches are not padded for
-            sequence parallelism.
+        is_drafter: Whether the dispatcher serves a drafter, whose eager batches are not padded
+            for sequence parallelism.
 
     Attributes:
         cudagraph_capture_sizes: Capture sizes of mixed batches.

@@ -45,7 +45,7 @@ class BatchDescriptor(NamedTuple):
 
 
 class CudagraphDispatcher(LookupDispatcher):
-    """The dispatcher of vLLM 0.11.1, and of its API documentation without adapters."""
+    """The dispatcher of vLLM 0.11.1."""
 
     dialect = V0_11_1
     descriptor_type = BatchDescriptor

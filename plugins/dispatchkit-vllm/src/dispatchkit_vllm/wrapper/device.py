@@ -107,7 +107,7 @@ class BackendDevice:
         backend: A GraphBackend or its name.
 
     Raises:
-        ConfigError: ``backend`` is neither.
+        ConfigError: ``backend`` is neither a GraphBackend nor the name of one.
     """
 
     def __init__(self, backend: str | GraphBackend) -> None:
