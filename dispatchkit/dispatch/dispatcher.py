@@ -285,11 +285,10 @@ class Dispatcher:
             return
         try:
             with self._lock:
-                revision = outcome.decision.revision
-                if 0 < revision < self._epoch.first_revision:
+                if 0 < outcome.decision.revision < self._epoch.first_revision:
                     return
-                # A decision that was bound since the last swap is for a batch within the limits.
-                if revision or self._is_within(outcome.batch):
+                # Updates for a batch outside the limits, possible since a swap, could not apply.
+                if self._is_within(outcome.batch):
                     self._learn(outcome)
         finally:
             self._faults.report()

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from dispatchkit import plugins as plugin_sets
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
 from dispatchkit.dispatch import Lanes, Policy
@@ -26,7 +27,7 @@ from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
 from dispatchkit.keys.records import changed_settings
 from dispatchkit.options import RunnerOptions
-from dispatchkit.plugins import PluginSet, PolicyWithPlugins, load_plugins
+from dispatchkit.plugins import PluginSet, PolicyWithPlugins
 
 _OWN_DISTRIBUTION = "dispatchkit"
 
@@ -184,11 +185,11 @@ def check_names(spec: RunnerSpec) -> None:
         ConfigError: An object is not a backend.
     """
     if isinstance(spec.named_policy, str):
-        (spec.plugins or load_plugins()).get_policy(spec.named_policy)
+        (spec.plugins or plugin_sets.load_plugins()).get_policy(spec.named_policy)
     if not isinstance(spec.backend, str):
         resolve_backend(spec.backend)
     elif not _is_built_in(spec.backend):
-        registered = (spec.plugins or load_plugins()).backends
+        registered = (spec.plugins or plugin_sets.load_plugins()).backends
         if spec.backend not in registered:
             known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *registered}
             raise UnknownNameError("backend", spec.backend, known)
@@ -294,7 +295,7 @@ def make_backend(
         _check_device(made, device)
         return made
     if plugins is None and not _is_built_in(backend):
-        plugins = load_plugins()
+        plugins = plugin_sets.load_plugins()
     factories = {}
     if plugins is not None:
         for name, one in plugins.backends.items():
@@ -341,7 +342,7 @@ def make_policy(
     if policy is not None and not isinstance(policy, str):
         return policy, "", plugins
     if plugins is None:
-        plugins = load_plugins()
+        plugins = plugin_sets.load_plugins()
     if policy is None:
         policy = plugins.select_policy(config) or DEFAULT_POLICY
     made = plugins.create_policy(policy, **(options or {}))

@@ -316,6 +316,7 @@ class Remembering:
 def test_a_swap_that_fails_takes_nothing_from_what_was_learnt(make_runner, backend, policy):
     runner = make_runner(double, policy=Remembering(policy))
     runner.capture()
+    served_by(runner, 3)  # creates the plan, and is not measured
     served_by(runner, 3)
     runner.drain(wait=True)
     mine = runner.dispatcher.policy
@@ -334,6 +335,7 @@ def test_news_of_the_old_policys_steps_are_not_told_to_the_new(make_runner, poli
     """What was measured under one policy teaches another nothing."""
     runner = make_runner(double, policy=Remembering(policy))
     runner.capture()
+    served_by(runner, 3)  # creates the plan, and is not measured
     served_by(runner, 3)
     old = runner.dispatcher.policy
     runner.swap(policy=Remembering(policy))
