@@ -184,15 +184,17 @@ def check_names(spec: RunnerSpec) -> None:
         UnknownNameError: No plugin provides it.
         ConfigError: An object is not a backend.
     """
-    if isinstance(spec.named_policy, str):
-        (spec.plugins or plugin_sets.load_plugins()).get_policy(spec.named_policy)
-    if not isinstance(spec.backend, str):
-        resolve_backend(spec.backend)
-    elif not _is_built_in(spec.backend):
-        registered = (spec.plugins or plugin_sets.load_plugins()).backends
-        if spec.backend not in registered:
-            known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *registered}
-            raise UnknownNameError("backend", spec.backend, known)
+    policy, backend, plugins = spec.named_policy, spec.backend, spec.plugins
+    is_of_plugin = isinstance(backend, str) and not _is_built_in(backend)
+    if plugins is None and (isinstance(policy, str) or is_of_plugin):
+        plugins = plugin_sets.load_plugins()
+    if plugins is not None and isinstance(policy, str):
+        plugins.get_policy(policy)
+    if not isinstance(backend, str):
+        resolve_backend(backend)
+    elif plugins is not None and is_of_plugin and backend not in plugins.backends:
+        known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *plugins.backends}
+        raise UnknownNameError("backend", backend, known)
 
 
 def _is_built_in(backend: str) -> bool:

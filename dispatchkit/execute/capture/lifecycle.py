@@ -325,13 +325,11 @@ class Lifecycle:
         Returns:
             The reason why the step runs eager; empty if the table must be consulted again.
         """
+        is_captured = self.graphs.entry(key).state is KeyState.CAPTURED
+        reason = "" if is_captured else self.expected_wait(key)
         self._seen[key] += 1
-        if self.graphs.entry(key).state is KeyState.CAPTURED:
-            return ""  # the graph was captured after the plan was made
-        if self.is_frozen:
-            return Reason.NOT_CAPTURED
-        if self._seen[key] < self._capture_after or not self._lane.group.may_capture():
-            return Reason.CAPTURE_PENDING
+        if is_captured or reason:  # if captured, that was after the plan was made
+            return reason
         self._try(key, evict=True, sample=sample, is_awaited=True)
         self._budget.warn_of_churn()  # separate, so that a raising warning fails no capture
         return ""

@@ -260,7 +260,7 @@ class AdaptivePolicy:
             self._choose_next()
             return self._renew()
         bucket.last_step = self._step
-        self._account(bucket, outcome, arm, expected, us)
+        self._account(bucket, outcome, arm, estimate, expected, us)
         self.pace = self._next_pace(estimate)
         updates = self._renew()
         if updates:
@@ -322,7 +322,7 @@ class AdaptivePolicy:
         the base's.
         """
         while self._to_choose:
-            self._choose(self._to_choose.popleft())
+            self._choose_next()
         self._calibration_rounds += 1
         times = _CALIBRATION_RUNS * 2 ** (self._calibration_rounds - 1)
         places = self._calibration_places(graphs)
@@ -517,15 +517,16 @@ class AdaptivePolicy:
         return [self._stale.popleft().renew()] if self._stale else []
 
     def _account(
-        self, bucket: Bucket, outcome: Outcome, arm: Arm, before: float | None, us: float
+        self,
+        bucket: Bucket,
+        outcome: Outcome,
+        arm: Arm,
+        estimate: Estimate,
+        before: float | None,
+        us: float,
     ) -> None:
         """Add the steps that an outcome represents to the account against the base."""
-        ledger, size, regime = (
-            self.ledger,
-            outcome.batch.num_tokens,
-            (outcome.clock, outcome.queued),
-        )
-        estimate, is_base = arm.estimate(regime), arm is bucket.base_arm
+        ledger, size, is_base = self.ledger, outcome.batch.num_tokens, arm is bucket.base_arm
         steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot, is_base=is_base)
         if outcome.decision.reason == PROBE:
             bucket.last_probe = self._step
