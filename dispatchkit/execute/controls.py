@@ -266,7 +266,7 @@ class Controls:
         output_batch_dims: Any = 0,
         has_effect: bool = True,
     ) -> None:
-        """Use a graph captured elsewhere for a key, on the first lane.
+        """Use a graph captured outside the runner for a key, on the first lane.
 
         Args:
             key: The key, declared if it is not yet.

@@ -71,7 +71,8 @@ class Way:
         path: The beginnings of ``runner.controls.input_path``, at any of the sizes.
         node: ``used``, ``none``, ``short``: it has no room for host inputs of the largest
             size, or ``lost``: it is not found in the graph that was captured.
-        kind: ``full``, ``pieces``, or ``registered``: a graph that was captured elsewhere.
+        kind: ``full``, ``pieces``, or ``registered``: a graph captured outside
+            the runner.
     """
 
     inputs: dict[str, StaticInput]
@@ -105,8 +106,12 @@ WAYS = {
     "by a node or staged": Way(HOST, ("node", "staging: too many"), "short"),
     "by a node or staged, with device inputs": Way(DEVICE | HOST, "node", "short"),
     "moved by torch": Way(DEVICE | HOST, "copy: lost", "lost"),
-    "copied from elsewhere": Way(DEVICE | BESIDE, "copy: captured elsewhere", kind="registered"),
-    "moved from elsewhere": Way(HOST | DEVICE, "copy: captured elsewhere", kind="registered"),
+    "copied from elsewhere": Way(
+        DEVICE | BESIDE, "copy: captured outside the runner", kind="registered"
+    ),
+    "moved from elsewhere": Way(
+        HOST | DEVICE, "copy: captured outside the runner", kind="registered"
+    ),
 }
 
 
@@ -230,7 +235,7 @@ class InputTransportTests:
     def test_lanes(self, bench: Bench) -> None:
         """Each lane has its own memory, and reads host values at the call."""
         if bench.way.kind == "registered":
-            pytest.skip("Graphs captured elsewhere run on the first lane.")
+            pytest.skip("Graphs captured outside the runner run on the first lane.")
         runner, handles = bench.runner(lanes=2), []
         for number in range(24):
             rows = number * 5 % 8 + 1

@@ -49,7 +49,7 @@ def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
     decision = runner.dispatcher.dispatch(3)
     ran.reset_mock()
     backend.replay_fault = "before"
-    with pytest.raises(ReplayError, match="shared by several ranks"):
+    with pytest.raises(ReplayError, match="Several ranks share the decision"):
         runner.decisions.run(decision, {"tokens": torch.arange(3)})
     ran.assert_not_called()
     assert runner.registry.get(keys.full(4)).state.name == "FAILED"
@@ -74,7 +74,7 @@ def test_inside_somebody_elses_capture_it_is_refused(make_runner, backend):
     runner = make_runner(plus_one)
     runner.capture()
     decision, tokens = runner.dispatcher.dispatch(3), torch.arange(3)
-    with pytest.raises(CaptureError, match="not the runner's own"):
+    with pytest.raises(CaptureError, match="inside a capture outside the runner"):
         backend.capture(
             lambda: runner.decisions.run(decision, {"tokens": tokens}),
             stream=backend.new_stream(),

@@ -286,7 +286,7 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
         (ConfigError, "policy_options", {"policy_options": {"x": 1}}),
         (ConfigError, "max_graphs", {"max_graphs": -1}),
         (UnknownNameError, "eviction", {"eviction": "oldest"}),
-        (ConfigError, "object in force", {"policy": runner.dispatcher.policy}),
+        (ConfigError, "the one in force", {"policy": runner.dispatcher.policy}),
         (ConfigError, "given without settings", {"config": runner.config, "sizes": (1, 2)}),
         (ConfigError, "sizes", {"sizes": (0,)}),
     ):

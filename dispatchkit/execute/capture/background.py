@@ -14,8 +14,8 @@ from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Captures one key. Returns the problem, or None if there is none, and the pauses that exceeded the
-#: limit. Returns None instead of a tuple if the runner no longer exists.
+#: Function that captures one key. It returns the problem, or None if the key was captured, and the
+#: pauses that exceeded the limit. If the runner no longer exists, it returns None.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 

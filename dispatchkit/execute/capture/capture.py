@@ -1,7 +1,7 @@
 """Capture of one key: its warmup and its graphs.
 
 Everything that a warmup changes is restored. Backends guarantee that a capture itself changes
-nothing. So a capture never counts as a step of the caller.
+nothing. Therefore a capture never counts as a step of the caller.
 """
 
 from __future__ import annotations

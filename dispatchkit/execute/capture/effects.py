@@ -305,7 +305,7 @@ def named(entries: Sequence[Entry]) -> str:
 
 
 class _Unknown:
-    """Stands for a value that cannot be compared; unequal to everything."""
+    """Marker of a value that cannot be compared; unequal to everything."""
 
 
 def _content(value: Any) -> Any:

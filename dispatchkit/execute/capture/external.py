@@ -71,7 +71,7 @@ def external_step(
         input_path=copied_path(
             InputBuffers(inputs, rows, bound),
             rows,
-            "captured elsewhere",
+            "captured outside the runner",
             source=lane.buffers_of(key),
         ),
         layout=layout,

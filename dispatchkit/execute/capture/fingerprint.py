@@ -63,7 +63,7 @@ def facts_of(
 
 
 def moved(then: Facts, now: Facts) -> str:
-    """Describe the static inputs, parameters and buffers that have moved; may be empty."""
+    """Describe the static inputs, parameters and buffers that moved; empty if none did."""
     return _words(then.places, now.places)
 
 

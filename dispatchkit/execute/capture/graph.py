@@ -139,7 +139,7 @@ class GraphMaker:
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
                 rehearsed()
-                return rehearsed.outputs  # so that only the rehearsal, which counts it, keeps it
+                return rehearsed.outputs  # only the rehearsal keeps and counts it
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
@@ -269,7 +269,7 @@ def _targets_in(
 
 
 class SharedOutputs:
-    """Function to capture that copies its outputs to memory that graphs share.
+    """A function to capture, with outputs copied to memory that graphs share.
 
     Args:
         run: Function that returns the outputs.

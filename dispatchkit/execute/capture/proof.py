@@ -63,11 +63,11 @@ _OPEN_CALLS: Final = 8
 _EAGER_ROWS: Final = (1, 3)
 #: Number of rows that are compared at each end of a batch.
 _KEPT_ROWS: Final = 16
-#: Minimum of the relative error allowed for another kernel, in the norm of an output.
+#: Minimum allowed relative error of another kernel, in the norm of an output.
 _TOLERANCE: Final = 2e-2
 #: Allowed relative error as a multiple of the largest ``eps`` that the step computes with.
 _ROUNDINGS: Final = 16
-#: Minimum of the absolute error allowed per element, for sums that cancel.
+#: Minimum allowed absolute error per element, for sums that cancel.
 _FLOOR: Final = 1e-5
 #: Factor by which a difference may exceed that of repeated, nondeterministic replays (atomics).
 _SPREAD: Final = 16

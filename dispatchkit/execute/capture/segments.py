@@ -77,16 +77,16 @@ class ShapeRecorder:
         return value
 
     def split(self) -> None:
-        """Do nothing: there are no segments."""
+        """Do nothing, because there are no segments."""
 
     def enter_block(self, line: str) -> None:
-        """Do nothing: the capture refuses it."""
+        """Do nothing, because the capture rejects the block."""
 
 
 class ArgumentHolder:
     """Breaker that keeps the same values alive as a capture in segments, to measure memory.
 
-    On a device it keeps none, because the pool retains the memory of segments.
+    On a device it keeps no values, because the pool retains the memory of segments.
     """
 
     def __init__(self) -> None:
@@ -107,10 +107,10 @@ class ArgumentHolder:
         return value
 
     def split(self) -> None:
-        """Do nothing: there are no segments."""
+        """Do nothing, because there are no segments."""
 
     def enter_block(self, line: str) -> None:
-        """Do nothing: the capture refuses it."""
+        """Do nothing, because the capture rejects the block."""
 
 
 class SegmentRecorder:
@@ -205,7 +205,7 @@ class SegmentRecorder:
             capture.begin()
 
     def enter_block(self, line: str) -> None:
-        """Refuse a ``with`` block.
+        """Reject a ``with`` block.
 
         Raises:
             CaptureError: The block is not inside a function that runs eager.

@@ -530,8 +530,9 @@ class Warmups:
             outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
-                f"The step raised {type(error).__name__}: {error} when it ran with {other} rows to "
-                "measure its outputs. Declare output_batch_dims to skip this measurement.",
+                f"The step failed in a run with {other} rows, which measures its outputs. Declare "
+                "output_batch_dims to skip this run, or fix the step. It raised "
+                f"{type(error).__name__}: {error}",
                 key=str(key),
                 reason="output_layout",
             ) from error

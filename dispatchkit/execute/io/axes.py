@@ -1,9 +1,9 @@
 """Axes in the executor: validate their values, pad inputs along them and cut results.
 
 An axis is either a dimension of inputs (a sequence length, an image size) or a number that changes
-what the step does. Along a dimension, the tensors of a call are padded with fill to the bucket, and
-the results are cut back. Graphs are captured at buckets. A step with the axis in its signature
-receives the bucket there in a capture, and the exact value when it runs eager.
+the behavior of the step. Inputs are padded along a dimension with their fill value, up to the
+bucket, and results are cut back. Graphs are captured at buckets. A step whose signature includes
+the axis receives the bucket in a capture, and the exact value when it runs eager.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AxisInputs:
         smallest: Inputs at the smallest bucket of each axis.
 
     Raises:
-        ConfigError: The name of an axis is reserved or that of an input, or a shape names an
+        ConfigError: An axis has a reserved name or the name of an input, or a shape names an
             unknown axis.
     """
 
@@ -65,14 +65,20 @@ class AxisInputs:
         for name in self.names:
             if name in RESERVED_NAMES or name in self._specs:
                 raise ConfigError(
-                    "axes", name, "a name that is neither an input nor a reserved keyword of calls"
+                    "axes",
+                    name,
+                    "names other than those of inputs and reserved keywords of calls",
+                    "Rename the axis.",
                 )
         for name, spec in self._specs.items():
             for size in spec.named:
                 if axis_of(size)[0] not in self.names:
                     known = ", ".join(self.names) or "none"
                     raise ConfigError(
-                        f"inputs[{name!r}]", spec.shape, f"a shape with declared axes ({known})"
+                        f"inputs[{name!r}]",
+                        spec.shape,
+                        f"a shape with declared axes ({known})",
+                        "Correct the name, or add the axis to DispatchConfig(axes=...).",
                     )
         used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
         # Axes that are dimensions of inputs; the others do not change shapes.
@@ -86,7 +92,7 @@ class AxisInputs:
         return bool(self._sizing)
 
     def at(self, values: Sequence[int]) -> InputSet:
-        """Return the inputs with the axes at ``values``."""
+        """Return the input set for a value of each axis, in the order of the axes."""
         name = tuple(values[index] for index in self._sizing)
         found = self._kept.get(name)
         if found is None:
@@ -113,7 +119,7 @@ class AxisInputs:
     # -- a call -------------------------------------------------------------------------
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:
-        """Put the inputs of a call into declared order, and separate the values of axes.
+        """Put the inputs of a call into declared order, and extract the axis values.
 
         Raises:
             InputError: An input or axis is missing, or an input is unknown or given twice.
@@ -217,9 +223,9 @@ class AxisInputs:
                 found = run(self._named(inputs.names, tensors, other))
             except Exception as error:
                 raise CaptureError(
-                    f"The step raised {type(error).__name__}: {error} when it ran with "
-                    f"{axis.name}={other[index]}, to measure its outputs. Declare the axis exact "
-                    "to skip this measurement.",
+                    f"The step failed in a run with {axis.name}={other[index]}, which measures its "
+                    "outputs. Declare the axis exact to skip this run, or fix the step. It raised "
+                    f"{type(error).__name__}: {error}",
                     key=str(key),
                     reason="output_layout",
                 ) from error

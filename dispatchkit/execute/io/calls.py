@@ -1,4 +1,4 @@
-"""Bind and validate the arguments of calls."""
+"""CallReader: binds and validates the arguments of calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dispatchkit.execute.io.inputs import InputSet
 
 
 class CallReader:
-    """Reader that binds and validates the arguments of calls.
+    """The functions that read calls, selected once per runner.
 
     Args:
         inputs: Static inputs; with axes, those at the smallest buckets.

@@ -27,7 +27,10 @@ def numpy_module() -> Any:
         import numpy as np
     except ImportError as error:
         raise ConfigError(
-            "host", True, "used with numpy installed", "Run: pip install 'dispatchkit[torch]'."
+            "host",
+            True,
+            "False unless numpy is installed",
+            "Run: pip install 'dispatchkit[torch]'.",
         ) from error
     return np
 

@@ -26,21 +26,24 @@ def bind_or_raise(
     if len(args) > len(names):
         raise InputError(
             "",
-            f"The call has {len(args)} positional inputs, but there are {len(names)} inputs: "
-            f"{listing}.",
+            f"The call has {len(args)} positional inputs, but the runner has only {len(names)} "
+            f"inputs. Pass each of them once: {listing}.",
         )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
-            raise InputError(name, f"Unknown input {name!r}; the inputs are: {listing}.")
+            raise InputError(name, f"Unknown input {name!r}. Pass only: {listing}.")
         if name in given:
-            raise InputError(name, f"Input {name!r} is given both by position and by keyword.")
+            raise InputError(
+                name,
+                f"Input {name!r} is given by position and by keyword. Pass it only once.",
+            )
         given[name] = value
     missing = [name for name in names if name not in given]
     if missing:
         raise InputError(
             missing[0],
-            f"Missing input {', '.join(map(repr, missing))}; the inputs are: {listing}.",
+            f"Missing input {', '.join(map(repr, missing))}. Pass all of: {listing}.",
         )
     return [given[name] for name in names]
 

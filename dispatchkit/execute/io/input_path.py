@@ -51,12 +51,12 @@ class InputPath:
             was captured outside the runner.
         node: Copy node at the beginning of the graph, or None.
         device_inputs: Indices of the device inputs that the node copies.
-        host_offsets: Offset of each host input in the node's data. Contains all host inputs or
-            none.
+        host_offsets: Offset of each host input in the node's data. Empty if the node copies no
+            host inputs.
         why_copied: Why there is no node; empty if there is one.
         staging: Pinned memory that the graph copies host inputs from, or None.
         why_staged: Why ``staging`` is used.
-        is_idle: Whether the node copies nothing in the next launch.
+        is_idle: Whether the node is disabled in the next launch.
         node_problem: Why setting the node failed; empty if it never failed.
     """
 
@@ -96,7 +96,7 @@ class InputPath:
                 self.node = None
 
     def stop_node(self) -> None:
-        """Make later launches copy nothing.
+        """Disable the node in later launches.
 
         Raises:
             ReplayError: The node cannot be stopped, so a launch would read inputs of an earlier

@@ -52,9 +52,19 @@ class InputSet:
             if not isinstance(spec, StaticInput):
                 raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
             if spec.named:
-                raise ConfigError(f"inputs[{name!r}]", spec.named, "declared as axes of the runner")
+                raise ConfigError(
+                    f"inputs[{name!r}]",
+                    spec.shape,
+                    "a shape without axes, because the runner declares none",
+                    "Add the axes to DispatchConfig(axes=...).",
+                )
             if name in RESERVED_NAMES or not str(name).isidentifier():
-                raise ConfigError("inputs", name, f"names other than {sorted(RESERVED_NAMES)}")
+                raise ConfigError(
+                    "inputs",
+                    name,
+                    f"Python identifiers, and names other than {sorted(RESERVED_NAMES)}",
+                    "Rename the input.",
+                )
         self.specs: dict[str, StaticInput] = dict(specs)
         self.names: tuple[str, ...] = tuple(self.specs)
         self.device = device
@@ -68,7 +78,8 @@ class InputSet:
                 "inputs",
                 list(self.names),
                 "declared with at least one batched input (None in its shape)",
-                "Without one the number of rows of a call is unknown.",
+                "Without one, the number of rows of a call is unknown. Use None for the batch "
+                "dimension.",
             )
         self._lead, self._lead_dim = self.batched[0]
         self._expected: dict[int, tuple[Any, ...]] = {}
@@ -217,7 +228,7 @@ class InputSet:
         """Return the values of a call, with host inputs converted to arrays where possible.
 
         Raises:
-            InputError: A host input of a dtype that numpy lacks is an array.
+            InputError: A host input is an array, but numpy lacks its declared dtype.
         """
         made: list[Any] | None = None
         for index, dtype, is_plain in self._host_types:
@@ -285,5 +296,5 @@ def has_lazy_bits(value: torch.Tensor) -> bool:
 
 
 def never(*_: Any) -> bool:
-    """Return False; stands for a fast check until a call was validated."""
+    """Return False; the placeholder for a fast check before the first valid call."""
     return False

@@ -123,7 +123,8 @@ class OutputLayout:
         for index, one in enumerate(self.leaves):
             if not fits or not one.fits(leaves[index], size):
                 raise CaptureError(
-                    f"Output {index} at {size} rows has a different structure than at other sizes.",
+                    f"Output {index} at {size} rows has a different structure than at other sizes. "
+                    "Return the same structure at all sizes.",
                     reason="output_layout",
                 )
         return {
@@ -150,7 +151,7 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
     if structure != other_structure:
         raise CaptureError(
             f"The structure of the outputs depends on the batch: {structure} at {size} rows, "
-            f"{other_structure} at {other_size}.",
+            f"{other_structure} at {other_size}. Return the same structure at all sizes.",
             reason="output_layout",
         )
     structure = structure.with_kept_objects(first, second)
@@ -213,7 +214,7 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     if len(dims) != len(leaves):
         raise CaptureError(
             f"output_batch_dims has {len(dims)} entries, but the step returns {len(leaves)} "
-            "outputs.",
+            "outputs. Declare one entry per output.",
             reason="output_layout",
         )
     found = []
@@ -234,7 +235,8 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
             if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != size:
                 raise CaptureError(
                     f"Output {index} has shape {tuple(leaf.shape)} at {size} rows, but "
-                    f"output_batch_dims declares dimension {dim} as the batch.",
+                    f"output_batch_dims declares dimension {dim} as the batch. Declare the "
+                    f"dimension of size {size}, or None.",
                     reason="output_layout",
                 )
             shape[dim] = None

@@ -15,7 +15,7 @@ from dispatchkit.keys.checks import refuses_unknown_names, whole_number
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """Return a torch dtype, given itself or its name (``"int64"``, ``"torch.bfloat16"``).
+    """Convert a dtype or its name (``"int64"``, ``"torch.bfloat16"``) to a torch dtype.
 
     Raises:
         UnknownNameError: torch has no dtype with this name.
@@ -58,7 +58,11 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
         if size is not None and not (isinstance(size, str) and _OF_AXIS.fullmatch(size))
     ]
     if any((number := whole_number(size)) is None or number < 0 for size in sizes):
-        raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
+        raise ConfigError(
+            "shape",
+            value,
+            "nonnegative whole numbers and axis names, with None for the batch dimension",
+        )
     if shape.count(None) > 1:
         raise ConfigError("shape", value, "a shape with at most one None, the batch dimension")
     return shape
@@ -82,8 +86,8 @@ class StaticInput:
 
     Attributes:
         shape: Shape of the input, with None as the batch dimension (tokens). An input without None
-            is not batched and is copied whole. A dimension may name an axis, whose value it then
-            has, or an axis plus or minus a number: offsets of packed sequences have the dimension
+            is not batched and is copied whole. A dimension may be an axis, or an axis plus or minus
+            a number. For example, offsets of packed sequences have the dimension
             ``"requests + 1"``.
         dtype: Data type, as a torch dtype or its name.
         fill: Value of padding rows in warmups, captures and replays. ``"last"`` repeats the last

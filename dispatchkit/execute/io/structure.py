@@ -245,8 +245,7 @@ def _contents(value: Any) -> list[Any]:
     return [*items, *(getattr(value, name) for name in _names(value))]
 
 
-# -- values other than tensors
-# ------------------------------------------------------------------------
+# -- values other than tensors ------------------------------------------------------
 
 
 def is_same_value(one: Any, other: Any) -> bool:

@@ -285,10 +285,10 @@ class StagedTransport:
 
 
 class NodeTransport:
-    """Transport that sets the graph's copy node, and copies the inputs that the node does not.
+    """Transport that sets the graph's copy node and copies the remaining inputs.
 
-    Padding rows that the node fills are not marked as filled, because a later batch cannot know
-    whether the launch took place.
+    Padding rows that the node fills are not marked as filled, because the launch may not take
+    place.
 
     In-place steps with host inputs set the node too, because these inputs are still in pinned
     memory. For device inputs, which are already in place, the node only fills the padding rows.
@@ -383,7 +383,7 @@ class NodeTransport:
             path.stop_node()
 
     def _load_others(self, others: CopyTransport | StagedTransport, values: Sequence[Any]) -> None:
-        """Copy the inputs that the node does not, and fill their padding rows if necessary."""
+        """Copy the remaining inputs, and fill their padding rows if necessary."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         is_clean = buffers.clean_from <= num_rows and bucket <= buffers.clean_to
         buffers.mark_written(num_rows)  # before the copy, which may fail halfway
@@ -419,7 +419,7 @@ class NodeTransport:
         return CopyRegion(target, row * self.num_rows, row * (self.bucket - self.num_rows), fill)
 
     def _copy_unreadable(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Copy the tensors that the node cannot read directly, and return what the node is set to.
+        """Copy tensors that the node cannot read directly; return the sources for the node.
 
         Each copied tensor is replaced by its target buffer, which the node copies onto itself.
         """

@@ -60,7 +60,7 @@ def make_executors(work: Workload) -> tuple[Executor, ...]:
     """Create an executor for each lane; all share one lock.
 
     Raises:
-        ConfigError: The device has fewer independent streams.
+        ConfigError: The device has fewer independent streams than lanes.
     """
     number, backend = work.spec.num_lanes, work.backend
     limit = backend.capabilities.max_streams
@@ -79,20 +79,20 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
     turns = Turns(lock, backend.torch_device)
     if group is None:
         return [PoolGroup(backend, lock, turns=turns) for _ in range(number)]
-    memory, why = group.memory, _why_apart(work, number)
+    memory, why = group.memory, _why_not_shared(work, number)
     if not why:
         return [memory.open_group(backend, group.name)]
     return [
-        memory.closed_group(backend, f"{group.name}, apart: {why}", lock, turns)
+        memory.closed_group(backend, f"{group.name}, not shared: {why}", lock, turns)
         for _ in range(number)
     ]
 
 
-def _why_apart(work: Workload, number: int) -> str:
+def _why_not_shared(work: Workload, number: int) -> str:
     """Return why lanes must not share a pool with other runners; empty if they may.
 
-    The steps of such lanes would overlap, or their results would be read while steps of another
-    runner overwrite them.
+    Otherwise, steps could overlap, or steps of another runner could overwrite results before they
+    are read.
     """
     options = work.spec.options
     if number > 1:
@@ -110,8 +110,8 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyPl
     """Join executors as lanes; return the lane chooser and key placement.
 
     Raises:
-        ConfigError: The device has fewer distinct streams, or the lane policy is given twice or is
-            invalid.
+        ConfigError: The device has fewer distinct streams than lanes, or the lane policy is given
+            twice or is invalid.
         UnknownNameError: No lane policy has the given name.
         PolicyError: The lane policy returns an invalid answer.
     """

@@ -1,4 +1,4 @@
-"""LaneChooser: asks the lane policy for the lane of each step."""
+"""LaneChooser: calls the lane policy and validates its answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatchkit.errors import PolicyError
 
 
 class LaneChooser:
-    """A lane policy with validation of its answers.
+    """The chooser of a lane for each step.
 
     Args:
         policy: The lane policy.

@@ -240,8 +240,8 @@ class LaneQueue:
         """Release the tensors that finished steps read.
 
         Args:
-            at_most: Largest number of steps to check, because each query of the device takes more
-                than a microsecond.
+            at_most: Maximum number of steps to check. Each check queries the device, which takes
+                more than a microsecond.
         """
         in_flight = self._in_flight
         while at_most and in_flight and in_flight[0].done.query():
@@ -343,7 +343,7 @@ class LaneSet(Sequence[Executor]):
         if caller and self._is_capturing():
             raise ReplayError(
                 "submit() was called inside a capture, which cannot wait for lanes. Call the "
-                "runner inside the capture, or submit() outside of it."
+                "runner inside the capture, or call submit() outside the capture."
             )
         batch = (num_tokens, num_reqs, uniform, loras, ceiling)
         with self._lock:

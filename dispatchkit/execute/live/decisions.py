@@ -18,11 +18,11 @@ from dispatchkit.keys.batch import GraphKey
 
 
 class DecisionRunner:
-    """Decides steps first, and runs them under these decisions later.
+    """A runner that decides steps first and runs them later.
 
     Args:
-        executor: Decides and runs them.
-        reader: Binds and checks their inputs.
+        executor: The executor of the steps.
+        reader: The reader of their inputs.
         taps: The taps of the steps.
         lock: Held by each step.
     """
@@ -31,7 +31,7 @@ class DecisionRunner:
         self, executor: Executor, reader: CallReader, taps: StepTaps, lock: threading.RLock
     ) -> None:
         self._executor, self._reader, self._taps, self._lock = executor, reader, taps, lock
-        # The watch of values built into graphs, and the registry's change count when it was
+        # Watches of values built into graphs, and the registry's change count when they were
         # created.
         self._watches: tuple[ValueWatch, ...] = ()
         self._found_at = -1
@@ -39,10 +39,10 @@ class DecisionRunner:
     def decide(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision of a step that ``run`` will run, as for any other.
+        """Return the decision for a step to run later with ``run``.
 
-        It is recorded and passed to listeners, too. Arguments and errors are those of
-        ``Dispatcher.dispatch``.
+        Like every decision, it is recorded and passed to listeners. Arguments and errors are those
+        of ``Dispatcher.dispatch``.
         """
         with self._lock:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
@@ -50,8 +50,8 @@ class DecisionRunner:
     def drop_replaced(self) -> str:
         """Invalidate graphs whose built-in values were replaced; call it before deciding.
 
-        A call detects this itself, but only after its decision. Values are checked as often as in
-        calls, so that this mostly compares two numbers.
+        A call detects replaced values only after its decision. Values are checked as often as in
+        calls, so most checks only compare two numbers.
 
         Returns:
             The reason to run eager; empty if nothing was replaced.
@@ -72,11 +72,11 @@ class DecisionRunner:
     def run(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
         """Run one step exactly as decided, or raise.
 
-        A call runs eager if a graph turns out to be unusable. This raises instead: other ranks may
-        be in the collectives of that graph, and would wait for this one forever.
+        Unlike a call, this method does not fall back to eager if the graph is unusable. Other ranks
+        may be in the collectives of that graph, and would wait for this rank forever.
 
         Args:
-            decision: A decision of this runner's dispatcher, for as many tokens as the inputs have.
+            decision: A decision of this runner's dispatcher, for the number of rows of the inputs.
             inputs: Inputs, and values of axes, by name.
 
         Returns:
@@ -84,8 +84,8 @@ class DecisionRunner:
 
         Raises:
             ConfigError: The decision is not one of this runner's dispatcher.
-            InputError: An input is missing, unknown, of a wrong dtype, device or shape, or its
-                number of rows or buckets differ from the decision. Nothing has run.
+            InputError: An input is missing, unknown, or has a wrong dtype, device or shape; or the
+                decision is for another number of rows or other buckets. The step has not run.
             ReplayError: The graph was evicted, was captured under other modes (autocast, training),
                 or its launch failed; or this stream is capturing.
         """
@@ -93,7 +93,12 @@ class DecisionRunner:
         eager, backend = executor.eager, executor.work.backend
         plan = getattr(decision, "plan", None)
         if plan is None or plan.eager is not eager:
-            raise ConfigError("decision", decision, "a decision of this runner's dispatcher")
+            raise ConfigError(
+                "decision",
+                decision,
+                "a decision of this runner's dispatcher",
+                "Get it from runner.decisions.decide().",
+            )
         tensors, num_tokens, readable = reader.read((), dict(inputs))
         if reader.axes is not None and decision.key is not None:
             buckets, own = reader.axes.buckets(tensors), decision.key.descriptor.axes
@@ -112,8 +117,8 @@ class DecisionRunner:
         stream = backend.current_stream_handle()
         if stream and backend.is_capturing():
             raise ReplayError(
-                "A decision was run inside a capture that is not the runner's own and cannot "
-                "contain the decided graph. Call the step itself there."
+                "run() was called inside a capture outside the runner, which cannot contain the "
+                "decided graph. Call the step itself inside the capture."
             )
         with self._lock:
             watcher = self._taps.watcher
@@ -146,12 +151,12 @@ class DecisionRunner:
             key: The key that runs; None for eager.
 
         Returns:
-            Indices of output, dimension and axis; None if they were not measured.
+            The cuts; None if they were not measured.
         """
         return self._executor.warmups.known_axis_cuts(values, key)
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> int:
-        """Return the rows of a call's inputs, without running anything.
+        """Validate the inputs of a call and return their number of rows.
 
         Args:
             inputs: Inputs, and values of axes, by name.

@@ -29,8 +29,8 @@ from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
-# How often graphs captured ahead may be lost again (weights replaced, a byte budget) before the
-# swap fails.
+# Number of rounds of captures ahead before the swap fails. Graphs can be lost again in between, if
+# weights are replaced or a byte budget is exceeded.
 _MAX_ROUNDS = 3
 
 
@@ -237,8 +237,8 @@ class Swapper:
         in_force = self._executor.dispatcher.policy_name
         return SwapError(
             f"Swap to policy {policy_name(proposal.policy)!r} refused, and {in_force!r} stays in "
-            f"force. No graph for {why}. Fix the step, omit the size, raise max_graphs or "
-            "max_bytes, or swap with ahead=False.",
+            "force. Fix the step, omit the size, increase max_graphs or max_bytes, or swap with "
+            f"ahead=False. Keys without a graph: {why}",
             failed=failed,
         )
 
@@ -263,7 +263,7 @@ class Swapper:
 
 
 def _let_steps_run() -> None:
-    """Let waiting threads get the lock, which the releasing thread would otherwise get again."""
+    """Let waiting threads acquire the lock before this thread acquires it again."""
     time.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""Requests of swaps: combine, check and try settings, without changing anything."""
+"""Swap requests: combine, validate and try settings without changing the runner."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
-#: Means that a limit does not change, since None means that there is no limit.
+#: Value of a limit that a swap keeps; None removes the limit.
 UNCHANGED: Final[Any] = object()
 
 
 @attrs.frozen(kw_only=True)
 class Change:
-    """A checked request.
+    """A validated swap request.
 
     Attributes:
         mode_reasons: Reasons for a downgrade of the mode.
         proposal: The policy and configuration to install; None if only limits change.
-        budget: The limits.
-        spec: The specification of an equal runner.
+        budget: The limits after the swap.
+        spec: The specification of the runner after the swap.
     """
 
     mode_reasons: tuple[str, ...]
@@ -40,7 +40,7 @@ class Change:
 
 
 class SwapRequests:
-    """Checks requests to change a runner.
+    """The validator of a runner's swap requests.
 
     Args:
         executor: The executor.
@@ -81,7 +81,7 @@ class SwapRequests:
         """Return the current limits with the requested changes; see ``UNCHANGED``.
 
         Raises:
-            ConfigError: A limit is invalid, or limits bytes of a shared pool.
+            ConfigError: A limit is invalid, or ``max_bytes`` is given and the pool is shared.
         """
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
@@ -93,7 +93,7 @@ class SwapRequests:
                 "max_bytes",
                 budget.max_bytes,
                 "None if other runners share the pool",
-                "Their GraphMemory has the budget.",
+                "Set max_bytes of their GraphMemory instead.",
             )
         return budget
 
@@ -104,7 +104,7 @@ class SwapRequests:
         asked: DispatchConfig,
         budget: MemoryOptions,
     ) -> Change:
-        """Return a checked and tried change, which is not in force yet.
+        """Validate and try a change, and return it without applying it.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``Swapper.swap``.
@@ -134,8 +134,10 @@ class SwapRequests:
                 policy, options, in_force, executor.plugins
             )
             if chosen is executor.dispatcher.policy:
-                hint = "Give a new one, or omit it to use a copy."
-                raise ConfigError("policy", policy_name(chosen), "not the object in force", hint)
+                hint = "Pass a new object, or omit policy to use a copy."
+                raise ConfigError(
+                    "policy", policy_name(chosen), "an object other than the one in force", hint
+                )
             spec = spec.having_policy(policy, options)
         proposal = executor.dispatcher.propose(chosen, in_force, origin)
         self._check_room(proposal.keys)
@@ -151,7 +153,7 @@ class SwapRequests:
         if config is None:
             config = attrs.evolve(self.asked_config, **changes) if changes else self.asked_config
         elif changes:
-            hint = "Set them in the config, or pass them without it."
+            hint = "Set them in config, or pass them without config."
             raise ConfigError(
                 "config", sorted(changes), "given without settings that are part of it", hint
             )
@@ -163,7 +165,9 @@ class SwapRequests:
             raise ConfigError("axes", config.axes, "unchanged, together with max_loras", hint)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.asked_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
-            hint = "Stop recording first, since recorded query classes would change their meaning."
+            hint = (
+                "Stop recording first, because recorded query classes would change their meaning."
+            )
             raise ConfigError("query_lens", config.query_lens, "unchanged while recording", hint)
         return config
 
@@ -176,12 +180,15 @@ class SwapRequests:
         """Return a copy of the policy in force, which a failed swap must not change."""
         current = self._executor.dispatcher.policy
         try:
-            with self._executor.registry.lock:  # nothing is learned meanwhile
+            with self._executor.registry.lock:  # no updates of the policy
                 return copy.deepcopy(current)
         except Exception as error:
-            hint = f"It cannot be copied: {type(error).__name__}: {error}"
+            hint = f"Pass policy. copy.deepcopy() raised {type(error).__name__}: {error}"
             raise ConfigError(
-                "policy", policy_name(current), "given too, as a new object", hint
+                "policy",
+                policy_name(current),
+                "a new object, because the policy in force cannot be copied",
+                hint,
             ) from error
 
     def _check_room(self, keys: Iterable[GraphKey]) -> None:
@@ -199,4 +206,9 @@ class SwapRequests:
 
 def no_change() -> ConfigError:
     """Return the error for a swap to a state that is already in force."""
-    return ConfigError("swap", "no change", "a request that changes something")
+    return ConfigError(
+        "swap",
+        "no change",
+        "a request that changes a setting",
+        "Pass a setting whose value differs from the current one.",
+    )

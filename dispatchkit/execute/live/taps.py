@@ -28,7 +28,7 @@ class StepWatcher(Protocol):
 
 
 class StepTaps:
-    """Records and watches the steps of a runner.
+    """Taps that record and watch the steps of a runner.
 
     Decisions are requested through each executor's ``decide``. Wrappers of ``Dispatcher.dispatch``
     are installed there and removed again.
@@ -67,8 +67,8 @@ class StepTaps:
     def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
         """Set a function to call with the decision of each step before it runs, or None.
 
-        It runs in the step, under the runner's lock: it must be fast, and the step raises its
-        exceptions.
+        It runs in the step, under the runner's lock. It must be fast, and its exceptions propagate
+        to the caller of the step.
         """
         with self._lock:
             self._listener = listener
@@ -79,11 +79,11 @@ class StepTaps:
 
         Args:
             watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or any object with ``enter``
-                and ``leave``. It runs in the step, under the runner's lock: it must be fast, and
-                the step raises its exceptions.
+                and ``leave``. It runs in the step, under the runner's lock. It must be fast, and
+                its exceptions propagate to the caller of the step.
 
         Raises:
-            ConfigError: It lacks one of these methods.
+            ConfigError: ``watcher`` has no callable ``enter`` or ``leave``.
         """
         if watcher is not None:
             for name in ("enter", "leave"):
@@ -101,9 +101,9 @@ class StepTaps:
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision of a step that runs later, recorded like any other.
+        """Return the decision for a step that runs later, and record it.
 
-        Only the watcher is not called, since the step has not begun.
+        The watcher is not called, because the step has not begun.
         """
         followed = self._followed(self._executors[0])
         return followed(num_tokens, num_reqs, uniform, loras, ceiling)
@@ -120,21 +120,21 @@ class StepTaps:
     def _followed(self, executor: Executor) -> Dispatch:
         dispatch: Dispatch = executor.dispatcher.dispatch
         if self._listener is not None:
-            dispatch = _heard(dispatch, self._listener)
+            dispatch = _notifying(dispatch, self._listener)
         if self._recorder is not None:
             dispatch = self._recorder.recording(dispatch)
         return dispatch
 
 
-def _heard(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Dispatch:
-    def dispatch_and_tell(
+def _notifying(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Dispatch:
+    def dispatch_and_notify(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
         decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
         listener(decision)
         return decision
 
-    return dispatch_and_tell
+    return dispatch_and_notify
 
 
 class _WatchedPlan:
@@ -157,7 +157,7 @@ class _WatchedPlan:
         failed = True
         try:
             result = self._decision.plan.run(tensors, stream, readable)
-            if result is AGAIN:  # then the same step runs
+            if result is AGAIN:  # the step has not run yet
                 result = run_again(
                     self._dispatcher, self._eager, tensors, stream, readable, *self._batch
                 )
@@ -174,7 +174,7 @@ def _watched(
     dispatcher: Dispatcher,
     eager: EagerRunner,
 ) -> Callable[..., Any]:
-    # Not the executor, which references the returned function.
+    # Does not capture the executor, which references the returned function.
     def dispatch_and_watch(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Any:

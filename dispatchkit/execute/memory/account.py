@@ -1,4 +1,4 @@
-"""Memory accounts: how the memory of a device is used since a ``GraphMemory`` uses the device."""
+"""Memory accounts: the use of device memory since its first use by a ``GraphMemory``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class MemoryAccount:
             graphs does not free it.
         other_bytes: Other memory of torch: weights, activations, and cached memory of its
             allocator.
-        unexplained_bytes: Remaining memory: allocations of the driver at other times, and of other
-            processes. Negative if earlier memory was freed.
+        unexplained_bytes: Remaining memory, allocated by the driver at other times or by other
+            processes. Negative if memory from before counting began was freed.
         is_metered: Whether the backend reports the device memory in use. If not, the five sizes
             from ``workspace_bytes`` on are 0 and add nothing to the budget.
     """
@@ -84,7 +84,7 @@ class MemoryAccount:
         return self.num_bytes + self.library_bytes + self.other_bytes + self.unexplained_bytes
 
     def lines(self) -> dict[str, int]:
-        """Return the bytes by purpose, in the order in which they are printed."""
+        """Return the bytes by purpose, in print order."""
         lines = {
             "pools": self.pool_bytes,
             "outputs": self.output_bytes,

@@ -1,9 +1,9 @@
 """GraphMemory: memory shared by the runners of a process, with a common budget.
 
 Runners with the same ``GraphMemory`` share a pool where possible. Evicting a single graph of a
-shared pool frees almost no memory. So the whole pool is evicted, beginning with the pool whose
-lanes have been idle longest. Put runners that are used together, and can be evicted together, into
-the same group.
+shared pool frees almost no memory. Eviction therefore frees whole pools, beginning with the pool
+whose lanes have been idle longest. Put runners that are used together, and can be evicted together,
+into the same group.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DEFAULT_GROUP = "default"
 
 #: Next step in errors about memory that cannot sleep.
 _INSTEAD = (
-    "Without it, runner.invalidate() frees the memory of graphs, and runner.capture() captures "
-    "them again."
+    "To free the memory of graphs without sleeping, call runner.invalidate(); runner.capture() "
+    "captures them again."
 )
 
 
@@ -65,7 +65,7 @@ class GraphMemory:
         self._guard = threading.RLock()
         self._backends: dict[tuple[str, str], GraphBackend] = {}
         self._open: dict[tuple[str, int], PoolGroup] = {}
-        # Groups of lanes with pools of their own; released with their runners.
+        # Groups whose pool is not shared; released with their runners.
         self._separate: weakref.WeakSet[PoolGroup] = weakref.WeakSet()
         self._devices: dict[str, _Device] = {}
         self._num_checks = 0
@@ -110,7 +110,12 @@ class GraphMemory:
             ReplayError: The method is called inside a step.
         """
         if not self._sleeps:
-            raise ConfigError("sleeps", False, "True for a memory that can sleep", _INSTEAD)
+            raise ConfigError(
+                "sleeps",
+                False,
+                "True for a memory that can sleep",
+                f"Create it with GraphMemory(sleeps=True). {_INSTEAD}",
+            )
         total = 0
         for group in self._groups():
             if _is_held_here(group.lock):
@@ -170,7 +175,7 @@ class GraphMemory:
     def closed_group(
         self, backend: GraphBackend, name: str, lock: threading.RLock, turns: Turns
     ) -> PoolGroup:
-        """Create a group with a pool of its own that counts in this budget."""
+        """Create a group with an unshared pool that counts in this budget."""
         with self._guard:
             self._track_device(backend)
             sleeper = self._sleeper(backend)
@@ -179,10 +184,10 @@ class GraphMemory:
             return group
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return the bytes that a capture in a group may take besides its pool and outputs.
+        """Return the bytes that a capture may need in addition to pool and outputs.
 
-        This is the largest amount of an earlier capture, because a driver sometimes allocates a
-        whole block.
+        This is the maximum over earlier captures in the group, because a driver sometimes allocates
+        a whole block.
         """
         return self._devices[group.backend.torch_device].driver_step
 
@@ -258,12 +263,12 @@ class GraphMemory:
             return None
         sleeper = features_of(backend).sleepers
         why = (
-            f"backend {backend.name!r} does not support it"
+            f"backend {backend.name!r} does not support sleeping memory"
             if sleeper is None
             else sleeper.sleep_problem()
         )
         if why or sleeper is None:
-            raise ConfigError("sleeps", True, f"False here: {why}", _INSTEAD)
+            raise ConfigError("sleeps", True, f"False, because {why}", _INSTEAD)
         return sleeper
 
     def _track_device(self, backend: GraphBackend) -> None:
@@ -396,7 +401,7 @@ def _release_if_held(lock: Any) -> None:
 
 
 def _is_held_here(lock: Any) -> bool:
-    """Return whether this thread holds a lock, so it is inside a step."""
+    """Return whether this thread holds a lock, which means that it runs a step."""
     return bool(lock._is_owned())
 
 

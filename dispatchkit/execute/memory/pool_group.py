@@ -42,7 +42,7 @@ class SharedBudget(Protocol):
         ...
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return the bytes that a capture in a group may take besides its pool and outputs."""
+        """Return the bytes that a capture may need in addition to pool and outputs."""
         ...
 
     def evict_until_fits(self, group: PoolGroup, num_bytes: int, what: str) -> None:
@@ -115,7 +115,7 @@ class PoolMember(Protocol):
         ...
 
     def capture_again(self, keys: Iterable[GraphKey]) -> None:
-        """Capture those of the keys that are still wanted, within the budget."""
+        """Recapture keys that lost their graph, within the budget."""
         ...
 
 
@@ -136,7 +136,7 @@ class PoolGroup:
         pool: Current pool; replaced by ``start_pool``.
         stream: Stream for warmups and captures.
         last_stream: Stream of the last step of any lane.
-        idle_since: Number of the last check that found new steps of the lanes (``record_use``).
+        idle_since: Number of the last check that recorded new steps (see ``record_use``).
         is_asleep: Whether the memory is temporarily released and must not be used.
         is_limited: Whether a budget in bytes applies, so that unused memory must be freed
             immediately.

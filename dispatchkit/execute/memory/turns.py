@@ -25,8 +25,8 @@ import attrs
 
 _T = TypeVar("_T")
 
-#: Time in seconds that a capture releases the lock for, which a waiting thread needs to wake up. A
-#: thread that wakes up later waits for another phase.
+#: Time in seconds for which a capture releases the lock, so that a waiting thread can wake up. A
+#: thread that wakes up later waits until the next release.
 GAP_S: float = 100e-6
 
 
@@ -78,7 +78,7 @@ _all: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 class Turns:
-    """Lock that steps share with background captures, which release it in between.
+    """Lock that steps share with background captures, which release it between phases.
 
     Args:
         lock: Lock that each step holds.

@@ -63,9 +63,9 @@ class CalibrationRuns:
 
         The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each
         requested run is made twice, on dummy rows: on an idle stream, and then directly after the
-        previous step. An eager run follows a replay of the largest graph the second time, so that
-        the device is still busy when the submission ends. The runs are not counted, and state that
-        the step changes is restored. With axes there are no calibration runs, because only the
+        previous step. The second eager run follows a replay of the largest graph, so that the
+        device is still busy when the submission ends. The runs are not counted, and state that the
+        step changes is restored. With axes there are no calibration runs, because only the
         dispatcher translates axes for the policy.
 
         Returns:
@@ -79,7 +79,7 @@ class CalibrationRuns:
             return 0
         steps = 0
         with self._counters.unchanged():
-            while runs := self._wanted(wants):
+            while runs := self._requested(wants):
                 try:
                     steps += self._run_all(runs)
                 except ReplayError:
@@ -88,12 +88,12 @@ class CalibrationRuns:
                     break
         return steps
 
-    def _wanted(
-        self, wants: Callable[[GraphView], Iterable[CalibrationRun]]
+    def _requested(
+        self, hook: Callable[[GraphView], Iterable[CalibrationRun]]
     ) -> list[CalibrationRun]:
         name, origin = self._dispatcher.policy_name, self._dispatcher.policy_origin
         try:
-            runs = list(wants(self._dispatcher.graphs) or ())
+            runs = list(hook(self._dispatcher.graphs) or ())
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
             raise PolicyError(name, "calibration_runs", problem, origin=origin) from error
@@ -119,7 +119,7 @@ class CalibrationRuns:
                 ahead = self._replay_of(*largest)
             dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
             plan = dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
-            with self._lane.alone(), restored(self._warmups.snapshot()), self._nothing_learnt():
+            with self._lane.alone(), restored(self._warmups.snapshot()), self._outcomes_held():
                 for _ in range(run.runs):
                     self._backend.synchronize()
                     for kind in ("idle", "queued"):
@@ -131,7 +131,7 @@ class CalibrationRuns:
         return steps
 
     @contextlib.contextmanager
-    def _nothing_learnt(self) -> Iterator[None]:
+    def _outcomes_held(self) -> Iterator[None]:
         self._timings.is_held = True
         try:
             yield

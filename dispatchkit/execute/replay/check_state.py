@@ -99,12 +99,13 @@ class StateCheck:
                 )
                 if not wrong.is_any_by_rows:
                     found.append(
-                        "Padding rows changed state that rows of a batch use. Give them a sink."
+                        "Padding rows changed state that rows of a batch use. Choose fill values "
+                        "that refer to elements that no batch uses."
                     )
         return " ".join(found)
 
     def note(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Record the elements that a step changed that ran only eager.
+        """Record the elements that an eager step changed.
 
         Args:
             before: The result of ``now`` before the step.

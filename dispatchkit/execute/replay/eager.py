@@ -83,7 +83,7 @@ class EagerRunner:
         self.num_runs: int = 0
 
     def is_plain(self) -> bool:
-        """Return whether an eager step is only a call of the step, without gradients.
+        """Return whether an eager step only calls the step, without gradients.
 
         This is the case if no input is copied to the device, no state must be ordered between
         streams, results are not compared, and eager steps are allowed.
@@ -224,8 +224,8 @@ class EagerRunner:
         """
         if self.exact is not None:
             raise ReplayError(
-                f"A step decided to run as {self.exact.key or 'eager'} cannot: {why}. The decision "
-                "is shared by several ranks, so no rank may run the step another way."
+                f"A step cannot run as decided ({self.exact.key or 'eager'}): {why}. Several ranks "
+                "share the decision, so this rank must not run the step another way."
             )
 
     def replaced(self, step: CapturedKey) -> str:
@@ -251,9 +251,9 @@ class EagerRunner:
         self._lifecycle.graphs.fail_step(step, problem)
         if error.has_effect:
             raise ReplayError(
-                f"Replay of {step.key} failed: {error.cause}. The step may have changed part of "
-                "its state, so it was not run again, and its graph is no longer used. Restore the "
-                "state before the next step."
+                f"Replay of {step.key} failed. The step may have changed part of its state, so it "
+                "was not run again, and its graph is no longer used. Restore the state before the "
+                f"next step. Cause: {error.cause}"
             ) from error.cause
         return self.run_for(Reason.REPLAY_FAILED, tensors, num_tokens, step.key)
 
@@ -279,7 +279,7 @@ class EagerRunner:
             ) from different
         if self._once.first(different.line):
             warn_at_call(
-                f"The eager call at {different.line} returned something else during the capture "
+                f"The eager call at {different.line} returned another result than in the capture "
                 f"({different.problem}), so a step of {counted(num_tokens, 'token')} ran eager. "
                 "Return the same shapes, types and strides every time, or run more of the step "
                 "eager there. Warned once for each line; runner.stats().differing_calls counts "

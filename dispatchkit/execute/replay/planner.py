@@ -118,7 +118,7 @@ class Planner:
     def refusal(self, decision: Decision, num_tokens: int) -> str:
         """Return why a batch must run eager although a graph was chosen.
 
-        The reason is empty if the graph may run, and not empty if padding would change the results.
+        Empty if the graph may run, which requires that padding does not change the results.
         """
         if decision.parts:
             return self._refusal_of_parts(decision)
@@ -133,8 +133,8 @@ class Planner:
     def obstacle(self, decision: Decision, num_tokens: int) -> str:
         """Return why a step would run eager now although a graph was chosen; empty if it replays.
 
-        As far as is known without running it: from the modes of this thread, and from what Python
-        code would read now.
+        The answer is based on the modes of this thread and on the values that Python code would
+        read now. The step does not run.
         """
         if refused := self.refusal(decision, num_tokens):
             return refused

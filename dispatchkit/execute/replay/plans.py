@@ -106,7 +106,7 @@ class EagerPlan:
         return result
 
     def num_plain(self) -> int:
-        """Return how many of the next steps may bypass the plan."""
+        """Return the number of upcoming steps that may bypass the plan."""
         if self._timer is not None or not self.eager.is_plain():
             return 0
         if not self._is_downgrade or self._retry is None:
@@ -378,7 +378,7 @@ class GraphPlan:
         stream = None if chain is None else chain.begin(lane)
         try:
             if staging is not None and step.pieces is not None:
-                staging.queue_copy(step.key.num_tokens)  # not part of a graph; before all pieces
+                staging.queue_copy(step.key.num_tokens)  # once, before all pieces
             padded = step.launch(self.num_tokens)
             if staging is not None and lane.last_stream is not None:
                 staging.record_launch(lane.last_stream)
@@ -585,6 +585,6 @@ class CheckedPlan:
 
 #: A plan that replays a captured step and returns its results.
 TimeablePlan = GraphPlan | TimedPlan | ValuesPlan
-#: Such a plan, or a plan that processes its results.
+#: A ``TimeablePlan``, or a plan that processes its results.
 ReplayPlan = TimeablePlan | AxisPlan | CheckedPlan
 Plan = EagerPlan | LazyPlan | OpenPlan | ReplayPlan

@@ -118,7 +118,7 @@ class SplitPlan:
             return AGAIN
         if tensors is None:
             tensors, readable = in_place(self._inputs, lane, self._num_tokens), False
-        if self._is_found_out(tensors):
+        if self._run_open_proofs(tensors):
             return AGAIN
         readable = readable and self._stays_readable
         timer, checker = self._timer, self._checker
@@ -129,14 +129,13 @@ class SplitPlan:
             return self._run_checked(checker, tensors, stream, readable)
         return self._run(tensors, stream, readable)
 
-    def _is_found_out(self, tensors: Any) -> bool:
+    def _run_open_proofs(self, tensors: Any) -> bool:
         """Run open proofs with a call's integers; return whether one ended.
 
         Proofs run before the first part, because a graph refused later would end the step.
         """
-        if (
-            self.eager.exact is not None
-        ):  # a trial on one rank would run collectives without the others
+        # A trial on one rank would run collectives without the other ranks.
+        if self.eager.exact is not None:
             return False
         found = False
         for part in self._parts:
@@ -276,7 +275,7 @@ class LazySplitPlan:
                 if found and not reason:
                     reason, missed = found, rows.key
         if not reason and (left := self._without_graph()):
-            # A capture failed or evicted the graph of another part, as it would in each step.
+            # A capture failed or evicted the graph of another part, and would do so in each step.
             reason, missed = Reason.EVICTED, left[0].key
         if not reason:
             return AGAIN

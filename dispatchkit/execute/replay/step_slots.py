@@ -49,7 +49,7 @@ class StepSlots:
             slots = tensors[self._index]
         else:
             buffers = self._lane.buffers
-            rows = min(num_tokens, buffers.num_rows)  # larger steps are refused later
+            rows = min(num_tokens, buffers.num_rows)  # larger steps are rejected later
             host = dict(buffers.host_rows(rows))
             slots = host[self._index] if host else buffers.tensors[self._index][:rows]
         return slots.cpu().numpy() if isinstance(slots, torch.Tensor) else slots

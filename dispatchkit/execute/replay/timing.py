@@ -23,19 +23,19 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_count
 
-# Most unread measurements; the oldest are dropped.
+# Maximum number of unread measurements; the oldest are dropped.
 MAX_PENDING = 256
-#: Every how many steps with a timed, steady decision one is measured.
+#: Number of steps with a timed, steady decision per measured step.
 SAMPLE_EVERY = 16
 
 #: Fraction of the host time that is a step's time if the host is slower than the device. It is
 #: below 1 because the device does not always wait for the host.
 HOST_SHARE = 0.9
 
-# Times kept per graph and per size of eager steps, for explanations.
+# Number of times kept per graph and per size of eager steps, for explanations.
 KEPT_TIMES = 64
 
-# Host times kept per graph and for eager steps, of submissions that did not wait.
+# Number of host times kept per graph and for eager steps; only of submissions that did not wait.
 KEPT_SUBMITS = 16
 
 T = TypeVar("T")
@@ -84,10 +84,10 @@ class Timings:
             slower pace. The reference is weak, because the dispatcher's table holds the plans,
             which reference this object.
         lane: The lane, which counts the steps.
-        sample_every: Every how many steps with a timed, steady decision one is measured.
+        sample_every: Number of steps with a timed, steady decision per measured step.
 
     Attributes:
-        due: Tick of the lane from which the next such step is measured.
+        due: Tick of the lane from which the next step with such a decision is measured.
         is_held: Whether outcomes are held back after a step, because learning would delay the next
             step.
     """
@@ -136,9 +136,9 @@ class Timings:
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
     def put_off(self) -> None:
-        """Measure the next step at the earliest, as this one has a plan to create.
+        """Skip the measurement of this step, because it creates a plan.
 
-        If every step is to be measured, this one is, too.
+        If every step is measured, this step is measured too.
         """
         if self.sample_every > 1:
             self.due = max(self.due, self._lane.tick + 1)

@@ -29,7 +29,7 @@ for _name in ("graph_break", "eager_begin", "eager_end"):
 
 
 class Breaker(Protocol):
-    """Handles the marks that a step reaches during a capture."""
+    """Protocol of a handler for the marks that a step reaches in a capture."""
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
         """Call a function that must run eager, and return the result for the step.

@@ -40,7 +40,7 @@ MAX_CONTAINERS: Final = 50_000
 _Class = TypeVar("_Class")
 
 MISSING: Final = object()
-"""Stands for a missing entry."""
+"""Marker of a missing entry."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Packages whose globals and class attributes do not count as state of a step.

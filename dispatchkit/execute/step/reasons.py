@@ -55,11 +55,13 @@ DOWNGRADES = frozenset(
 )
 
 
-_RECAPTURE = "Undo that, or call runner.invalidate() and runner.capture() for new graphs."
+_RECAPTURE = "Restore it, or call runner.invalidate() and runner.capture() for new graphs."
 #: Next step for each downgrade; docs/how-to/operate.md has details.
 NEXT_STEPS: Mapping[str, str] = {
     Reason.ABOVE_LARGEST: "Add a larger capture size.",
-    Reason.NO_KEY: "The mode and capture sizes declare no graph for this kind of batch.",
+    Reason.NO_KEY: (
+        "Change the mode or the capture sizes, which declare no graph for this kind of batch."
+    ),
     Reason.NOT_CAPTURED: "Call runner.capture(), or create the runner with lazy=True.",
     Reason.CAPTURE_FAILED: "print(runner) shows why the capture failed.",
     Reason.EVICTED: (
@@ -74,8 +76,8 @@ NEXT_STEPS: Mapping[str, str] = {
         "decode-only batches, or split the step."
     ),
     Reason.NO_ANSWER: (
-        "The policy returned None for these batches. Use composite with this policy before vllm, "
-        "which then decides them."
+        "The policy returned None for these batches. Use the composite policy with this policy "
+        "before vllm, which then decides these batches."
     ),
     Reason.POLICY_ERROR: "The policy broke its contract; runner.explain() shows how.",
     Reason.REPLAY_FAILED: "print(runner) shows what the replay raised.",
@@ -117,7 +119,7 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.WEIGHTS_REPLACED: "Call runner.capture(), unless the runner is lazy.",
     Reason.VALUE_CHANGED: "Call runner.capture(), unless the runner is lazy.",
     Reason.AUTOCAST: "Capture under the same autocast state as the steps.",
-    Reason.TRAINING_MODE: f"A module was switched to or from training mode. {_RECAPTURE}",
+    Reason.TRAINING_MODE: f"The training mode of a module was changed. {_RECAPTURE}",
     Reason.MOVED_MODULE: f"A module was moved, or its dtype changed. {_RECAPTURE}",
 }
 

@@ -265,8 +265,8 @@ class WriteWatch(OperationMode):
         peak_bytes: Peak size in bytes of live tensors that the run created.
         draws: Whether an operation changed the state of a generator. For example, attention may
             draw random numbers, but does not without dropout.
-        accepts_any_number: Whether no operation may fail for numbers that eager would not compute.
-            Such operations convert floating-point numbers to integers, draw with probabilities,
+        accepts_any_number: Whether all operations accept arbitrary numbers. Exceptions are
+            operations that convert floating-point numbers to integers, draw with probabilities,
             assert, or are not part of torch.
     """
 
@@ -509,7 +509,7 @@ def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
 
 
 class ContentWatch:
-    """Detects writes that no schema declares, by comparing contents before and after a run.
+    """Detector of writes that no schema declares, from contents before and after a run.
 
     For example, BatchNorm in training mode updates its running statistics through operations whose
     schemas do not declare the write. Small tensors are copied. Large tensors, which are usually
@@ -541,7 +541,7 @@ class ContentWatch:
         return [found for one in self._copies for found in one.changed()]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
-        """Return the written tensors of which no copy exists."""
+        """Return the written tensors without a copy."""
         return [found for one in self._sums for found in one.changed()]
 
 

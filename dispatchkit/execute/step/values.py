@@ -11,7 +11,8 @@ modules and functions, because libraries have many tables that hardly ever chang
 Delay until a change is detected:
 
 - assigning a parameter, buffer or submodule (including ``load_state_dict(assign=True)``), or
-  changing a value that the step itself has changed: none, it is detected before the next result;
+  changing a value that the step itself has changed: no delay, it is detected before the next
+  result;
 - any other change (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a
   flag): at most ``num_values + VALUES_AT_ONCE`` replays of any graphs of the lane;
 - changing a value reached only through a class: at most ``num_class_values + VALUES_AT_ONCE``

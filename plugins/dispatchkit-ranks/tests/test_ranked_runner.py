@@ -338,7 +338,7 @@ def test_values_that_fit_no_input_are_refused_before_anybody_waits():
                 InputError, match=r"'x' must be a tensor of shape \(2, 5\), got \(2, 3\)"
             ):
                 ranked(x=x, scale=scale, length=5, kind=1)
-            with pytest.raises(InputError, match="value of axis 'kind'"):
+            with pytest.raises(InputError, match="value for axis 'kind'"):
                 ranked(x=x, scale=scale, length=3)
             with pytest.raises(DescriptorError, match="length"):
                 ranked(x=x, scale=scale, length=-3, kind=1)

@@ -233,7 +233,9 @@ class RankedRunner:
         missing = [name for name in self._names if name not in given]
         if missing:
             raise InputError(
-                missing[0], f"Pass the value of axis {missing[0]!r} as a keyword argument."
+                missing[0],
+                f"The call has no value for axis {missing[0]!r}. Pass a value by keyword for each "
+                f"of: {', '.join(self._names)}.",
             )
         values = {name: given.pop(name) for name in self._names}
         variant = self.runner.config.variant(loras, **values)
@@ -308,7 +310,7 @@ class RankedRunner:
             f"This step must be padded from {differ} and its outputs trimmed, but no capture on "
             "this rank has measured which output dimensions follow the axis. Call capture() on "
             "all ranks first and fix captures that fail, use the same values on all ranks, or "
-            "make the axis exact.",
+            "declare the axis exact.",
             step=self.ranked.step,
             reason="not_measured",
         )
@@ -331,8 +333,8 @@ class RankedRunner:
                 raise RankError(
                     f"Dimension {dim} of output {number} must be {wanted[name] + more} at "
                     f"{name}={wanted[name]}, as measured by a capture, to be trimmed to "
-                    f"{name}={values[name]}; the output has shape {shape}. Make the axis exact, "
-                    "or use the same values on all ranks.",
+                    f"{name}={values[name]}; the output has shape {shape}. Declare the axis "
+                    "exact, or use the same values on all ranks.",
                     step=self.ranked.step,
                     reason="not_measured",
                 )
