@@ -1,4 +1,4 @@
-"""Execution of steps: static inputs and outputs, capture, replay, and the runner.
+"""Capture and replay of steps, and the runner.
 
 Importing this package needs torch.
 """

@@ -1,7 +1,7 @@
-"""Follow a configuration file while serving: when it is edited, the runner is swapped.
+"""ConfigWatcher: apply changes to a settings file while serving.
 
-It has no port or thread. The owner of the serving loop polls, which checks the file's modification
-time, or runs ``run`` in a thread.
+It opens no port and starts no thread. Call ``poll`` in the serving loop, which checks the file's
+modification time, or run ``run`` in a thread.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.settings import SETTINGS, load_settings
 
-# What a swap can change besides the configuration.
+# Settings that a swap can change, besides the configuration.
 _SWAPPED = (*names_of(MemoryOptions), "policy", "policy_options")
 
 
 class SwapWarning(RuntimeWarning):
-    """A change of the watched file was refused; the runner does not change."""
+    """A change to the watched file was rejected; the runner is unchanged."""
 
 
 class ConfigWatcher:
-    """Keeps a runner up to date with a settings file.
+    """A watcher that applies changes to a settings file to a runner.
 
-    The file is like ``pyproject.toml``: a table ``[tool.dispatchkit]`` with the usual names of
-    settings. Settings it does not contain do not change; the environment is ignored. Replace the
-    file by renaming, so that it is never read half-written.
+    Like ``pyproject.toml``, the file has its settings in the table ``[tool.dispatchkit]``. Settings
+    missing from the file keep their value, and the environment is ignored. Replace the file
+    atomically, by renaming, so that the watcher never reads a half-written file.
 
     Args:
-        runner: The runner.
-        path: The file.
+        runner: The runner to change.
+        path: Path to the settings file.
 
     Attributes:
-        error: Why the current file was refused; None if it is in effect.
+        error: Why the current file was rejected; None if it is in effect.
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
@@ -50,13 +50,13 @@ class ConfigWatcher:
         self.error: DispatchkitError | None = None
 
     def poll(self) -> SwapReport | None:
-        """Apply changes of the file if it was written since the last call.
+        """Apply the file if it was written since the last call.
 
-        If the file cannot be read, has an invalid setting, or the swap fails, nothing changes. That
-        is warned about once, and stored in ``error``.
+        If the file cannot be read, a setting is invalid, or the swap fails, the runner keeps its
+        settings. A ``SwapWarning`` is issued once for each such file, and ``error`` is set.
 
         Returns:
-            The report of the swap, or None if there was none.
+            The report of the swap; None if the file changed nothing or was rejected.
         """
         stamp = self._stamp()
         if stamp == self._seen:
@@ -68,7 +68,7 @@ class ConfigWatcher:
         except DispatchkitError as error:
             self.error = error
             warnings.warn(
-                f"The change of {self._path} was refused, and the runner does not change: {error}",
+                f"The change to {self._path} was rejected, and the runner is unchanged: {error}",
                 SwapWarning,
                 stacklevel=2,
             )
@@ -77,10 +77,10 @@ class ConfigWatcher:
         return report
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Poll until stopped; for a thread created by the caller.
+        """Poll until ``stop`` is set; intended for a thread of its own.
 
         Args:
-            stop: Set it to stop polling.
+            stop: Event that ends the loop.
             interval_s: Seconds between polls.
         """
         while not stop.wait(interval_s):
@@ -90,11 +90,11 @@ class ConfigWatcher:
         try:
             found = self._path.stat()
         except OSError:
-            return ()  # reading it raises the reason
+            return ()  # poll() reads the file and reports the error
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _changes(self) -> dict[str, Any]:
-        """Return the arguments of the swap that applies the file to the runner."""
+        """Return the arguments of ``swap`` that apply the file."""
         settings = load_settings(environ={}, file=self._path)
         in_force = self._runner.swapper.settings_in_force()
         changed = {
@@ -120,6 +120,6 @@ def _refuse_fixed(changed: Mapping[str, Any]) -> None:
         raise ConfigError(
             name,
             value,
-            "the value that the runner was created with",
-            "Only a new runner can have another value.",
+            "the value with which the runner was created",
+            "Create a new runner to change it.",
         )

@@ -1,4 +1,4 @@
-"""Operations on a runner's graphs: capture, freeze, evict, inspect."""
+"""Controls: capture, freeze, evict and inspect a runner's graphs."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
 
-#: Why a key has no graph, and the pauses of steps that were too long.
+#: Why a key has no graph (None if it has one), and the pauses that were too long.
 _Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
 def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
-    """Return keys as a tuple.
+    """Validate keys, and return them as a tuple.
 
     Raises:
-        ConfigError: They are not a list of keys.
+        ConfigError: The value is not a list of keys.
     """
     if keys is None:
         return None
@@ -57,14 +57,14 @@ def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
 
 
 class Controls:
-    """Capture, freeze, evict and inspect the graphs of a runner.
+    """The operations on a runner's graphs.
 
-    Methods apply to every lane unless noted otherwise.
+    Methods apply to all lanes unless stated otherwise.
 
     Args:
-        executors: Those of all lanes.
-        placement: The lanes on which keys are captured.
-        lock: Held by each step.
+        executors: The executor of each lane.
+        placement: The lanes on which each key is captured.
+        lock: The lock that every step holds.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Controls:
         progress: bool | Callable[[int, int, GraphKey | None], None] = False,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys without a graph, largest first; failures are recorded, not raised.
+        """Capture keys that have no graph, largest first.
 
         See ``GraphRunner.capture``.
         """
@@ -106,26 +106,29 @@ class Controls:
         max_pause_us: float = 2000.0,
         between_operators: bool = False,
     ) -> BackgroundCapture:
-        """Capture the keys without a graph in a thread, while others run steps.
+        """Capture keys that have no graph in a thread, while other threads run steps.
 
-        Waiting steps run between the phases of each capture: its warmup, the capture itself, the
-        driver's end of it, each replay that proves its rows. Pauses longer than ``max_pause_us``
-        are listed in ``pauses`` with their cause: one of these phases, or the whole warmup and
-        capture if the step changes state, draws random numbers, is made of pieces, calls functions
-        of torch.compile, or belongs to one of several lanes. In a lazy runner, calls that would
-        capture run eager meanwhile, with reason ``capture_pending``.
+        Waiting steps run between the phases of each capture: the warmup, the capture itself, the
+        instantiation by the driver, and each replay of the row proof. Pauses longer than
+        ``max_pause_us`` are listed in ``pauses`` with their phase. Warmup and capture form a single
+        phase if the step changes state, draws random numbers, consists of pieces or calls functions
+        compiled by ``torch.compile``, or if the runner has several lanes. In a lazy runner, calls
+        that would capture run eager meanwhile, with reason ``capture_pending``.
 
         Args:
-            keys: The keys; by default all declared ones. As in ``capture``, the largest comes
-                first, and nothing is evicted to free memory.
-            max_pause_us: Longest time that steps may be delayed, in microseconds.
-            between_operators: Also let steps run in the middle of a warmup or capture, between two
-                operators, after ``max_pause_us``. The step must allow that: it must not temporarily
-                set an attribute or a global that another run resets.
+            keys: The keys; by default all declared keys. As in ``capture``, the largest is captured
+                first, and no graph is evicted to free memory.
+            max_pause_us: Longest acceptable delay of a step, in microseconds.
+            between_operators: Whether to let steps run between two operators of a warmup or capture
+                after ``max_pause_us``. This is safe only if the step does not temporarily change
+                attributes or globals.
+
+        Returns:
+            The capture in progress, to be waited for or stopped.
 
         Raises:
-            ConfigError: ``keys`` are not keys, ``max_pause_us`` is not a positive number, or
-                results are views of memory, which the proof of a new graph may overwrite.
+            ConfigError: ``keys`` is not a list of keys, ``max_pause_us`` is not a positive number,
+                or the runner returns views, which the proof of a new graph may overwrite.
             RegistryError: The runner is frozen, or a key is not declared.
         """
         if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
@@ -137,7 +140,7 @@ class Controls:
                 "outputs",
                 "view",
                 "'owned' for background captures",
-                "A view could be read while a new graph is proven in the same memory. Use "
+                "The row proof of a new graph may overwrite a view that is still read. Use "
                 "capture() instead.",
             )
         chosen = self._placement.by_lane(_checked(keys))
@@ -152,7 +155,7 @@ class Controls:
         itself = weakref.ref(self)
 
         def capture_one(key: GraphKey) -> _Captured | None:
-            # A weak reference between keys: the last reference to a runner must free its graphs.
+            # A weak reference: the last reference to a runner must free its graphs.
             found = itself()
             if found is None:
                 return None
@@ -177,7 +180,7 @@ class Controls:
         *,
         between_operators: bool,
     ) -> _Captured:
-        """Capture a key on some lanes in turns with steps; called by the background thread."""
+        """Capture a key on some lanes, in turns with steps."""
         problem: CaptureError | str | None = None
         pauses: list[LongPause] = []
         for index in lanes:
@@ -192,10 +195,10 @@ class Controls:
         return problem, pauses
 
     def ready(self, keys: Iterable[GraphKey] | None = None) -> bool:
-        """Return whether keys have graphs on all of their lanes.
+        """Return whether keys have graphs on all lanes assigned to them.
 
         Args:
-            keys: The keys; by default all declared ones that are not switched off.
+            keys: The keys; by default all declared keys that are enabled.
         """
         chosen = self._placement.by_lane(_checked(keys))
         for member, own in zip(self._executors, chosen, strict=True):
@@ -209,10 +212,10 @@ class Controls:
         return True
 
     def warm_up(self) -> dict[GraphKey, str]:
-        """Warm up all keys before the first capture; return those whose warmup raised.
+        """Warm up all keys; return the error of each failed warmup.
 
-        For libraries whose workspace grows with the size, so that it is fully allocated before a
-        graph captures its address.
+        Call it before the first capture if a library has a workspace that grows with the batch.
+        Graphs then capture the address of the largest workspace.
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
@@ -222,14 +225,14 @@ class Controls:
         return failed
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the most requested key without a graph; call it in idle moments."""
+        """Capture the most requested key that has no graph; call it in idle time."""
         with self._lock:
             self._turns.wait()
             tried = (member.lifecycle.capture_next() for member in self._executors)
             return next((key for key in tried if key is not None), None)
 
     def freeze(self, *, strict: bool | None = None) -> None:
-        """Stop capturing; keys without a graph run eager, or raise in strict mode."""
+        """Stop capturing: batches without a graph run eager, or raise in strict mode."""
         with self._lock:
             self._turns.wait()
             for member in self._executors:
@@ -246,11 +249,11 @@ class Controls:
                 member.dispatcher.set_lazy(member.lifecycle.lazy)
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Set the function that chooses which graph is evicted first, on every lane.
+        """Set the function that chooses the graphs to evict, on every lane.
 
         Args:
-            score: Returns the score of a captured key; the lowest is evicted first. None: the order
-                in ``MemoryOptions.eviction``.
+            score: Function that returns the score of a captured key; the lowest score is evicted
+                first. None restores the order set by ``MemoryOptions.eviction``.
         """
         with self._lock:
             for member in self._executors:
@@ -266,18 +269,18 @@ class Controls:
         output_batch_dims: Any = 0,
         has_effect: bool = True,
     ) -> None:
-        """Use a graph captured outside the runner for a key, on the first lane.
+        """Register a graph captured outside the runner, on the first lane.
 
         Args:
-            key: The key, declared if it is not yet.
-            graph: Anything with ``replay()``, launched on the current stream.
-            inputs: The tensors it reads, of the key's size, by input name.
-            outputs: Its padded outputs.
-            output_batch_dims: Their batch dimension, as for the runner.
-            has_effect: A replay changes more than its outputs.
+            key: The key of the graph; it is declared if necessary.
+            graph: An object whose ``replay()`` launches the graph on the current stream.
+            inputs: The tensors that the graph reads, by input name; their size is that of the key.
+            outputs: The padded outputs of the graph.
+            output_batch_dims: The batch dimensions of the outputs, as for the runner.
+            has_effect: Whether a replay changes anything besides its outputs.
 
         Raises:
-            InputError: The tensors do not match the declared inputs at the key's size.
+            InputError: The tensors do not match the declared inputs at the size of the key.
         """
         with self._lock:
             self._turns.wait()
@@ -296,12 +299,12 @@ class Controls:
             first.lifecycle.adopt(key, step)
 
     def has(self, key: GraphKey) -> bool:
-        """Return whether a key has a graph now, on any lane."""
+        """Return whether a key has a graph on any lane."""
         entries = (member.registry.get(key) for member in self._executors)
         return any(entry is not None and entry.state is KeyState.CAPTURED for entry in entries)
 
     def get(self, key: GraphKey) -> CapturedKey | None:
-        """Return the captured key on the first lane, or None if it has no graph there."""
+        """Return the captured key of the first lane, or None."""
         return self._first.lifecycle.live().get(key)
 
     def evict(self, key: GraphKey) -> None:
@@ -323,7 +326,7 @@ class Controls:
                 member.lifecycle.graphs.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Release all graphs because memory they read was replaced, and allow recapturing them.
+        """Release all graphs because memory that they read was replaced.
 
         See ``GraphRunner.invalidate``.
         """
@@ -334,25 +337,25 @@ class Controls:
     def set_enabled(
         self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
     ) -> None:
-        """Switch a runtime mode, or one key, on or off while serving."""
+        """Enable or disable a runtime mode or a key while serving."""
         chosen = None if mode is None else RuntimeMode.parse(mode)
         for member in self._executors:
             member.registry.set_enabled(enabled, mode=chosen, key=key)
 
     def drain(self, *, wait: bool = False) -> int:
-        """Pass outcomes of finished measured steps to the policy; return their number."""
+        """Pass the outcomes of finished steps to the policy; return their number."""
         return sum(member.timings.drain(wait=wait) for member in self._executors)
 
     # -- reading ------------------------------------------------------------------------
 
     @property
     def can_split(self) -> bool:
-        """Whether the step consists of pieces, so that PIECEWISE graphs can be captured."""
+        """Whether PIECEWISE graphs can be captured."""
         return self._first.work.step.can_split
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the graphs: their pool and their shared outputs."""
+        """Bytes of the graphs, including their pools and shared outputs."""
         return sum(member.lane.num_bytes() for member in self._executors)
 
     def stats(self) -> RunnerStats:
@@ -370,7 +373,7 @@ class Controls:
         cost_model: CostModel | str | None = None,
         **axes: int,
     ) -> Explanation:
-        """Explain what would happen to a batch, without running or counting anything.
+        """Explain the decision for a batch, without running or counting a step.
 
         See ``GraphRunner.explain``.
         """
@@ -408,7 +411,7 @@ class Controls:
         )
 
     def _error(self, decision: Decision) -> str:
-        """Return the error that a step would raise instead of running; empty if it would run."""
+        """Return the error that a step would raise; empty if it would run."""
         first, reason = self._first, decision.reason
         if decision.key is not None and first.lane.group.is_asleep:
             return "ReplayError: the memory of the graphs is asleep; call memory.wake()"
@@ -419,7 +422,7 @@ class Controls:
     def _notes(
         self, decision: Decision, num_tokens: int, missed: Sequence[GraphKey]
     ) -> Iterator[str]:
-        """Yield further notes about a step, which might have used some keys."""
+        """Yield the notes of an explanation."""
         lifecycle = self._first.lifecycle
         if decision.key is None:
             retry = lifecycle.retry_key(decision.reason, missed)
@@ -428,7 +431,7 @@ class Controls:
         elif any(key not in lifecycle.live() for key in decision.keys):
             yield "The step captures its graph first."
         if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
-            yield "Replays compare such values in turn, so some more may run before one notices."
+            yield "Replays check values in turn, so a change may be detected several steps later."
         if decision.reason in NEXT_STEPS:
             yield NEXT_STEPS[decision.reason]
         config = self._first.dispatcher.config
@@ -437,8 +440,8 @@ class Controls:
             yield PADDED_DRAWS
         elif may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
             yield (
-                "Policies are not asked about batches above the largest size. Set max_num_tokens "
-                "to the largest batch, and a policy may split them."
+                "Policies do not decide batches above the largest size. To let a policy split "
+                "them, set max_num_tokens to the largest batch."
             )
         key = decision.key
         captured = None if key is None else self._first.lifecycle.live().get(key)
@@ -446,17 +449,18 @@ class Controls:
             yield f"It is {captured.pieces}."
 
     def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
-        """Return whether a step would be padded in a graph that draws random numbers."""
+        """Return whether a graph that draws random numbers would pad the step."""
         captured = None if key is None else self._first.lifecycle.live().get(key)
         return captured is not None and captured.pads_draws(num_tokens)
 
     # -- launches -----------------------------------------------------------------------
 
     def upload(self, key: GraphKey) -> bool:
-        """Upload a key's graphs to the device before their first launch, on their lanes.
+        """Upload a key's graphs to the device, to make their first launch faster.
 
         Returns:
-            Whether it was queued; False without a graph or if the backend does not support it.
+            Whether all graphs of the key were queued for upload. False if the key has no graph or
+            the backend does not support uploads.
         """
         uploads = features_of(self._first.work.backend).uploads
         if uploads is None:
@@ -469,8 +473,7 @@ class Controls:
         return bool(done) and all(done)
 
     def launch_path(self, key: GraphKey) -> str:
-        """Describe how a key's graph is launched: ``direct``, or through the graph, with the
-        reason.
+        """Return how a key's graph is launched: ``direct``, or ``replay`` and the reason.
 
         Raises:
             RegistryError: The key has no graph.
@@ -478,11 +481,11 @@ class Controls:
         return launch_path(self._first.work.backend, self._captured(key))
 
     def input_path(self, key: GraphKey) -> str:
-        """Describe how a key's inputs are copied in: ``node``, or torch's ``copy`` with the reason.
+        """Return how a key's inputs are copied: ``node``, or ``copy`` and the reason.
 
-        With a node, device inputs that it does not support are still copied in each step. Host
-        inputs that it does not support are copied by the graph from pinned memory; then ``staging``
-        and the reason follow after a semicolon.
+        With ``node``, a copy node of the graph copies the inputs. Torch copies device inputs that
+        the node does not support, in each step. The graph copies unsupported host inputs from
+        pinned memory; in this case, ``staging`` and the reason follow after a semicolon.
 
         Raises:
             RegistryError: The key has no graph.
@@ -492,5 +495,5 @@ class Controls:
     def _captured(self, key: GraphKey) -> CapturedKey:
         captured = self.get(key)
         if captured is None:
-            raise RegistryError(f"{key} has no graph to launch.")
+            raise RegistryError(f"{key} has no graph. Capture it first.")
         return captured

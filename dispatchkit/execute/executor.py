@@ -1,4 +1,4 @@
-"""Executor: decides and runs the steps of one lane, and owns their graphs."""
+"""Executor: the dispatcher, graphs, counters and plans of a lane."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Workload:
 
     Attributes:
         spec: The specification of the runner.
-        backend: The device.
-        inputs: The static inputs; with axes, at their smallest buckets.
-        axes: The axes, if any.
-        slots: The input of slots, with their state, if any.
+        backend: The backend of the device.
+        inputs: The static inputs; with axes, the inputs of the smallest buckets.
+        axes: The inputs for all axis buckets; None without axes.
+        slots: Name of the input with slots, and the state of the slots; None without slots.
         step: The step.
-        guard: Reads the modes that graphs are captured under.
-        config: Sizes, limits and modes; the mode may be a downgrade of the one requested.
-        mode_reasons: Reasons for the downgrade.
+        guard: Reader of the modes that affect a capture (autocast, training).
+        config: Sizes, limits and modes. The mode may be a downgrade of the requested mode.
+        mode_reasons: Reasons for the downgrade of the mode; empty without a downgrade.
     """
 
     spec: RunnerSpec
@@ -76,11 +76,12 @@ class Workload:
 
 
 def make_workload(spec: RunnerSpec) -> Workload:
-    """Return the work of a runner, from its specification.
+    """Create the workload of a runner from its specification.
 
     Raises:
         ConfigError: A setting is invalid.
-        UnknownNameError: There is no backend or mode of a given name.
+        UnknownNameError: No backend has the given name.
+        BackendUnavailableError: The backend cannot run here.
     """
     options, group = spec.options, spec.memory_group
     backend = make_backend(spec.backend, options.device, spec.plugins)
@@ -109,30 +110,31 @@ def make_workload(spec: RunnerSpec) -> Workload:
 
 
 class Executor:
-    """Runs the steps of one lane according to its own dispatcher.
+    """The parts that decide and run the steps of a lane.
 
     Args:
-        work: The work.
-        group: The pool of its graphs, and the lock that each step holds.
+        work: The step and its inputs.
+        group: The group that owns the memory pool and the lock of steps.
 
     Attributes:
-        work: The work.
-        spec: The specification of the runner; a swap changes it.
-        mode_reasons: Reasons for a downgrade of the mode; a swap changes them.
+        work: The step and its inputs.
+        lock: The lock that every step holds.
+        spec: The specification of the runner; a swap replaces it.
+        mode_reasons: Reasons for a downgrade of the mode; a swap replaces them.
         plugins: The plugins that provide policies by name; loaded on demand.
-        notices: Notifies observers.
-        dispatcher: Decides.
-        decide: ``dispatcher.dispatch``, or a wrapper that records and watches steps.
-        registry: The keys and their graphs.
-        lane: The stream, the pool and the static buffers.
-        counters: Counters of steps.
-        timings: Measurements of steps.
-        warmups: What warmups have shown about the step.
-        lifecycle: Captures and evicts graphs.
-        checker: Compares replays with eager; None unless check mode is on.
-        eager: Runs steps eager.
-        planner: Creates the plans of the dispatcher's decisions.
-        calibration: Times the runs that a learning policy requests.
+        notices: The sender of events.
+        dispatcher: The dispatcher.
+        decide: ``dispatcher.dispatch``, or a wrapper that records or watches steps.
+        registry: The keys and the states of their graphs.
+        lane: The stream, memory pool and static inputs.
+        counters: The step counters.
+        timings: The measurements of steps.
+        warmups: The warmups, with the facts that they found about the step.
+        lifecycle: The captures and evictions of graphs.
+        checker: The checker of replays; None without check mode.
+        eager: The runner of eager steps.
+        planner: The planner of decisions.
+        calibration: The calibration runs of learning policies.
     """
 
     decide: Callable[..., Decision]
@@ -186,7 +188,7 @@ class Executor:
             self.warmups,
             self.lane,
             work.guard,
-            # A single graph does not share its outputs, so it needs no copy.
+            # The outputs of a single graph are not shared, so results need no copy.
             share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
             prove_rows=options.capture.prove_rows,
             rows_independent=options.rows_independent,
@@ -263,19 +265,18 @@ class Executor:
 
     @property
     def asked_mode(self) -> CUDAGraphMode:
-        """The requested mode; the one in effect may be a downgrade."""
+        """The requested mode; the mode in effect may be a downgrade."""
         return asked_mode(self.spec.options.config, self.work.step)
 
     def _make_lane(self, group: PoolGroup) -> Lane:
-        """Return a lane with graphs in the pool of a group.
+        """Create the lane.
 
         Raises:
-            ConfigError: Its static inputs exceed the budget.
+            ConfigError: The static inputs exceed the budget of the group's ``GraphMemory``.
         """
         work = self.work
         axes, buffers = work.axes, work.spec.options.buffers
-        # As large as the largest bucket, whatever batches may come, including one of a size that
-        # only a later policy declares.
+        # The largest bucket of this policy, or of a policy that a later swap installs.
         largest = max((key.num_tokens for key in self.registry), default=1)
         num_rows = max(largest, work.config.max_capture_size, buffers.buffer_rows or 0)
         if group.memory is not None:
@@ -297,18 +298,18 @@ def run_again(
     readable: bool,
     *batch: int,
 ) -> Any:
-    """Decide and run a step again whose plan had become invalid, until one is valid.
+    """Decide a step again, and run it, until its plan is valid.
 
     Args:
-        dispatcher: Decides.
-        eager: Knows whether the step may run differently than decided.
-        tensors: The call; None for a step in place.
+        dispatcher: The dispatcher.
+        eager: The runner of eager steps.
+        tensors: The inputs; None for an in-place step.
         stream: Raw handle of the current stream.
-        readable: As returned by the check of the inputs.
+        readable: The second result of ``InputSet.check``.
         batch: The arguments of ``Dispatcher.dispatch``.
 
     Raises:
-        ReplayError: The step may run only as decided.
+        ReplayError: The step must run as decided (see ``DecisionRunner.run``).
     """
     while True:
         eager.refuse_if_exact("its graph was evicted")

@@ -1,12 +1,11 @@
-"""Lane: static buffers and output memory of graphs that run one at a time.
+"""Lane: the static inputs and output memory of graphs that run one at a time.
 
-A call of the runner is launched on the caller's own stream, so that it is ordered with the caller's
-earlier and later work at no cost. Only if the caller's stream changes between two steps must the
-new stream wait for the old one, since the buffers are shared. Eager steps use no buffers; they are
-ordered in the same way if they change state.
+A call launches on the caller's stream, which orders it with the caller's other work at no cost. If
+the stream changes between two steps, the new stream waits for the old one, because the steps share
+static inputs. Eager steps do not use static inputs, so they wait only if they change state.
 
-Pool and stream are those of the lane's group, which other runners' lanes may share (see
-``memory.pool_group``); the stream serves warmup, capture and ``submit``.
+The pool and the stream for warmups, captures and ``submit`` belong to the lane's group, which may
+also contain lanes of other runners (see ``memory.pool_group``).
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.memory import Pacer, PoolGroup
 from dispatchkit.keys.batch import GraphKey
 
-# Number of plans that cache their views. A view takes about half a kilobyte, so that tables with
-# many thousand cells must not cache all of them.
+# Largest number of plans that cache views. A view uses about 0.5 KB, too much for every cell of a
+# large table.
 MAX_READY_PLANS = 2048
 
 
 class Chain:
-    """Serializes steps of several lanes that would access the same memory.
+    """The order of steps on several lanes that access the same memory.
 
-    These are steps that change state, and graphs that draw random numbers, whose seed and offset
-    are written to one place on the device before each replay.
+    It contains steps that change state and graphs that draw random numbers. The latter share the
+    device memory to which their seed and offset are written before each replay.
 
     Args:
-        backend: The device.
-        disjoint_state: Concurrent steps change different parts of the state.
+        backend: The backend of the device.
+        disjoint_state: Whether concurrent steps change different parts of the state.
     """
 
     def __init__(self, backend: GraphBackend, *, disjoint_state: bool) -> None:
@@ -49,42 +48,42 @@ class Chain:
         self._last = backend.new_event()
 
     def orders(self, graphs: Iterable[CapturedGraph], *, has_effect: bool) -> bool:
-        """Return whether a captured step must wait for others."""
+        """Return whether a captured step must wait for steps of other lanes."""
         if has_effect and not self.disjoint_state:
             return True
         return any(graph.has_random_state for graph in graphs)
 
     def begin(self, lane: Lane) -> Stream | None:
-        """Make a lane's stream wait for the last step of the chain; return the stream."""
+        """Make the lane's stream wait for the last step of the chain; return the stream."""
         stream = lane.last_stream
         if stream is not None:
             self._last.wait(stream)
         return stream
 
     def end(self, stream: Stream | None) -> None:
-        """Note that the work last queued on a stream is the last step of the chain."""
+        """Record the end of the last step queued on a stream."""
         if stream is not None:
             self._last.record(stream)
 
 
 class Lane:
-    """Static buffers and output memory of graphs in the pool of a group.
+    """The static inputs and output memory of graphs in the pool of a group.
 
     Args:
-        group: Pool and stream.
+        group: The group that owns the pool and the stream.
         inputs: The declarations of the inputs.
-        num_rows: Rows of the buffers: those of the largest bucket, not of the largest batch.
-        row_count: Keep a device value with the true row count for graphs.
-        inputs_at: Returns the inputs at the buckets of axes, if inputs have axes.
+        num_rows: Number of rows of the buffers: the largest bucket, not the largest batch.
+        row_count: Whether graphs read the number of real rows from device memory.
+        inputs_at: Function that returns the inputs for given axis buckets; None without axes.
 
     Attributes:
-        group: Pool and stream.
-        index: Number of the lane.
-        chain: Serializes steps that must not overlap; None with one lane.
-        tick: Counts runs of the step, including eager ones, to order graphs by last use.
-        handle: Raw handle of the stream of the last step, None before the first.
-        stream_argument: The handle as an argument of driver calls.
-        last_stream: The stream of the last step.
+        group: The group that owns the pool and the stream.
+        index: Index of the lane in its runner.
+        chain: The order of steps that must not overlap; None for a single lane.
+        tick: Number of steps so far, including eager steps; it dates the last use of each graph.
+        handle: Raw handle of the stream of the last step; None before the first step.
+        stream_argument: ``handle`` as an argument of driver calls.
+        last_stream: The stream of the last step; None before the first step.
     """
 
     def __init__(
@@ -125,23 +124,23 @@ class Lane:
 
     @property
     def stream(self) -> Stream:
-        """The stream for warmup and capture of its graphs, and for submitted steps."""
+        """The stream of warmups, captures and submitted steps."""
         return self.group.stream
 
     @property
     def pool(self) -> Any:
-        """The pool of its graphs."""
+        """The memory pool of the lane's graphs."""
         return self.group.pool
 
     def buffers_of(self, key: GraphKey) -> InputBuffers:
-        """Return the buffers that the graph of a key reads, which may depend on axes."""
+        """Return the input buffers that the graph of a key reads."""
         axes: Any = key.descriptor.axes
         if self._inputs_at is None or not axes:
             return self.buffers
         found = self._by_axes.get(axes)
         if found is None:
             inputs = self._inputs_at(axes)
-            # An axis that is not a dimension of an input does not affect the memory.
+            # An axis affects the memory only if it is a dimension of an input.
             found = self._by_shapes.get(_shapes(inputs))
             if found is None:
                 found = InputBuffers(
@@ -155,7 +154,7 @@ class Lane:
         return found
 
     def static_bytes_of(self, keys: Iterable[GraphKey]) -> int:
-        """Return the device bytes of its static inputs once some keys have graphs."""
+        """Return the device bytes of the static inputs that graphs of the keys need."""
         wanted = {_shapes(self.buffers.inputs): self.buffers.inputs}
         for key in keys:
             if self._inputs_at is not None and key.descriptor.axes:
@@ -165,49 +164,50 @@ class Lane:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of its static inputs on the device."""
+        """Device bytes of all static inputs."""
         return sum(buffers.num_bytes for buffers in self._by_shapes.values())
 
     def order(self) -> None:
-        """Make the current stream wait for the lane's earlier steps, if it has changed."""
+        """If the current stream has changed, make it wait for earlier steps."""
         handle = self.backend.current_stream_handle()
         if handle != self.handle:
             self.switch(handle)
 
     def switch(self, handle: int) -> None:
-        """Make the current stream, which has changed, wait for the lane's earlier steps."""
+        """Make the new current stream wait for the lane's earlier steps."""
         current = self.group.order(self, handle)
         self.handle, self.last_stream = handle, current
         self.stream_argument = ctypes.c_void_p(handle)
 
     def refill(self) -> None:
-        """Reset its static inputs to their initial contents, after its memory was lost."""
+        """Restore the initial contents of static inputs after their memory was lost."""
         for buffers in self._by_shapes.values():
             buffers.refill()
         if self.row_count is not None:
             self.row_count.fill_(self._rows)
 
     def synchronize(self) -> None:
-        """Block until the lane's steps are done and none is in flight."""
+        """Block until no step of the lane is in flight."""
         if self.last_stream is not None:
             self.last_stream.synchronize()
-        # During a background capture it must not be waited for, and has no step's work.
+        # During a background capture, this stream has no steps and must not be synchronized.
         if not self.group.turns.is_under_way:
             self.stream.synchronize()
 
     def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
-        """Become one of several lanes of a runner; before anything is captured."""
+        """Make the lane one of several of a runner, before the first capture."""
         self.index, self.chain = index, chain
-        # A weak reference, as for plans below: a lane's memory must be freed with its runner.
+        # Weak references, as for plans below, so that the lane is freed with its runner.
         self._peers = tuple(weakref.ref(peer) for peer in peers)
         if priority:
             self.group.use_priority(priority)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait for other lanes' work, and make the current stream wait for this lane's.
+        """Exclude steps of other lanes while state is saved and restored.
 
-        For code that saves and restores state, which would lose changes of steps in flight.
+        On entry, wait for the steps in flight on other lanes, whose changes would otherwise be
+        lost. On exit, wait for the work of this lane.
         """
         for reference in self._peers:
             peer = reference()
@@ -223,31 +223,31 @@ class Lane:
 
     @property
     def pacer(self) -> Pacer | None:
-        """The pacer that lets steps in, if this thread captures in the background."""
+        """The pacer of this thread's background capture, or None."""
         pacer = self.group.turns.pacer
         return pacer if pacer is not None and pacer.allows_turns else None
 
     def let_steps_in(self, part: str) -> bool:
-        """Let steps of other threads run if this thread captures in the background.
+        """Let other threads run steps between two phases of a background capture.
 
         Args:
-            part: The finished phase of the capture.
+            part: Name of the phase that has finished.
 
         Returns:
-            Whether any may have run: static inputs and shared outputs may now hold theirs.
+            Whether steps may have run and overwritten static inputs and shared outputs.
         """
         pacer = self.pacer
         if pacer is None:
             return False
-        self.backend.current_stream().synchronize()  # they would wait for it on the device
+        self.backend.current_stream().synchronize()  # otherwise steps wait for it on the device
         pacer.end_part(part)
         self.go_on(pacer)
         return True
 
     def go_on(self, pacer: Pacer) -> None:
-        """Resume a background capture after the steps that were let in are done.
+        """Wait for the steps of other threads, then resume the capture.
 
-        The next step would wait for them, too, so this time does not count.
+        The wait is not part of the pause, because the next step would also wait for these steps.
         """
         self.order()
         self.backend.current_stream().synchronize()
@@ -255,17 +255,17 @@ class Lane:
 
     @property
     def has_peers(self) -> bool:
-        """Whether it is one of several lanes of a runner."""
+        """Whether the runner has several lanes."""
         return bool(self._peers)
 
     def set_rows(self, num_rows: int) -> None:
-        """Write the true row count for graphs to its device value."""
+        """Write the number of real rows to the device memory that graphs read."""
         if num_rows != self._rows and self.row_count is not None:
             self.row_count.fill_(num_rows)
             self._rows = num_rows
 
     def keep_ready(self, plan: Any) -> None:
-        """Note that a plan caches views; beyond a bound the oldest plan drops its views."""
+        """Record that a plan caches views; above the limit, drop those of the oldest plan."""
         self._ready.append(weakref.ref(plan))
         if len(self._ready) > MAX_READY_PLANS:
             self._forget_oldest()
@@ -281,22 +281,22 @@ class Lane:
             plan.forget()
 
     def num_bytes(self) -> int:
-        """Return the bytes of its graphs: the pool and their shared outputs."""
+        """Return the bytes of the lane's graphs: the pool and shared outputs."""
         return self.backend.pool_bytes(self.pool) + self.shared_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the outputs that its graphs share."""
+        """Bytes of the outputs that graphs share."""
         return self.outputs.num_bytes + self.between.num_bytes
 
     def drop_outputs(self) -> None:
-        """Start new output memory, after graphs that write to the old were released."""
+        """Drop the output memory after its graphs were released."""
         self.forget_plans()
         self.outputs.clear()
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Record memory that the driver takes in a block, if runners share a ``GraphMemory``."""
+        """Attribute driver memory allocated in the ``with`` block to the ``GraphMemory``."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

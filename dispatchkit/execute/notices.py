@@ -1,4 +1,4 @@
-"""Notifications of a runner's observers about rare events."""
+"""Notices: send rare events to the observers of a runner."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 class Notices:
-    """Notifies the observers of one runner.
+    """The sender of a runner's events.
 
     Args:
-        plugins: The plugins with the observers, or None.
+        plugins: The plugins whose observers receive events, or None.
     """
 
     def __init__(self, plugins: PluginSet | None) -> None:
         self._plugins = plugins
 
     def tell(self, event: object) -> None:
-        """Send an event; exceptions of observers are logged, not raised."""
+        """Send an event to all observers; log their exceptions."""
         if self._plugins is not None:
             self._plugins.notifier.notify(event)
 
     def policy_swapped(self, policy: str, previous: str | None, epoch: int) -> None:
-        """Send the event of a policy or configuration that took effect."""
+        """Send the event of a policy swap."""
         self.tell(PolicySwappedEvent(policy=policy, epoch=epoch, previous=previous))
 
     def policy_at_fault(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
-        """Send the event of a policy that raised or broke a hard constraint."""
+        """Send the event of a policy error."""
         self.tell(
             PolicyErrorEvent(
                 policy=error.policy,

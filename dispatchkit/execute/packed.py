@@ -1,8 +1,8 @@
-"""Run items of different lengths, packed into steps, with results per item.
+"""PackedRunner: pack items of different lengths into steps.
 
-Texts, images and clips of one call differ in length. If each is padded to the longest, most of a
-batch is padding. Instead, the tokens of several items are concatenated in one step, which gets the
-offset of each item. A packer chooses the items that share a step (``dispatch/packing``).
+Texts, images and clips differ in length, and padding each item to the longest one wastes most of
+the batch. A packed step instead computes the concatenated tokens of several items and receives the
+offset of each item. A packer assigns the items to steps (see ``dispatch/packing``).
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from dispatchkit.execute.runner import GraphRunner
 
 Results = Literal["token", "item"]
 
-#: Inputs created for a step that declares them: the offset of each item (and the end of the last),
-#: the length of each, the item of each token in its bin, and the token's position in the item.
+#: Inputs that are computed if the step declares them: the offset of each item and the end of the
+#: last item, the length of each item, and for each token, the index of its item within the step
+#: and its position within the item.
 MADE_INPUTS: Final = ("offsets", "lengths", "item_of_token", "positions")
 
 
 class PackedRunner:
-    """Calls a runner on items of different lengths, several of them per step.
+    """A runner that packs items of different lengths into steps.
 
     Args:
-        runner: Its rows are tokens; an axis counts the items of a step. Inputs named ``offsets``,
-            ``lengths``, ``item_of_token`` and ``positions`` are created if it declares them. Its
-            outputs must be owned, since a later bin would overwrite views.
-        packer: Divides the items of a call into steps.
+        runner: The runner of the steps. Its rows are tokens, and its only axis counts the items of
+            a step. If the step declares inputs named ``offsets``, ``lengths``, ``item_of_token`` or
+            ``positions``, they are computed from the items. Outputs must be ``owned``, because
+            later steps would overwrite views.
+        packer: The packer, which groups the items of a call into steps.
         items: Name of the axis that counts items.
-        results: What the rows of the step's outputs are: ``token`` or ``item``; one for all
-            tensors, or one per tensor, in order.
+        results: Whether a row of an output belongs to a ``token`` or to an ``item``: one value for
+            all outputs, or a sequence with a value for each output.
 
     Raises:
-        ConfigError: The runner is not a GraphRunner (for example, one of ranks), has no such axis,
-            or its outputs are views.
+        ConfigError: The runner is not a GraphRunner (for example, a RankedRunner), its only axis is
+            not ``items``, it returns views, its inputs have other dimensions, or ``results`` is
+            invalid.
 
-    Thread safety: that of the runner.
+    Thread safety: as for the runner.
     """
 
     def __init__(
@@ -58,19 +61,21 @@ class PackedRunner:
                 "runner",
                 type(runner).__name__,
                 "a GraphRunner",
-                "A runner that agrees on steps with other ranks cannot be packed, since ranks "
-                "divide their items into different numbers of steps. Pack before, and call it "
-                "once per bin, with idle() on ranks with fewer bins.",
+                "Ranks that agree on steps cannot pack in the runner, because they would run "
+                "different numbers of steps. Pack the items first, call the runner once per bin, "
+                "and call idle() on ranks that have fewer bins.",
             )
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
-            allowed = f"one axis {items!r} of the runner, which counts items"
-            raise ConfigError("items", items, allowed, f"It has the axes {sorted(axes)}.")
+            allowed = "the only axis of the runner"
+            raise ConfigError("items", items, allowed, f"The runner has the axes {sorted(axes)}.")
         if runner.spec.outputs != "owned":
-            raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items")
+            hint = "Create the runner with outputs='owned'."
+            raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items", hint)
         kinds = (results,) if isinstance(results, str) else tuple(results)
         if not kinds or set(kinds) - {"token", "item"}:
-            raise ConfigError("results", results, "'token' or 'item', or one of these per output")
+            allowed = "'token' or 'item', or a sequence with one of them for each output"
+            raise ConfigError("results", results, allowed)
         self.runner: GraphRunner = runner
         self._packer, self._items = packer, items
         self._results: Results | tuple[Results, ...] = (
@@ -93,22 +98,27 @@ class PackedRunner:
             raise ConfigError(
                 "inputs",
                 sorted(others) or sorted(specs),
-                f"at least one whose rows are tokens, others with the dimension {items!r} first, "
-                f"or named {', '.join(MADE_INPUTS)}",
+                f"at least one input with tokens as rows, and others with dimension {items!r} "
+                f"first or one of the names {', '.join(MADE_INPUTS)}",
             )
         self._device = torch.device(runner.backend.torch_device)
 
     def __call__(self, **inputs: Sequence[Any]) -> list[Any]:
-        """Run the step on all items and return the results of each, in order.
+        """Run the step on all items; return the results of each item, in order.
 
         Args:
-            inputs: For each input of tokens, one tensor per item, of the item's length. For each
-                input of items, one value per item.
+            inputs: For each input with tokens as rows, a sequence of tensors, one per item; their
+                dimension 0 is the length of the item. For each input with items as rows, a sequence
+                with one value per item.
+
+        Returns:
+            The results of each item, in the structure that the step returns.
 
         Raises:
-            InputError: An input is missing or unknown, inputs differ in their numbers of items, or
-                an item has no tokens or different numbers of them in two inputs.
-            PolicyError: The packer's answer is invalid.
+            InputError: An input is missing or unknown, two inputs have different numbers of items,
+                an item has no tokens, or an item has different numbers of tokens in two inputs.
+            PolicyError: The packer raised or returned invalid bins.
+            ConfigError: ``results`` does not match the outputs of the step.
         """
         lengths = self._checked(inputs)
         if not lengths:
@@ -133,7 +143,9 @@ class PackedRunner:
         for name in (*wanted, *inputs):
             if name not in inputs or name not in wanted:
                 allowed = ", ".join(wanted)
-                raise InputError(name, f"Packed calls take {allowed}, each as a sequence of items.")
+                raise InputError(
+                    name, f"Pass {allowed}, each as a sequence with one value per item."
+                )
         num_items = {name: len(values) for name, values in inputs.items()}
         if len(set(num_items.values())) > 1:
             raise InputError(
@@ -145,7 +157,7 @@ class PackedRunner:
             for item, value in enumerate(inputs[name]):
                 length = int(value.shape[0])
                 if not length:
-                    raise InputError(name, f"Item {item} has no tokens; leave it out.")
+                    raise InputError(name, f"Item {item} has no tokens; omit it.")
                 if length != lengths[item]:
                     raise InputError(
                         name, f"Item {item} has {length} tokens, but {lengths[item]} in {lead!r}."
@@ -179,7 +191,7 @@ class PackedRunner:
         }
 
     def _by_item(self, output: Any, lengths: Sequence[int]) -> list[Any]:
-        """Return the part of each item of a bin."""
+        """Split the outputs of a step into the results of each item."""
         leaves, spec = tree_flatten(output)
         kinds = self._results
         if isinstance(kinds, str):
@@ -194,8 +206,8 @@ class PackedRunner:
             raise ConfigError(
                 "results",
                 self._results,
-                "'token' or 'item' for each output, as its dimension 0 has it "
-                f"({num_rows['token']} tokens, {num_rows['item']} items, outputs of shapes "
+                "'token' or 'item' for each output, according to its dimension 0 "
+                f"({num_rows['token']} tokens, {num_rows['item']} items, output shapes "
                 f"{[tuple(shape) for shape in shapes]})",
             )
         parts = [

@@ -1,4 +1,4 @@
-"""Run a step any number of times and undo its effects at the end."""
+"""preserved_state: run steps, then restore the state that they changed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 
 @contextmanager
 def preserved_state(runner: GraphRunner) -> Iterator[None]:
-    """Restore at the end all state that the runner's step changes, declared or detected at capture.
+    """Restore all state that the step changes when the ``with`` block ends.
 
-    This includes its state (a key/value cache), undeclared writes that its graphs keep alive, and
-    random generators. It first waits for the device.
+    This includes declared state such as a KV cache, memory whose writes were detected at capture,
+    and random generators. On entry, it synchronizes with the device.
 
     Args:
-        runner: A captured runner, so that its undeclared writes are known.
+        runner: The runner of the step. Undeclared writes are detected only for captured graphs.
     """
     state = runner.spec.state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)

@@ -1,4 +1,4 @@
-"""The text of a runner: its keys with their states, and a progress bar for captures."""
+"""The text of ``str(runner)``, and the progress display of captures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Show = Callable[[int, int, "GraphKey | None"], None]
 
 
 def ladder(executors: Sequence[Executor]) -> str:
-    """Return the keys with state, hits and misses by reason, as text."""
+    """Return the summary of a runner and the table of its keys."""
     first = executors[0]
     stats = RunnerStats.total(one.counters.read() for one in executors)
     num_bytes = sum(one.lane.num_bytes() for one in executors)
@@ -39,7 +39,7 @@ def ladder(executors: Sequence[Executor]) -> str:
     rows = []
     for key in sorted(first.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
         entry = first.registry.get(key)
-        if entry is None:  # a swap has just removed it
+        if entry is None:  # removed by a concurrent swap
             continue
         state = _state(executors, key) + ("" if first.registry.is_enabled(key) else ", disabled")
         misses = _misses(executors, key)
@@ -68,11 +68,11 @@ def ladder(executors: Sequence[Executor]) -> str:
 
 
 def _state(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return the state of a key, with lanes if it differs between them."""
+    """Return the state of a key; with lane numbers if lanes differ."""
     lanes: dict[str, list[str]] = {}
     for index, member in enumerate(executors):
         entry = member.registry.get(key)
-        # A graph registered by hand is known only on the first lane.
+        # Graphs registered with controls.register() are only on the first lane.
         state = "unknown" if entry is None else str(entry.state)
         lanes.setdefault(state, []).append(str(index))
     if len(lanes) == 1:
@@ -81,15 +81,15 @@ def _state(executors: Sequence[Executor], key: GraphKey) -> str:
 
 
 def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Describe what is known about padding batches to a key, or about its segments."""
+    """Return the limits on padding and splitting of a graph, or its segments."""
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
             return f"replays only {key.num_tokens} rows, {step.rows.reason}: {step.rows.finding}"
         if step is not None and step.rows.min_rows > 1:
-            return f"replays {step.rows.min_rows} rows or more: outputs of fewer differ"
+            return f"replays at least {step.rows.min_rows} rows: outputs of fewer rows differ"
         if step is not None and step.rows.coupling:
-            return f"serves no part of a split batch: {step.rows.coupling}"
+            return f"cannot serve part of a split batch: {step.rows.coupling}"
         if step is not None and step.pieces is not None and step.pieces.segments:
             return str(step.pieces)
     return ""
@@ -101,7 +101,7 @@ def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]
 
 @contextmanager
 def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
-    """Return the progress display of a capture session on stderr: a bar, lines, or none."""
+    """Provide the progress display of a capture: a function, a bar, lines or None."""
     if callable(progress):
         yield progress
     elif not progress:
@@ -119,7 +119,7 @@ def _what(key: GraphKey | None) -> str:
 def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-    # Overwrites itself; the spaces erase a longer previous line.
+    # The carriage return overwrites the previous line; the padding erases its end.
     end = "\n" if key is None else ""
     sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_what(key):<24}{end}")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""GraphRunner: a step function, its graphs, and the policy that chooses among them."""
+"""GraphRunner: a step, its captured graphs, and the policy that chooses a graph."""
 
 from __future__ import annotations
 
@@ -44,53 +44,52 @@ def _remake(spec: RunnerSpec) -> GraphRunner:
 
 
 class GraphRunner:
-    """Runs a step through captured graphs, padded to the next size, or eager.
+    """A step that runs through captured graphs, padded to a capture size, or eager.
 
-    A call returns what the step itself returns for the same inputs. Graphs do not support
-    gradients: every step, including eager ones, runs under ``torch.no_grad()``. A padded step that
-    draws random numbers also draws for padding rows: see docs/how-to/steps.md. Python effects of
-    the step (appends, attribute writes, prints) happen in warmup and capture, not at replay.
+    A call returns the same results as the step itself. All steps run under ``torch.no_grad()``,
+    including eager steps, because graphs do not support gradients. A padded step that draws random
+    numbers also draws for padding rows (see docs/how-to/steps.md). Python side effects of the step,
+    such as appends, attribute writes and prints, happen in warmups and captures, not in replays.
 
     Args:
         step: A function of the named inputs, a module, or a list of ``graph_piece(fn)`` and
             ``eager_piece(fn)``.
-        inputs: Static inputs by name. A ``SlotState`` among them is state of sessions: calls pass
-            slots, and the step gets their rows.
+        inputs: Static inputs by name. If an input is a ``SlotState`` (the state of sessions), calls
+            pass slots, and the step receives their rows.
         example: One tensor per input, instead of ``inputs``.
         sizes: Capture sizes in tokens, by default derived from ``max_num_tokens``.
         max_num_tokens: Largest batch in tokens.
-        mode: Which runtime modes decode and mixed batches use.
-        axes: User-defined axes that graphs are captured for; each call passes their values by name.
-        policy: Name of the policy, or an object; by default the one that a plugin selects
-            for the configuration, else ``vllm``. With your own plugins:
+        mode: Runtime modes of decode and mixed batches.
+        axes: Axes in addition to the batch, such as a sequence length; each call passes their
+            values by name.
+        policy: Name of a policy, or an object. By default, the policy that a plugin selects for the
+            configuration, or else ``vllm``. To use your own plugin set, pass
             ``plugins.with_policy("vllm")``.
-        backend: ``auto``, a backend's name, or an object.
-        outputs: ``owned``: each call returns fresh tensors. ``view``: results are valid until the
-            runner's next call, and a lane's results until the lane's next step.
-        state: Tensors the step changes, such as a KV cache, or a ``StepState`` of these,
-            scratch tensors and generators. They are saved around warmups.
-        lazy: Capture a key when a call needs it.
-        lanes: Streams that ``submit`` spreads steps over, each with its own buffers, graphs, table
-            and budget; ``Lanes(4, policy)`` for a lane policy object, ``Lanes(memory=memory)`` for
-            a ``GraphMemory`` that runners share.
+        backend: ``auto``, the name of a backend, or an object.
+        outputs: ``owned`` returns new tensors from each call. ``view`` returns results that are
+            valid until the runner's next call, or for submitted steps, until the lane's next step.
+        state: Tensors that the step changes, such as a KV cache, or a ``StepState`` with tensors,
+            scratch tensors and generators. They are restored after warmups.
+        lazy: Whether to capture a key when a call first needs it.
+        lanes: Number of lanes for ``submit``: streams with separate buffers, graphs, tables and
+            budgets. ``Lanes(4, policy)`` sets a lane policy, ``Lanes(memory=memory)`` a
+            ``GraphMemory`` shared by several runners.
         options: All other settings.
 
     Attributes:
-        backend: The device.
-        buffers: The static inputs by name, for callers that write them themselves; see
-            ``run_in_place``.
-        controls: Capture, freeze, evict, and rarely used operations: warmup in advance, foreign
-            graphs, switching keys off, how a graph is launched.
-        lanes: The lanes, each an executor with its own dispatcher, graphs and counters.
-        taps: Recordings, listeners and watchers of steps.
-        decisions: Steps that are decided first and run later, as ranks do.
-        swapper: Swaps policy, configuration or limits while steps run.
+        backend: The backend of the device.
+        buffers: The static inputs by name, for callers that write to them; see ``run_in_place``.
+        controls: Operations on graphs, such as capture, freeze and evict.
+        lanes: The lanes; each is an executor with its own dispatcher, graphs and counters.
+        taps: The recorder, listener and watcher of steps.
+        decisions: Steps that are decided first and run later; used by ranks.
+        swapper: Swaps of the policy, configuration or limits while steps run.
 
     Raises:
-        ConfigError: A setting is invalid, or two contradict each other.
-        UnknownNameError: There is no policy, backend, mode or dtype of a given name.
+        ConfigError: A setting is invalid, or two settings contradict each other.
+        UnknownNameError: No policy, backend, mode or dtype has the given name.
 
-    Thread safety: any thread may call it; steps run one at a time.
+    Thread safety: any thread may call the runner; steps run one at a time.
     """
 
     @refuses_moved
@@ -112,7 +111,6 @@ class GraphRunner:
         lanes: int | Lanes = 1,
         options: RunnerOptions | None = None,
     ) -> None:
-        # The specification, from which copies, lanes and swaps are made.
         spec = RunnerSpec.of(
             step=step,
             inputs=inputs,
@@ -130,7 +128,8 @@ class GraphRunner:
             options=options,
         )
         if isinstance(step, GraphRunner):
-            raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
+            hint = "Pass the step of that runner."
+            raise ConfigError("step", step, "a step, not a GraphRunner", hint)
         check_lanes(spec)
         work = make_workload(spec)
         executors = make_executors(work)
@@ -146,7 +145,7 @@ class GraphRunner:
         self.taps: StepTaps = StepTaps(executors, lock)
         self.decisions: DecisionRunner = DecisionRunner(self._executor, reader, self.taps, lock)
         self.swapper: Swapper = Swapper(self._executor, self.taps, len(executors), lock)
-        # Looked up once, since each step needs them.
+        # Attributes that every step needs, looked up once.
         self._axes, self._is_special = work.axes, reader.is_special
         self._bind, self._to_arrays, self._check = reader.bind, reader.to_arrays, reader.check
         self._is_capturing = self.backend.is_capturing
@@ -164,26 +163,27 @@ class GraphRunner:
         ceiling: int = 2,
         **inputs: Any,
     ) -> Any:
-        """Run one step, exactly once, whatever fails.
+        """Run a step exactly once, even if a replay fails.
 
         Args:
-            args: Inputs in declared order, or
-            inputs: Inputs, and values of axes, by name.
-            num_reqs: Requests in the batch; 0 if unknown.
-            uniform: True for a uniform decode batch: every request is past its prompt and has
-                exactly ``query_len`` tokens. False for a mixed batch, which includes any batch with
-                a chunk of a prompt, even the last chunk, whatever its length.
-            loras: Active adapters.
-            ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
+            args: Inputs in the order of their declaration.
+            inputs: Inputs and values of axes, by name.
+            num_reqs: Number of requests in the batch; 0 if unknown.
+            uniform: True for a uniform decode batch, in which every request is past its prompt and
+                has exactly ``query_len`` tokens. False for a mixed batch. A batch with a chunk of a
+                prompt is mixed, even if it is the last chunk.
+            loras: Number of active adapters.
+            ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
 
         Returns:
-            The step's results for these inputs.
+            The results of the step.
 
         Raises:
-            InputError: An input is missing, unknown, or of another type, device or shape.
-            DescriptorError: A property of the batch is impossible or above its limit.
-            NoGraphError: Eager is not allowed, or a downgrade in a strict runner.
-            ReplayError: A replay failed after the step may have changed something.
+            InputError: An input is missing or unknown, or has a wrong type, device or shape.
+            DescriptorError: A property of the batch is invalid or above its limit.
+            NoGraphError: No graph can run, and eager is not allowed, or counts as a downgrade in a
+                strict runner.
+            ReplayError: A replay failed and may have changed state.
         """
         tensors = self._bind(args, inputs)
         if self._is_special:
@@ -195,7 +195,7 @@ class GraphRunner:
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
             return executor.eager.run_inside_capture(tensors, num_tokens)
-        # A signal handler may raise after a call of acquire(), but not inside a with statement.
+        # A with statement, because a signal handler may raise between acquire() and try.
         with self._lock:
             try:
                 plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -218,10 +218,10 @@ class GraphRunner:
         loras: int = 0,
         ceiling: int = 2,
     ) -> Any:
-        """Run one step on the contents of ``buffers``: only decide and launch.
+        """Run a step on the contents of ``buffers``.
 
-        Rows from ``num_tokens`` on need not be written: the runner refills those used by its
-        earlier steps. Everything else is as in a call.
+        The caller writes the first ``num_tokens`` rows. The runner refills the later rows if an
+        earlier step used them. Arguments, results and errors are those of a call.
 
         Raises:
             InputError: No graph serves the batch, and it is larger than the buffers.
@@ -255,25 +255,30 @@ class GraphRunner:
         priority: int = 0,
         **inputs: Any,
     ) -> StepFuture:
-        """Queue one step on a lane and return immediately; it runs exactly once.
+        """Submit a step to a lane and return without waiting for it.
 
-        The step waits for the work now queued on the current stream. Inputs on the device must not
-        be written before the step is done: make the writing stream ``wait`` for the handle. Host
-        inputs are copied before this returns.
+        The step runs exactly once, after the work that is already queued on the current stream. Do
+        not write to device inputs before the step has finished: make the writing stream wait with
+        ``StepFuture.wait``. Host inputs are copied before ``submit`` returns.
 
         Args:
-            args: Inputs in declared order, or
+            args: Inputs in the order of their declaration.
             inputs: Inputs by name.
-            num_reqs: As in a call, like the next three.
-            uniform: Kind of batch.
-            loras: Active adapters.
-            ceiling: Highest runtime mode allowed.
-            priority: Urgency of the step, for lane policies that use it.
+            num_reqs: As in a call.
+            uniform: As in a call.
+            loras: As in a call.
+            ceiling: As in a call.
+            priority: Priority for lane policies that support it: 0 is normal, larger numbers are
+                more urgent.
+
+        Returns:
+            The future of the step.
 
         Raises:
             InputError: As in a call.
-            ReplayError: As in a call; or this stream is being captured.
-            PolicyError: The lane policy is at fault, and the runner is strict.
+            ReplayError: As in a call, or the current stream is capturing.
+            PolicyError: The runner is strict, and the lane policy raised or returned an invalid
+                lane.
         """
         return self.lanes.submit(
             *args,
@@ -294,24 +299,33 @@ class GraphRunner:
         progress: bool | Callable[[int, int, GraphKey | None], None] = False,
         again: bool = False,
     ) -> CaptureReport:
-        """Capture the keys without a graph, largest first; failures are recorded, not raised.
+        """Capture keys that have no graph, largest first.
 
-        A learning policy then gets the timed runs it requests, see ``CalibrationRuns``.
+        A key whose capture fails is reported, and the capture continues. Afterwards, the
+        calibration runs of learning policies are timed.
 
         Args:
-            keys: The keys; by default all declared ones. Each lane captures those that the lane
+            keys: The keys; by default all declared keys. Each lane captures the keys that the lane
                 policy assigns to it.
-            progress: Show a progress bar on stderr, or call this with (done, total, key).
-            again: Also retry keys that failed too often, after the cause was fixed.
+            progress: True for a progress bar on stderr, or a function that is called with ``(done,
+                total, key)``.
+            again: Whether to also retry keys that have failed permanently.
+
+        Returns:
+            The report: captured, failed and skipped keys.
 
         Raises:
-            ConfigError: ``keys`` are not a list of keys.
+            ConfigError: ``keys`` is not a list of keys.
             RegistryError: A key is not declared, or the runner is frozen.
         """
         return self.controls.capture(keys, progress=progress, again=again)
 
     def freeze(self, *, strict: bool | None = None) -> None:
-        """Stop capturing; keys without a graph run eager, or raise in strict mode."""
+        """Stop capturing: batches without a graph run eager, or raise in strict mode.
+
+        Args:
+            strict: Whether the runner is strict from now on; None leaves it unchanged.
+        """
         return self.controls.freeze(strict=strict)
 
     def unfreeze(self) -> None:
@@ -322,7 +336,7 @@ class GraphRunner:
         """Evict the graphs of a key.
 
         Raises:
-            RegistryError: It has no graph.
+            RegistryError: The key has no graph.
         """
         return self.controls.evict(key)
 
@@ -331,9 +345,13 @@ class GraphRunner:
         return self.controls.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Release all graphs because memory they read was replaced, and allow recapturing them.
+        """Release all graphs because memory that they read was replaced.
 
-        Not needed for weights that are copied in place.
+        Their keys can be captured again. There is no need to call it after copying weights in
+        place.
+
+        Args:
+            reason: Name of the replaced memory, for statistics and explanations.
 
         Returns:
             The number of graphs released.
@@ -341,14 +359,18 @@ class GraphRunner:
         return self.controls.invalidate(reason)
 
     def drain(self, *, wait: bool = False) -> int:
-        """Pass outcomes of finished measured steps to the policy; return their number."""
+        """Pass the outcomes of finished steps to the policy; return their number.
+
+        Args:
+            wait: Whether to wait for steps that are still running.
+        """
         return self.controls.drain(wait=wait)
 
     # -- reading ------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the graphs: their pool and their shared outputs."""
+        """Bytes of the graphs, including their pools and shared outputs."""
         return self.controls.num_bytes
 
     def stats(self) -> RunnerStats:
@@ -366,32 +388,34 @@ class GraphRunner:
         cost_model: CostModel | str | None = None,
         **axes: int,
     ) -> Explanation:
-        """Explain what a step of a batch would do now, without running or counting anything.
+        """Explain what a step of a batch would do now, without running it.
 
-        It is asked on the first lane, and under the modes of this thread (autocast), which a step
-        compares with those of the capture. What only a run shows is not known, such as whether a
-        replay fails. It includes times of equal steps, if the policy had some measured and they
-        were read (``drain`` also reads them).
+        The explanation is for the first lane and for the modes of this thread (autocast), which a
+        step compares with those of the capture. It cannot predict failures that occur only when the
+        step runs, such as a failed replay. It includes measured times of equal steps if the policy
+        requested measurements and ``drain`` has read them.
 
         Args:
-            num_tokens: Tokens of the batch.
-            num_reqs: Requests in it; 0 where they are not known.
-            uniform: True for a uniform decode batch: every request is past its prompt and has
-                exactly ``query_len`` tokens. False for a mixed batch, which includes any batch with
-                a chunk of a prompt, even the last chunk, whatever its length.
-            loras: Active adapters.
-            ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
-            cost_model: Also show the step's cost by this model: an object, such as one created by
-                ``calibrate`` from this runner. With dispatchkit-plan installed, also the name of
+            num_tokens: Number of tokens in the batch.
+            num_reqs: Number of requests in the batch; 0 if unknown.
+            uniform: As in a call.
+            loras: Number of active adapters.
+            ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
+            cost_model: Cost model for the cost of the step: an object, such as the result of
+                ``calibrate`` for this runner. If dispatchkit-plan is installed, also the name of
                 one of its models, or a file.
             axes: The value of each axis, by name.
 
+        Returns:
+            The explanation; print it to read it.
+
         Raises:
-            DescriptorError: The batch is impossible. If it only has more tokens than
-                ``max_num_tokens``, the explanation says so.
+            DescriptorError: The batch is invalid. Exceeding ``max_num_tokens`` is not an error
+                here.
             ConfigError: ``cost_model`` is invalid.
-            MissingDistributionError: It is a name or a file, and dispatchkit-plan is missing.
-            UnknownNameError: There is no such cost model.
+            MissingDistributionError: ``cost_model`` is a name or a file, and dispatchkit-plan is
+                not installed.
+            UnknownNameError: No cost model has the given name.
         """
         return self.controls.explain(
             num_tokens, num_reqs, uniform, loras, ceiling, cost_model=cost_model, **axes
@@ -409,12 +433,12 @@ class GraphRunner:
 
     @property
     def config(self) -> DispatchConfig:
-        """Sizes, limits and modes in force; without PIECEWISE if the step is not split."""
+        """The sizes, limits and modes in force; the mode may be a downgrade."""
         return self._executor.dispatcher.config
 
     @property
     def spec(self) -> RunnerSpec:
-        """The specification, from which copies are made."""
+        """The arguments that create an equal runner."""
         return self._executor.spec
 
     # -- while serving ------------------------------------------------------------------
@@ -436,38 +460,38 @@ class GraphRunner:
     ) -> SwapReport:
         """Swap policy, configuration or limits while other threads run steps.
 
-        Every step runs exactly once: steps that have begun run under the old settings, later ones
-        under the new. Graphs that both use stay. While new graphs are captured, old and new graphs
-        together must satisfy the larger of the old and new limits.
+        Every step runs exactly once. Steps that have begun use the old settings; later steps use
+        the new settings. Graphs that both need are kept. While new graphs are captured, the old and
+        new graphs together must fit the larger of the old and new limits.
 
         Args:
-            policy: Name of the policy, or an object not in force anywhere; by default a copy of the
-                current policy, including what it has learned.
-            policy_options: Options for a policy given by name, or, without one, for the current
-                policy.
+            policy: Name of a policy, or an object that no runner uses; by default a copy of the
+                current policy, including everything it has learned.
+            policy_options: Options for the policy given by name, or for the current policy if
+                ``policy`` is None.
             config: A complete configuration, instead of the next four arguments.
             sizes: Capture sizes.
-            max_num_tokens: Largest batch in tokens; sizes that were given do not change.
-            max_num_seqs: Most requests of a batch.
-            mode: Which runtime modes decode and mixed batches use.
-            max_graphs: Most live graphs; None for no limit.
-            max_bytes: Most bytes of graph memory; None for no limit.
+            max_num_tokens: Largest batch in tokens; explicitly given sizes do not change.
+            max_num_seqs: Largest number of requests in a batch.
+            mode: Runtime modes of decode and mixed batches.
+            max_graphs: Largest number of live graphs; None for no limit.
+            max_bytes: Largest number of bytes of graph memory; None for no limit.
             eviction: ``lru`` or ``benefit``.
-            ahead: Capture new graphs before they can be chosen; by default unless the runner is
-                lazy. False: their steps run eager until ``capture()``, or capture them in a lazy
-                runner.
+            ahead: Whether to capture new graphs before the swap; by default True unless the runner
+                is lazy. If False, steps that need a new graph capture it in a lazy runner, and
+                otherwise run eager until ``capture()`` is called.
 
         Returns:
             The report of the swap.
 
         Raises:
-            SwapError: A new graph could not be captured or exceeds a budget. As with all errors
-                here, the old settings stay in force.
-            ConfigError: A setting is invalid, nothing would change, or a size is larger than the
-                static inputs.
-            UnknownNameError: There is no policy of that name.
-            PolicyError: The policy is refused.
-            RegistryError: The runner is frozen, and new graphs would be needed.
+            SwapError: A new graph could not be captured or exceeds a budget. After any error, the
+                old settings stay in force.
+            ConfigError: A setting is invalid, nothing changes, or a size is larger than the static
+                inputs.
+            UnknownNameError: No policy has the given name.
+            PolicyError: The policy did not pass the trial.
+            RegistryError: The runner is frozen, and new graphs are needed.
         """
         return self.swapper.swap(
             policy=policy,
@@ -484,10 +508,10 @@ class GraphRunner:
         )
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record the arguments of each step's dispatch, replacing an earlier recording.
+        """Record the arguments of each step; replace an earlier recording.
 
         Args:
-            capacity: Steps to keep; the oldest are overwritten, and counted.
+            capacity: Number of steps to keep. The oldest steps are overwritten and counted.
 
         Returns:
             The recorder; ``recorder.save(path)`` writes a step trace.
@@ -502,7 +526,7 @@ class GraphRunner:
         return self.taps.stop_recording()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle: the same settings, with new buffers and without graphs."""
+        """Copy or pickle the runner: its settings, but no buffers or graphs."""
         return _remake, (self._executor.spec,)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Resolve the configuration, backend and policy of a runner."""
+"""RunnerSpec: the arguments of a runner, and the objects made from them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ _OWN_DISTRIBUTION = "dispatchkit"
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunnerSpec:
-    """The specification of a runner: the arguments that create an equal one.
+    """The arguments of a runner, sufficient to create an equal runner.
 
     Attributes:
         step: The step.
-        inputs: Static inputs by name, one of them perhaps a ``SlotState``; or
-        example: one tensor for each input.
-        policy: A name or an object, with or without plugins; None if plugins select it.
+        inputs: Static inputs by name, at most one of them a ``SlotState``; None if ``example`` is
+            given.
+        example: One tensor for each input; None if ``inputs`` are given.
+        policy: A name or an object, with or without its plugins; None if plugins select the policy.
         backend: A name or an object.
         outputs: ``owned`` or ``view``.
         state: The state that the step changes.
         lazy: Whether keys are captured on demand.
-        lanes: The number of lanes, possibly with a lane policy and memory.
-        options: All other settings; ``options.config`` has sizes, limits, modes and axes as
-            requested.
+        lanes: The number of lanes, or ``Lanes``.
+        options: All other settings. ``options.config`` has the requested sizes, limits, modes and
+            axes.
     """
 
     step: Any
@@ -78,19 +79,20 @@ class RunnerSpec:
         axes: Sequence[Axis] | None,
         **others: Any,
     ) -> RunnerSpec:
-        """Return the specification for the arguments of a runner.
+        """Create a specification from the arguments of a runner.
 
         Raises:
-            ConfigError: An argument is invalid, or two contradict each other.
+            ConfigError: An argument is invalid, or two arguments contradict each other.
         """
         options = RunnerOptions() if options is None else options
         if not isinstance(options, RunnerOptions):
             raise ConfigError("options", options, "RunnerOptions")
         if (inputs is None) == (example is None):
-            raise ConfigError("inputs", inputs, "given, or an example of them, and not both")
+            hint = "Pass either inputs or example."
+            raise ConfigError("inputs", inputs, "given exactly once", hint)
         for name, by_name in (("inputs", inputs), ("example", example)):
             if by_name is not None and not isinstance(by_name, Mapping):
-                allowed = "a dictionary by the names of the step's parameters"
+                allowed = "a dictionary keyed by the names of the step's parameters"
                 raise ConfigError(name, type(by_name).__name__, allowed)
         if outputs not in ("owned", "view"):
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
@@ -113,12 +115,12 @@ class RunnerSpec:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the runner."""
+        """Return the keyword arguments that create the runner."""
         return attrs.asdict(self, recurse=False)
 
     @property
     def static_inputs(self) -> dict[str, StaticInput]:
-        """The declarations of all inputs, including that of slots."""
+        """The declarations of all inputs, including the input with slots."""
         if self.inputs is None:
             return inputs_from_example(self.example or {})
         return {
@@ -128,31 +130,31 @@ class RunnerSpec:
 
     @property
     def slots(self) -> tuple[str, SlotState] | None:
-        """The input of slots, with their state.
+        """The name of the input with slots, and the state of the slots.
 
         Raises:
-            ConfigError: There are several.
+            ConfigError: Several inputs are declared with a ``SlotState``.
         """
         inputs = (self.inputs or {}).items()
         found = [(name, spec) for name, spec in inputs if isinstance(spec, SlotState)]
         if len(found) > 1:
             names = [name for name, _ in found]
-            hint = "Sessions have one slot: put all banks into one SlotState."
-            raise ConfigError("inputs", names, "declared with one SlotState at most", hint)
+            hint = "Put all banks into one SlotState, because a session has a single slot."
+            raise ConfigError("inputs", names, "declared with at most one SlotState", hint)
         return found[0] if found else None
 
     @property
     def num_lanes(self) -> int:
-        """Number of the runner's lanes."""
+        """Number of lanes."""
         return self.lanes.count if isinstance(self.lanes, Lanes) else self.lanes
 
     @property
     def memory_group(self) -> MemoryGroup | None:
-        """The group of runners that it shares a pool with, or None."""
+        """The group of runners whose memory this runner shares, or None."""
         return MemoryGroup.of(self.lanes.memory) if isinstance(self.lanes, Lanes) else None
 
     def without_memory(self) -> RunnerSpec:
-        """Return the specification with separate pools."""
+        """Return the specification without shared memory."""
         if not isinstance(self.lanes, Lanes):
             return self
         return attrs.evolve(self, lanes=attrs.evolve(self.lanes, memory=None))
@@ -165,11 +167,11 @@ class RunnerSpec:
 
     @property
     def plugins(self) -> PluginSet | None:
-        """The plugins that came with the policy."""
+        """The plugins given together with the policy, or None."""
         return self.policy.plugins if isinstance(self.policy, PolicyWithPlugins) else None
 
     def having_policy(self, policy: str | Policy, options: Mapping[str, Any] | None) -> RunnerSpec:
-        """Return the specification with another policy and its options, from the same plugins."""
+        """Return the specification with another policy from the same plugins."""
         return attrs.evolve(
             self,
             policy=policy if self.plugins is None else self.plugins.with_policy(policy),
@@ -178,10 +180,10 @@ class RunnerSpec:
 
 
 def check_names(spec: RunnerSpec) -> None:
-    """Reject a policy or backend that does not exist, without creating one.
+    """Reject unknown policies and backends, without creating them.
 
     Raises:
-        UnknownNameError: No plugin provides it.
+        UnknownNameError: No plugin provides the policy or backend.
         ConfigError: An object is not a backend.
     """
     policy, backend, plugins = spec.named_policy, spec.backend, spec.plugins
@@ -202,10 +204,10 @@ def _is_built_in(backend: str) -> bool:
 
 
 def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
-    """Return a configuration with the arguments of a runner that are settings of it.
+    """Return a configuration with the runner arguments that are settings of it.
 
     Raises:
-        ConfigError: A setting is given in both places, or is invalid.
+        ConfigError: A setting is invalid, or given both in the configuration and as an argument.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     there = changed_settings(config)
@@ -217,7 +219,7 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
 
 
 def asked_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
-    """Return the requested mode; without one, FULL if one graph serves any batch."""
+    """Return the requested mode; by default FULL if the step is not split."""
     if config.is_mode_given:
         return config.mode
     is_whole = all(
@@ -232,7 +234,7 @@ def resolve_supported_mode(
     """Return the configuration with the closest supported mode, and the reasons.
 
     Raises:
-        ConfigError: FULL was requested for mixed batches, and a piece can never be captured.
+        ConfigError: FULL is requested for mixed batches, but a piece of the step is never captured.
     """
     supported = mode_for_pieces(
         step.pieces,
@@ -252,46 +254,46 @@ def check_slot_state(
     """Reject slot state that a runner's steps cannot use.
 
     Args:
-        name: The input of slots.
-        state: The slots' state.
-        device: The device of steps.
-        options: The runner's options.
+        name: Name of the input with slots.
+        state: The state of the slots.
+        device: Device on which steps run.
+        options: Options of the runner.
 
     Raises:
-        ConfigError: It is on another device; steps address its banks; or batches may be split, and
-            sessions are compact.
+        ConfigError: The state has ``RawBank`` banks, is on another device, or is compact although
+            batches may be split.
     """
     setting = f"inputs[{name!r}]"
     if state.is_raw:
-        hint = "Declare GraphRunner(..., state=slots.step_state), and let the step address them."
+        hint = "Pass GraphRunner(..., state=slots.step_state), and address the banks in the step."
         raise ConfigError(setting, state, "a SlotState without RawBanks", hint)
     if state.device != device:
-        hint = f"SlotState(..., device={str(device)!r})."
+        hint = f"Create it with SlotState(..., device={str(device)!r})."
         raise ConfigError(setting, str(state.device), f"on {device}, the device of the steps", hint)
     if state.compact and options.rows_independent:
         raise ConfigError(
             "rows_independent",
             True,
-            "False with compact sessions",
-            "Parts of a batch do not read the first slots.",
+            "False with a compact SlotState",
+            "A part of a split batch does not start at the first slot. Disable one of the two.",
         )
 
 
 def make_backend(
     backend: str | GraphBackend, device: str | torch.device | None, plugins: PluginSet | None
 ) -> GraphBackend:
-    """Return the backend for a name or a device, or the object given.
+    """Return the backend for a name or a device, or validate a backend object.
 
     Raises:
-        ConfigError: Name and device contradict each other, or the object is not a backend.
-        UnknownNameError: There is no backend of that name.
-        BackendUnavailableError: It cannot run here.
+        ConfigError: The name and device contradict each other, or the object is not a backend.
+        UnknownNameError: No backend has the given name.
+        BackendUnavailableError: The backend cannot run here.
     """
     if device is not None:
         try:
             device = torch.device(device)
         except RuntimeError as error:
-            raise ConfigError("device", device, "a device that torch knows") from error
+            raise ConfigError("device", device, "a torch device, such as 'cuda:0'") from error
     if not isinstance(backend, str):
         made = resolve_backend(backend)
         _check_device(made, device)
@@ -301,14 +303,14 @@ def make_backend(
     factories = {}
     if plugins is not None:
         for name, one in plugins.backends.items():
-            # A built-in name belongs to a plugin only if its replacement was requested at loading.
+            # The entry of a built-in name is a plugin's only if its replacement was requested.
             if one.origin.distribution != _OWN_DISTRIBUTION:
                 factories[name] = functools.partial(_create, plugins, name)
     return resolve_backend(backend, device=device, registered=factories)
 
 
 def _create(plugins: PluginSet, name: str, *, device: Any) -> GraphBackend:
-    """Create a plugin's backend, without a device if it does not take one."""
+    """Create a plugin's backend; pass the device only if one is given."""
     return plugins.create_backend(name, **({} if device is None else {"device": device}))
 
 
@@ -325,22 +327,23 @@ def make_policy(
     config: DispatchConfig,
     plugins: PluginSet | None,
 ) -> tuple[Policy, str, PluginSet | None]:
-    """Return the policy for a name, its origin, and the plugins.
+    """Return a policy, its origin and the plugins.
 
     Args:
-        policy: A name or an object; None for the one that a plugin selects for the configuration,
-            or else the default.
+        policy: A name or an object. None selects the policy that a plugin chooses for the
+            configuration, or else the default policy.
         options: Options for the factory of a named policy.
-        config: The configuration to select it for.
-        plugins: The plugins; loaded if needed for a name.
+        config: The configuration of the runner.
+        plugins: The plugins. If None, installed plugins are loaded when needed.
 
     Raises:
-        ConfigError: Options were given without a name, or its factory does not take them.
-        UnknownNameError: There is no policy of that name; the message lists the closest ones.
-        PluginError: The selecting hook raised or did not return a name.
+        ConfigError: Options were given without a name, or the factory does not accept them.
+        UnknownNameError: No policy has the given name; the message lists similar names.
+        PluginError: The hook that selects the policy raised or did not return a name.
     """
     if options and not isinstance(policy, str):
-        raise ConfigError("policy_options", options, "given only with the name of a policy")
+        hint = "Set the options of a policy object when you create it."
+        raise ConfigError("policy_options", options, "given only with a policy name", hint)
     if policy is not None and not isinstance(policy, str):
         return policy, "", plugins
     if plugins is None:

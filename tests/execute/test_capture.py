@@ -552,7 +552,7 @@ def test_runner_within_a_runners_step(make_runner, quiet):
 def test_wrapping_twice_is_refused(make_runner):
     """A runner of a runner would capture within a capture."""
     runner = make_runner(double)
-    with pytest.raises(ConfigError, match="Wrap its step once"):
+    with pytest.raises(ConfigError, match="Pass the step of that runner"):
         GraphRunner(runner, {"tokens": StaticInput((None,), "int64")})
 
 

@@ -71,8 +71,8 @@ def test_policy_and_options_come_from_the_file(runner, write):
         ("capture_size = [1, 2]", "sizes"),
         ("sizes = [0]", "sizes"),
         ('policy = "nobody"', "policy"),
-        ('outputs = "view"', "Only a new runner"),
-        ('backend = "cuda"', "Only a new runner"),
+        ('outputs = "view"', "Create a new runner"),
+        ('backend = "cuda"', "Create a new runner"),
         ("sizes = [3, 16]\nmax_num_tokens = 16", "buffer_rows"),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_followed_is_told_of_once(runner, write, text, why
     watcher = ConfigWatcher(runner, write("max_graphs = 9"))
     watcher.poll()
     write(text)
-    with pytest.warns(SwapWarning, match="the runner does not change") as told:
+    with pytest.warns(SwapWarning, match="the runner is unchanged") as told:
         assert watcher.poll() is None
     assert why in str(told[0].message)
     assert why in str(watcher.error)

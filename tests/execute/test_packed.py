@@ -136,8 +136,11 @@ def test_bins_replay_and_are_counted_as_steps():
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        ({"x": [torch.randn(2, WIDTH)]}, "each as a sequence of items"),
-        ({"x": [torch.randn(2, WIDTH)], "scale": [], "y": []}, "each as a sequence of items"),
+        ({"x": [torch.randn(2, WIDTH)]}, "each as a sequence with one value per item"),
+        (
+            {"x": [torch.randn(2, WIDTH)], "scale": [], "y": []},
+            "each as a sequence with one value per item",
+        ),
         ({"x": [torch.randn(2, WIDTH)], "scale": []}, "same number of items"),
         ({"x": [torch.randn(0, WIDTH)], "scale": [torch.zeros(())]}, "Item 0 has no tokens"),
     ],
@@ -150,7 +153,7 @@ def test_calls_that_do_not_fit_are_refused(call, problem):
 
 def test_rows_that_are_not_what_was_said_are_refused():
     packed = PackedRunner(make(lazy=True), first_fit, results="token")
-    with pytest.raises(ConfigError, match="for each output, as its dimension 0 has it"):
+    with pytest.raises(ConfigError, match="for each output, according to its dimension 0"):
         packed(x=[torch.randn(3, WIDTH)], scale=[torch.zeros(())])
 
 
@@ -164,7 +167,7 @@ def test_a_packers_fault_is_named():
     ("change", "options", "problem"),
     [
         ({"outputs": "view"}, {}, "'owned' for packed items"),
-        ({}, {"items": "others"}, "one axis 'others' of the runner"),
+        ({}, {"items": "others"}, "the only axis of the runner"),
         ({}, {"results": "row"}, "'token' or 'item'"),
         ({}, {"results": ()}, "'token' or 'item'"),
     ],

@@ -569,7 +569,9 @@ def test_a_split_batch_names_slots_in_its_parts():
     found = runner(x=torch.arange(7.0).view(7, 1).expand(7, 2), slots=order)
     assert found[:, 0].tolist() == list(range(7))
     assert totals(state) == {session: 6.0 - session for session in range(7)}
-    with pytest.raises(ConfigError, match="rows_independent must be False with compact sessions"):
+    with pytest.raises(
+        ConfigError, match="rows_independent must be False with a compact SlotState"
+    ):
         runner_of(state_of(compact=True), options=RunnerOptions(rows_independent=True))
 
 
@@ -733,7 +735,7 @@ def test_bad_declarations_are_refused():
     for device in ("cdua", "cuda:99", 0.5):
         with pytest.raises(ConfigError, match="device must be a device that torch can use here"):
             state_of(device=device)
-    with pytest.raises(ConfigError, match="one SlotState at most"):
+    with pytest.raises(ConfigError, match="at most one SlotState"):
         GraphRunner(
             lambda x, a, b: x, {"x": ROWS, "a": state_of(), "b": state_of()}, backend="tape"
         )

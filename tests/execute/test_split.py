@@ -207,7 +207,7 @@ def test_rows_that_depend_on_each_other_are_found_at_the_capture(name):
         got = runner(rows(11))
     torch.testing.assert_close(got, step(rows(11), torch.tensor(11)))
     assert runner.stats().eager_by_reason == {"rows_not_independent": 1}
-    assert "serves no part of a split batch: " in str(runner)
+    assert "cannot serve part of a split batch: " in str(runner)
     assert runner.explain(11).decision.reason == "rows_not_independent"
     torch.testing.assert_close(runner(rows(5)), step(rows(5), torch.tensor(5)))
     assert runner.stats().steps_by_mode["FULL"] == 1  # one graph serves a batch as ever
