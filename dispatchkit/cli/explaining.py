@@ -150,6 +150,8 @@ def explain_batch(
     if model is not None:
         cost = StepCost.of(model, answer.decision, answer.batch.num_tokens)
         answer = attrs.evolve(answer, cost=cost)
+    if answer.candidates:
+        answer = attrs.evolve(answer, note="assumes that all declared graphs are captured")
     if as_json:
         print_json(answer.to_json())
     else:
@@ -213,8 +215,11 @@ def show(answer: Explanation, out: Console) -> None:
     if answer.cost is not None:
         out.print(Text(f"Cost     {answer.cost}"))
     out.print(Text(f"Policy   {answer.policy}"))
+    if answer.note:
+        out.print(Text(f"Note     {answer.note}"))
+    if answer.no_candidates:
+        out.print(Text(f"Graphs   {answer.no_candidates}"))
     if not answer.candidates:
-        out.print("No declared graph is large enough.")
         return
     rows = [
         [

@@ -11,7 +11,7 @@ from dispatchkit.dispatch.axes import declares_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, policy_name
-from dispatchkit.errors import DescriptorError, PolicyError
+from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
@@ -64,9 +64,20 @@ def trial_keys(
         may_split: Whether mixed batches may be split over several graphs.
 
     Raises:
+        ConfigError: The policy has none of a policy's methods, or the configuration is not a
+            ``DispatchConfig``.
         PolicyError: A method is missing or raises, a declared key is invalid, or a decision breaks
             a hard constraint although all declared graphs count as captured.
     """
+    if not isinstance(config, DispatchConfig):
+        hint = "Write DispatchConfig(sizes=[8, 16]), for example."
+        raise ConfigError("config", config, "a DispatchConfig", hint)
+    if not any(hasattr(policy, method) for method in ("declare", "decide")):
+        hint = ""
+        if isinstance(policy, str):
+            hint = f"For a policy by name, pass load_plugins().create_policy({policy!r})."
+        allowed = "an object with the methods declare(config) and decide(batch, graphs)"
+        raise ConfigError("policy", policy, allowed, hint)
     if isinstance(policy, type):
         problem = f"is a class; pass an instance, {policy.__name__}(...)."
         raise PolicyError(policy.__name__, "declare", problem, origin=origin)

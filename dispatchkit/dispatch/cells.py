@@ -18,6 +18,8 @@ _MORE_TOKENS = (
     "Raise max_num_tokens for larger batches; those above the largest capture size run eager."
 )
 _MORE_LORAS = "Raise max_loras for more adapters."
+#: Next steps only for numbers above a limit.
+_RAISE_LIMIT = (_MORE_TOKENS, _MORE_LORAS)
 _CODES = "Pass a RuntimeMode, or allowed_modes_code(modes)."
 
 
@@ -43,8 +45,11 @@ def cell_of_call(
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
         ("num_reqs", num_reqs, most, which, "Pass 0 if unknown."),
     ):
-        if (type(value) is not int and not _is_whole(value)) or not 0 <= value <= limit:
+        is_whole = type(value) is int or _is_whole(value)
+        if not is_whole or not 0 <= value <= limit:
             allowed = f"a whole number from 0 to {limit} ({limit_name})"
+            if hint in _RAISE_LIMIT and not (is_whole and value > limit):
+                hint = ""
             raise DescriptorError(field, value, allowed, hint)
     return int(ceiling), int(uniform), int(loras), int(num_tokens)
 

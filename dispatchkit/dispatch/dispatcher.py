@@ -51,9 +51,9 @@ from dispatchkit.dispatch.epochs import Epoch, Epochs
 from dispatchkit.dispatch.faults import PolicyFaults
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, Readiness, pace_fault
 from dispatchkit.dispatch.table import EMPTY, MAX_COLD_CELLS, Row, Table
-from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError, counted
+from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, PolicyError, counted
 from dispatchkit.keys.batch import Batch, GraphKey
-from dispatchkit.keys.checks import whole_number
+from dispatchkit.keys.checks import check_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 from dispatchkit.registry import GraphRegistry, RegistryEvent
@@ -85,6 +85,7 @@ class Dispatcher:
             raises, without holding a lock of the dispatcher.
 
     Raises:
+        ConfigError: An argument has the wrong type.
         PolicyError: The policy raises, declares an invalid key, or returns a decision for a trial
             batch that breaks a hard constraint.
 
@@ -112,14 +113,19 @@ class Dispatcher:
         on_fault: Callable[[PolicyError, int | None, int], None] | None = None,
     ) -> None:
         self.registry: GraphRegistry = GraphRegistry() if registry is None else registry
-        self._modes = frozenset(modes)
-        self._readiness = Readiness(lazy=lazy)
+        if not isinstance(self.registry, GraphRegistry):
+            raise ConfigError("registry", registry, "a GraphRegistry, or None for a new one")
+        for name, function in (("bind", bind), ("on_swap", on_swap), ("on_fault", on_fault)):
+            if function is not None and not callable(function):
+                raise ConfigError(name, function, "a function, or None")
+        self._modes = _check_modes(modes)
+        self._readiness = Readiness(lazy=check_flag(lazy, "lazy"))
         self.bind, self._on_swap = bind, on_swap
         # Shared with the registry, which calls listeners under its lock, and which a swap modifies.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
-        self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
-        self._may_split = may_split
+        self._faults = PolicyFaults(strict=check_flag(strict, "strict"), on_fault=on_fault)
+        self._may_split = check_flag(may_split, "may_split")
         self._epochs = Epochs(
             self.registry,
             self._modes,
@@ -394,6 +400,8 @@ class Dispatcher:
         policy must not be the object in force.
 
         Raises:
+            ConfigError: The policy is not an object with its methods, or the configuration is not a
+                ``DispatchConfig``.
             PolicyError: The policy did not pass the trial.
         """
         return self._epochs.propose(policy, config, origin)
@@ -702,12 +710,25 @@ class Dispatcher:
             for key in itertools.islice(self.graphs.covering(batch, mode), 1)
         ]
         size, allowed = counted(batch.num_tokens, "token"), format_modes(batch.allowed_modes)
+        nearest = f"Nearest: {'; '.join(near)}. " if near else ""
         return NoGraphError(
             f"No graph for {size} ({reason}), and the batch allows only {allowed}. "
-            f"Nearest: {'; '.join(near) or 'none'}. Allow NONE, or capture a graph of that size.",
+            f"{nearest}Allow NONE, or capture a graph of that size.",
             reason=reason,
             nearest=tuple(near),
         )
+
+
+def _check_modes(modes: Any) -> frozenset[RuntimeMode]:
+    """Return runtime modes given as members, names or values.
+
+    Raises:
+        ConfigError: They are not a list, or one of them does not exist.
+    """
+    if isinstance(modes, str) or not isinstance(modes, Iterable):
+        hint = "For a single mode, write [RuntimeMode.FULL]."
+        raise ConfigError("modes", modes, "a list of runtime modes", hint)
+    return frozenset(map(RuntimeMode.parse, modes))
 
 
 def _most_reqs(parts: Iterable[Part]) -> int:

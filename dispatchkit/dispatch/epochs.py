@@ -79,6 +79,8 @@ class Epochs:
         policy must not be the object in force.
 
         Raises:
+            ConfigError: The policy is not an object with its methods, or the configuration is not a
+                ``DispatchConfig``.
             PolicyError: The policy did not pass the trial.
         """
         keys = trial_keys(policy, config, origin, self._modes, may_split=self._may_split)

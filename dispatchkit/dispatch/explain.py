@@ -10,7 +10,7 @@ import attrs
 from dispatchkit.dispatch.cost_model import StepCost
 from dispatchkit.dispatch.decision import Decision, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
-from dispatchkit.errors import DescriptorError, counted
+from dispatchkit.errors import ConfigError, DescriptorError, counted
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -50,8 +50,8 @@ class MeasuredTime:
 
     def __str__(self) -> str:
         depth = "behind other work" if self.queued else "idle"
-        counted = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        return f"{self.median_us:,.1f} µs, median of {counted}, {depth} ({self.clock} time)"
+        steps = counted(self.steps, "step")
+        return f"{self.median_us:,.1f} µs, median of {steps}, {depth} ({self.clock} time)"
 
 
 @attrs.frozen
@@ -127,23 +127,28 @@ class Explanation:
             return "constraint: no graph for this kind of batch is large enough"
         if reason == Reason.ABOVE_LARGEST:
             return (
-                "constraint: a bucket is never smaller than its "
-                f"batch; the largest has {self.largest}"
+                "constraint: no declared graph is large enough for the batch; the largest has "
+                f"{counted(self.largest, 'token')}"
             )
         return f"policy {self.policy}" + ("" if reason == Reason.HIT else f", reason {reason!r}")
 
     @property
     def nearest(self) -> str:
-        """The nearest graph that could serve an eager batch; empty for a replay."""
-        if self.decision.key is not None or not self.batch.num_tokens:
+        """The nearest graph that could serve an eager batch; empty if there is none."""
+        if self.decision.key is not None or not self.candidates:
             return ""
-        if self.candidates:
-            near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
-            return f"{near.key}: {near.why_not or 'ready, not preferred'}"
-        if self.batch.num_tokens > self.largest:
-            size = counted(self.batch.num_tokens, "token")
-            return f"none of {size} or more; the largest has {self.largest}"
-        return "none declared for this kind of batch"
+        near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
+        return f"{near.key}: {near.why_not or 'ready, not preferred'}"
+
+    @property
+    def no_candidates(self) -> str:
+        """Why no declared graph covers the batch; empty if one does, or ``because`` says it."""
+        reasons = (Reason.EMPTY_BATCH, Reason.ABOVE_LARGEST, Reason.NO_KEY)
+        if self.candidates or self.decision.reason in reasons:
+            return ""
+        if self.batch.num_tokens <= self.largest:
+            return "no graph is declared for this kind of batch"
+        return "no declared graph is large enough for the batch"
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as plain values for JSON."""
@@ -206,10 +211,8 @@ class Explanation:
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")
-        if not self.candidates and self.largest >= self.batch.num_tokens:
-            lines.append("   no graph is declared for this kind of batch")
-        elif not self.candidates:
-            lines.append("   no declared graph is large enough for the batch")
+        if self.no_candidates:
+            lines.append(f"   {self.no_candidates}")
         return "\n".join(lines)
 
 
@@ -227,7 +230,11 @@ def explain(
 
     Raises:
         DescriptorError: The batch is impossible, other than by more tokens than ``max_num_tokens``.
+        ConfigError: ``dispatcher`` is not a Dispatcher.
     """
+    if not isinstance(dispatcher, Dispatcher):
+        hint = "For a GraphRunner, call runner.explain(num_tokens)."
+        raise ConfigError("dispatcher", dispatcher, "a Dispatcher", hint)
     batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling, any_size=True)
     error, fault = "", None
     try:
@@ -239,7 +246,8 @@ def explain(
     policy = answer.policy or dispatcher.policy_name
     decision = attrs.evolve(answer, num_tokens=batch.num_tokens, policy=policy, plan=None)
     candidates = []
-    for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+    # No graph is ever chosen for a batch without tokens.
+    for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE) if batch.num_tokens else ():
         for index, key in enumerate(dispatcher.graphs.covering(batch, mode)):
             chosen = key == decision.key
             if index >= per_mode and not chosen:

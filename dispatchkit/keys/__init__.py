@@ -14,7 +14,7 @@ from dispatchkit.keys.capture_sizes import (
     round_sizes_for_query_len,
     rounds_for_query_len,
 )
-from dispatchkit.keys.checks import check_count, check_flag, read_flag, whole_number
+from dispatchkit.keys.checks import check_count, check_counts, check_flag, read_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import (
     ALLOWED_MODES,
@@ -48,6 +48,7 @@ __all__ = [
     "allowed_modes_code",
     "check_capture_sizes",
     "check_count",
+    "check_counts",
     "check_flag",
     "default_capture_sizes",
     "derive_capture_sizes",

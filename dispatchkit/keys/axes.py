@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from dispatchkit.errors import ConfigError, DescriptorError
-from dispatchkit.keys.checks import check_count, refuses_unknown_names, whole_number
+from dispatchkit.keys.checks import check_counts, refuses_unknown_names, whole_number
 
 #: The bucket of each axis, in order; None for a value outside all buckets of its axis.
 AxisBuckets = tuple[int | None, ...]
@@ -26,8 +26,7 @@ _MAX_LOOKUP = 1 << 16
 
 
 def _buckets(value: Any) -> tuple[int, ...]:
-    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    return tuple(sorted({check_count(item, "buckets", minimum=0) for item in items}))
+    return tuple(sorted(set(check_counts(value, "buckets", minimum=0))))
 
 
 @refuses_unknown_names

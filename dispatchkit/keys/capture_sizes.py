@@ -16,7 +16,7 @@ from typing import Any, Literal
 import attrs
 
 from dispatchkit.errors import ConfigError, DescriptorError, UnknownNameError
-from dispatchkit.keys.checks import check_count
+from dispatchkit.keys.checks import check_count, check_counts
 from dispatchkit.keys.modes import CUDAGraphMode
 
 __all__ = [
@@ -75,7 +75,7 @@ def check_capture_sizes(
         sizes = [part for part in sizes.split(",") if part.strip()]
     elif not isinstance(sizes, Iterable):
         raise ConfigError(setting, sizes, "a list of whole numbers", "For one size, give [8].")
-    checked = sorted({check_count(size, setting) for size in sizes})
+    checked = sorted(set(check_counts(sizes, setting)))
     if checked and checked[-1] > MAX_CAPTURE_SIZE:
         raise ConfigError(setting, checked[-1], f"at most {MAX_CAPTURE_SIZE:,} tokens")
     if limit is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, ParamSpec, TypeVar
 
 from dispatchkit.errors import ConfigError, UnknownNameError
 
 __all__ = [
     "check_count",
+    "check_counts",
     "check_flag",
     "is_flag",
     "naming_unknown",
@@ -80,6 +81,25 @@ def check_count(
     ):
         raise ConfigError(setting, value, allowed)
     return number
+
+
+def check_counts(values: Any, setting: str, *, minimum: int = 1) -> tuple[int, ...]:
+    """Validate a list of whole numbers given for a setting, and return them as ints.
+
+    Args:
+        values: The numbers, in any iterable; or one number.
+        setting: Name of the setting, for the error message, which names the item at fault.
+        minimum: Smallest number allowed.
+
+    Raises:
+        ConfigError: An item is not such a number.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return (check_count(values, setting, minimum=minimum),)
+    return tuple(
+        check_count(item, f"{setting}[{index}]", minimum=minimum)
+        for index, item in enumerate(values)
+    )
 
 
 def _read_whole(text: str) -> int | None:

@@ -11,7 +11,7 @@ import attrs
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.axes import Axis, Variants
 from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
-from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_names
+from dispatchkit.keys.checks import check_count, check_counts, check_flag, refuses_unknown_names
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.keys.reading import read_axes, read_flag, read_number_or_numbers, read_numbers
 from dispatchkit.keys.records import SettingInfo, or_none, setting, setting_metadata, settings_repr
@@ -23,8 +23,7 @@ _MAX_LORAS = 1 << 12  # the table has a column for each number of adapters
 def _query_lens(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
-    items = tuple(value) if isinstance(value, Iterable) else (value,)
-    lens = tuple(check_count(item, "query_lens") for item in items)
+    lens = check_counts(value, "query_lens")
     if not lens or len(set(lens)) != len(lens):
         raise ConfigError("query_lens", value, "one or more distinct query lengths")
     return lens

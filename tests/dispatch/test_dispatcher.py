@@ -11,7 +11,7 @@ import pytest
 
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Outcome, Reason, explain
 from dispatchkit.dispatch import table as table_module
-from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
+from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys import (
     ALLOWED_MODES,
     Batch,
@@ -755,6 +755,57 @@ def test_bad_declaration_is_refused(declare, said):
     assert caught.value.hook == "declare"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"policy": 3},
+            r"policy must be an object with the methods declare\(config\) and .* got 3",
+        ),
+        ({"policy": "vllm"}, r"pass load_plugins\(\)\.create_policy\('vllm'\)"),
+        ({"config": None}, r"config must be a DispatchConfig, got None. Write DispatchConfig\("),
+        ({"config": {"sizes": [8]}}, "config must be a DispatchConfig, got {'sizes'"),
+        ({"modes": 3}, r"modes must be a list .* got 3. For a single mode, write \[Runtime"),
+        ({"modes": "FULL"}, "modes must be a list of runtime modes, got 'FULL'"),
+        ({"modes": ["FUL"]}, "mode must be one of: FULL, NONE, PIECEWISE, got 'FUL'. Did you"),
+        ({"registry": 3}, "registry must be a GraphRegistry, or None for a new one, got 3"),
+        ({"lazy": "no"}, "lazy must be True or False"),
+        ({"strict": 0}, "strict must be True or False"),
+        ({"may_split": None}, "may_split must be True or False"),
+        ({"bind": 3}, "bind must be a function, or None, got 3"),
+        ({"on_swap": "x"}, "on_swap must be a function"),
+        ({"on_fault": []}, "on_fault must be a function"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    right = {"policy": SmallestPolicy(), "config": DispatchConfig(sizes=(8,))}
+    with pytest.raises(ConfigError, match=message):
+        Dispatcher(**{**right, **arguments})
+
+
+def test_modes_may_be_names():
+    dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8,)), modes=["full"], lazy=True)
+    assert dispatcher.modes == {RuntimeMode.FULL}
+    assert dispatcher.dispatch(3, ceiling=1).key is None
+
+
+def test_only_a_dispatcher_is_explained():
+    with pytest.raises(ConfigError, match=r"a Dispatcher, got 3. For a GraphRunner, call runner"):
+        explain(3, 3)
+
+
+def test_only_more_tokens_than_the_limit_suggest_a_higher_limit():
+    dispatcher = make(max_num_tokens=32)
+    with pytest.raises(DescriptorError, match=r"got 33\. Raise max_num_tokens"):
+        dispatcher.dispatch(33)
+    with pytest.raises(DescriptorError, match=r"got 1\. Raise max_loras"):
+        dispatcher.dispatch(3, loras=1)
+    for bad in (-1, 3.5, "3"):
+        with pytest.raises(DescriptorError) as caught:
+            dispatcher.dispatch(bad)
+        assert "Raise" not in str(caught.value)
+
+
 @pytest.mark.parametrize("method", ["declare", "decide"])
 def test_policy_without_a_method_is_refused(method):
     policy = AskedPolicy()
@@ -1337,7 +1388,8 @@ def test_explanation_above_the_table_is_what_a_step_does(is_limited, facts):
     told = explain(dispatcher, *facts)
     assert (told.decision.key, told.decision.reason) == (None, Reason.ABOVE_LARGEST)
     assert told.batch.num_tokens == facts[0]
-    assert told.nearest == f"none of {facts[0]} tokens or more; the largest has 32"
+    assert told.nearest == ""
+    assert told.because.endswith("large enough for the batch; the largest has 32 tokens")
     if is_limited:
         with pytest.raises(DescriptorError) as caught:
             dispatcher.dispatch(*facts)

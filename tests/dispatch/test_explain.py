@@ -40,18 +40,21 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
 
 @pytest.mark.parametrize(("largest", "above"), [(7, True), (8, False), (9, False)])
 def test_batch_without_a_graph_is_told_whether_size_or_kind_is_why(largest, above):
-    told = attrs.evolve(EAGER, largest=largest)
+    """Once: in the reason of the decision, or, if that is another one, after it."""
+    told = attrs.evolve(EAGER, decision=Decision.eager("mine"), largest=largest)
     last = str(told).splitlines()[-1]
     if above:
         assert last == "   no declared graph is large enough for the batch"
-        assert told.nearest == f"none of 8 tokens or more; the largest has {largest}"
     else:
         assert last == "   no graph is declared for this kind of batch"
-        assert told.nearest == "none declared for this kind of batch"
+    assert told.nearest == ""
     too_large = attrs.evolve(told, decision=Decision.eager(Reason.ABOVE_LARGEST))
-    by_size = f"constraint: a bucket is never smaller than its batch; the largest has {largest}"
+    by_size = "constraint: no declared graph is large enough for the batch; the largest has 7"
     by_kind = "constraint: no graph for this kind of batch is large enough"
-    assert too_large.because == (by_size if above else by_kind)
+    assert too_large.because == (f"{by_size} tokens" if above else by_kind)
+    of_kind = attrs.evolve(told, decision=Decision.eager(Reason.NO_KEY))
+    for once in (too_large, of_kind):
+        assert str(once).splitlines()[-1] == f"   because: {once.because}"
 
 
 def test_nearest_is_the_graph_that_could_run_and_then_the_least_padding():

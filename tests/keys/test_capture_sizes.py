@@ -42,7 +42,7 @@ def test_checked_sizes_are_sorted_and_unique(sizes):
 def test_a_bad_size_is_refused_with_setting_and_value(bad):
     with pytest.raises(ConfigError, match="sizes") as caught:
         check_capture_sizes([4, bad])
-    assert caught.value.setting == "sizes"
+    assert caught.value.setting == "sizes[1]"
     assert caught.value.value is bad
 
 

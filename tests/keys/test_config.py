@@ -121,7 +121,7 @@ def test_zero_is_no_limit(setting):
 @pytest.mark.parametrize("sizes", [(0,), (-8, 8), (1.5,), (True,), ("x",), (8, None)])
 def test_bad_capture_size_is_refused(sizes):
     """Zero, negative, fractional, boolean or no number: named with setting and value."""
-    with pytest.raises(ConfigError, match="sizes must be"):
+    with pytest.raises(ConfigError, match=r"^sizes\[[01]\] must be"):
         DispatchConfig(sizes=sizes)
 
 
@@ -135,7 +135,7 @@ def test_size_above_the_limit_is_refused_before_any_memory_is_taken():
 def test_bad_query_lens_are_refused(lens):
     with pytest.raises(ConfigError) as caught:
         DispatchConfig(query_lens=lens)
-    assert caught.value.setting == "query_lens"
+    assert caught.value.setting.partition("[")[0] == "query_lens"
 
 
 def test_unknown_mode_gets_the_nearest_names():
@@ -153,7 +153,7 @@ def test_flag_is_a_bool(flag):
 
 
 def test_uniform_sizes_are_named_in_their_own_error():
-    with pytest.raises(ConfigError, match="uniform_sizes must be"):
+    with pytest.raises(ConfigError, match=r"uniform_sizes\[0\] must be"):
         DispatchConfig(max_num_tokens=16, uniform_sizes=(0,))
     with pytest.raises(ConfigError, match=r"uniform_sizes must be at most max_num_tokens"):
         DispatchConfig(max_num_tokens=16, uniform_sizes=(32,))

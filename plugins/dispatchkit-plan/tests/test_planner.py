@@ -151,6 +151,12 @@ def test_settings_that_cannot_be_are_refused(settings_, message):
         plan_sizes(trace_of([3, 5, 600] * 10), **{"max_size": 16, **settings_})
 
 
+@pytest.mark.parametrize("data", [3, "trace.csv", Path("trace.csv"), [3, 4, 5], None])
+def test_only_steps_that_were_read_are_planned_on(data):
+    with pytest.raises(ConfigError, match=r"data must be a StepTrace, .*read_workload\(path\)"):
+        plan_sizes(data, graphs=2)
+
+
 def test_a_memory_budget_buys_as_many_graphs_as_fit():
     """At one price for every graph, it is a number of graphs."""
     trace = read_trace(TRACES / "step_azure_conv_high.csv.gz")

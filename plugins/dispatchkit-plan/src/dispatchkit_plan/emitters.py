@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_counts
 
 from dispatchkit_plan.grid import GridPlan
 from dispatchkit_plan.results import Plan
@@ -81,7 +81,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
                     ),
                 )
     else:
-        sizes = tuple(sorted({check_count(size, "size") for size in plan}))
+        sizes = tuple(sorted(set(check_counts(plan, "plan"))))
     if not sizes:
         raise ConfigError("sizes", (), "at least one size to emit")
     made = make(sizes, query_len)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_counts
 
 __all__ = [
     "SEGMENT_BYTES",
@@ -115,7 +115,7 @@ def forecast_memory(
             memory shrinks, or the largest size was not captured.
     """
     taken = list(samples)
-    wanted = sorted({check_count(size, "size") for size in sizes}, reverse=True)
+    wanted = sorted(set(check_counts(sizes, "sizes")), reverse=True)
     _check(taken, wanted)
     pairs = list(itertools.pairwise(taken))
     grown = {after.size: after.reserved_bytes - before.reserved_bytes for before, after in pairs}

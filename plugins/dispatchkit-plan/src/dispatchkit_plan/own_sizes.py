@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_counts
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import make_budget
@@ -145,7 +145,7 @@ def plan_own_sizes(
 
     Sizes are in tokens, memory is in bytes.
     """
-    kept = tuple(sorted({check_count(size, "beside") for size in beside}))
+    kept = tuple(sorted(set(check_counts(beside, "beside"))))
     if isinstance(max_waste, bool) or not 0 <= max_waste <= 1:
         raise ConfigError("max_waste", max_waste, "a share from 0 to 1")
     if max_size is None:

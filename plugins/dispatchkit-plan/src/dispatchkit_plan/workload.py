@@ -92,10 +92,14 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
     """Return a trace or histogram as arrays, excluding steps without tokens.
 
     Raises:
+        ConfigError: The value is of another type, such as a path.
         TraceError: No step has tokens.
     """
     if isinstance(data, Workload):
         return data
+    if not isinstance(data, StepTrace | SizeHistogram):
+        hint = "Read a file with dispatchkit_plan.read_workload(path)."
+        raise ConfigError("data", data, "a StepTrace, a SizeHistogram or a Workload", hint)
     if isinstance(data, StepTrace):
         size = len(data)
         names = data.columns

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dispatchkit.errors import ConfigError, DescriptorError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_counts
 
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import Probe
@@ -178,7 +178,7 @@ def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple
             lengths,
             f"cache lengths, the largest equal to max_length, such as ({max_length},)",
         )
-    made = tuple(sorted({check_count(length, "lengths") for length in lengths}))
+    made = tuple(sorted(set(check_counts(lengths, "lengths"))))
     if not made or made[-1] != max_length:
         raise ConfigError(
             "lengths",

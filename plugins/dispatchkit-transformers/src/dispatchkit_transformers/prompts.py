@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput
-from dispatchkit.keys import Axis, check_count
+from dispatchkit.keys import Axis, check_counts
 
 from dispatchkit_transformers.decode_step import length_to_read
 from dispatchkit_transformers.layers import ChunkStates, chunk_layer
@@ -55,7 +55,7 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
     """
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise ConfigError("prompt_sizes", sizes, "chunk sizes in tokens, such as (16, 64, 256)")
-    made = tuple(sorted({check_count(size, "prompt_sizes") for size in sizes}))
+    made = tuple(sorted(set(check_counts(sizes, "prompt_sizes"))))
     if made and made[-1] > max_length:
         raise ConfigError("prompt_sizes", made, f"at most max_length ({max_length})")
     return made

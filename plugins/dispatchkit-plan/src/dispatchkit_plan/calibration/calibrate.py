@@ -35,7 +35,7 @@ import torch
 from dispatchkit.backends import GraphBackend
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput, preserved_state, sample_inputs
-from dispatchkit.keys import GraphKey, RuntimeMode, check_count
+from dispatchkit.keys import GraphKey, RuntimeMode, check_count, check_counts
 
 from dispatchkit_plan.calibration.graph_memory import (
     MeasuredRunner,
@@ -105,7 +105,7 @@ def calibrate(
     if pace not in ("queued", "waited"):
         raise ConfigError("pace", pace, "'queued' or 'waited'")
     samples = check_count(samples, "samples")
-    asked = () if eager_sizes is None else [check_count(n, "eager_sizes") for n in eager_sizes]
+    asked = () if eager_sizes is None else check_counts(eager_sizes, "eager_sizes")
     with suppressed_warnings():
         measured = make_measured_runner(
             step, inputs=inputs, example=example, sizes=sizes, eager_sizes=asked, **settings

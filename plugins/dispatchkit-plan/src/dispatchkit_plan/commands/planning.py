@@ -20,7 +20,7 @@ from dispatchkit.cli import (
     table,
 )
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_counts
 
 if TYPE_CHECKING:
     from dispatchkit_plan import EngineSettings, GridPlan, OwnSizesPlan, Plan
@@ -206,7 +206,7 @@ def plan(
         own = plan_own_sizes(
             workload,
             cost_model=model,
-            beside=[check_count(size, "--beside") for size in (beside or "").split(",") if size],
+            beside=check_counts([size for size in (beside or "").split(",") if size], "--beside"),
             max_waste=1.0 if max_waste is None else max_waste,
             graphs=graphs,
             memory_bytes=memory_bytes,
