@@ -1,11 +1,11 @@
-"""Tests of every way that inputs are copied into a graph.
+"""Test kit for the transports that copy inputs into graphs.
 
     class TestMyBackendsInputs(InputTransportTests):
         def make_backend(self):
             return MyBackend()
 
-Each test runs once for each of ``WAYS``. The step returns everything that its graph reads: the rows
-of the call and, up to the bucket, each input's fill.
+Each test runs once per entry of ``WAYS``. The step returns all values that its graph reads: the
+rows of the call, followed by the fill value of each input up to the bucket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ DEVICE = {
     "complex": StaticInput((None,), "complex64", fill=2),
     "table": StaticInput((2,), "float32"),
 }
-#: Inputs that no node copies: batched along another dimension, wide elements, large at 8 rows.
+#: Inputs that copy nodes do not support: batched along another dimension, with wide elements, or
+#: too large at 8 rows.
 BESIDE = {
     "wide": StaticInput((3, None), "int32", fill=4),
     "pairs": StaticInput((None,), "complex128", fill=2),
@@ -51,28 +52,28 @@ HOST = {
     "short": StaticInput((None, 5), "int16", fill=6, host=True),
     "fixed": StaticInput((2,), "float64", host=True),
 }
-#: Too large for any node's data.
+#: A host input that copy nodes do not support, because it is batched along dimension 1.
 ACROSS = {"across": StaticInput((2, None), "float16", fill=5, host=True)}
 
-#: 0, 1, ... 96, repeated: the values of a call are a slice of it, as long as ``large``.
+#: Repeats 0, 1, ..., 96, and is longer than ``large``. Calls pass slices of it.
 _PERIOD = 97
 _COUNTING = torch.arange(320_000 + _PERIOD, dtype=torch.int16).remainder(_PERIOD)
 
-#: Host inputs of 4 rows fit into this many bytes, those of 8 rows do not.
+#: Bytes of a "short" copy node: enough for the host inputs of 4 rows, but not of 8 rows.
 MOST_DATA = 150
 
 
 @attrs.frozen
 class Way:
-    """One way of copying inputs in.
+    """One combination of inputs, copy node and graph.
 
     Attributes:
         inputs: The declared inputs.
-        path: The beginnings of ``runner.controls.input_path``, at any of the sizes.
-        node: ``used``, ``none``, ``short``: it has no room for host inputs of the largest
-            size, or ``lost``: it is not found in the graph that was captured.
-        kind: ``full``, ``pieces``, or ``registered``: a graph captured outside
-            the runner.
+        path: Expected start of ``runner.controls.input_path``, or the allowed starts if it differs
+            between sizes.
+        node: ``used``; ``none``; ``short``, if the host inputs of the largest size do not fit; or
+            ``lost``, if the node is not found in the captured graph.
+        kind: ``full``, ``pieces``, or ``registered`` for graphs captured outside the runner.
     """
 
     inputs: dict[str, StaticInput]
@@ -87,7 +88,7 @@ class Way:
 
     @property
     def key_mode(self) -> RuntimeMode:
-        """The mode of its graphs."""
+        """Runtime mode of the graphs."""
         return RuntimeMode.PIECEWISE if self.kind == "pieces" else RuntimeMode.FULL
 
 
@@ -116,7 +117,10 @@ WAYS = {
 
 
 class InputTransportTests:
-    """Tests of what a runner's graphs read; subclass it and override the methods below."""
+    """Tests of the values that a runner's graphs read.
+
+    Subclass it and override ``make_backend`` and, if needed, ``lag``.
+    """
 
     def make_backend(self) -> GraphBackend:
         """Return a new backend."""
@@ -127,17 +131,17 @@ class InputTransportTests:
     def lag(self, backend: GraphBackend) -> None:
         """Make the device lag behind the host, if possible."""
         if backend.torch_device != "cpu":
-            torch.cuda._sleep(100_000)  # noqa: SLF001 - nothing public waits there
+            torch.cuda._sleep(100_000)  # noqa: SLF001 - no public API waits on the device
 
     @pytest.fixture(params=list(WAYS))
     def way(self, request: pytest.FixtureRequest) -> Way:
-        """One way after the other."""
+        """Return one entry of ``WAYS``."""
         found: Way = WAYS[request.param]
         return found
 
     @pytest.fixture
     def bench(self, way: Way) -> Iterator[Bench]:
-        """A factory of runners and calls for that way."""
+        """Yield a factory of runners and calls."""
         backend = self.make_backend()
         if way.node != "none" and features_of(backend).copy_nodes is None:
             pytest.skip(f"Backend {backend.name!r} offers no copy nodes.")
@@ -146,17 +150,19 @@ class InputTransportTests:
             yield Bench(way, NodeSwitch(backend, way.node), lambda: self.lag(backend))
             backend.synchronize()
 
-    # -- what a graph reads ---------------------------------------------------------------
+    # -- values that graphs read ----------------------------------------------------------
 
     def test_the_path_is_the_one_under_test(self, bench: Bench) -> None:
-        """Otherwise the other tests would test something else."""
+        """Otherwise, the other tests would test a different transport."""
         runner = bench.runner()
         for size in SIZES:
             path = runner.controls.input_path(bench.key(size))
-            assert path.startswith(bench.way.path), f"Inputs of size {size} are copied by {path!r}."
+            assert path.startswith(bench.way.path), (
+                f"The input path of size {size} is {path!r}; expected {bench.way.path!r}."
+            )
 
     def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
-        """After any step: each kind of step after each other kind, with fewer rows."""
+        """This holds for every kind of step after a larger step of any kind."""
         kinds = ["call", "strided", "negated", "in place", "eager"]
         if bench.way.node in ("used", "short"):
             kinds += ["refused", "refused in place"]
@@ -171,7 +177,7 @@ class InputTransportTests:
         assert set(reasons) <= {"ceiling"}, f"Steps ran eager: {reasons}."
 
     def test_larger_graphs_fill_further(self, bench: Bench) -> None:
-        """The same rows in larger and larger buckets, and back."""
+        """The same rows run in increasingly larger buckets, then in smaller ones."""
         runner = bench.runner()
         runner_keys = [bench.key(size) for size in SIZES]
         for number, smallest in enumerate((0, 2, 1, 2, 0)):
@@ -181,7 +187,7 @@ class InputTransportTests:
                 bench.run_and_compare(runner, 1, 10 * number, kind, bucket=SIZES[smallest])
 
     def test_host_values_are_taken_and_tensors_are_read_in_order(self, bench: Bench) -> None:
-        """The caller overwrites some immediately and drops others, on a device that lags."""
+        """The caller zeros host inputs and drops all tensors while the device lags."""
         runner, kept = bench.runner(), []
         for number in range(40):
             rows = number * 5 % 8 + 1
@@ -198,7 +204,7 @@ class InputTransportTests:
             bench.compare(result, wanted)
 
     def test_nothing_of_a_call_is_kept_alive(self, bench: Bench) -> None:
-        """After a step's launch, nothing references the inputs of its call."""
+        """After the launch of a step, the runner keeps no reference to its inputs."""
         runner = bench.runner()
         for rows, ceiling in ((3, 2), (3, 2), (8, 2), (8, 0), (3, 2)):
             values = bench.values(rows, rows)
@@ -209,10 +215,10 @@ class InputTransportTests:
             alive = [ref() for ref in held if ref() is not None]
             assert not alive, f"{len(alive)} inputs of a call are still referenced."
 
-    # -- with what steps may do -----------------------------------------------------------
+    # -- other features of a runner -------------------------------------------------------
 
     def test_threads(self, bench: Bench) -> None:
-        """Callers on several threads and streams each get the rows of their own call."""
+        """Concurrent callers on separate streams each get the rows of their own call."""
         runner, failures = bench.runner(), []
         start = threading.Barrier(3)
 
@@ -230,10 +236,10 @@ class InputTransportTests:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not failures, f"On a thread of its own a step failed: {failures[0]!r}"
+        assert not failures, f"A step on a separate thread failed: {failures[0]!r}"
 
     def test_lanes(self, bench: Bench) -> None:
-        """Each lane has its own memory, and reads host values at the call."""
+        """Each lane has its own static inputs, and host values are copied during the call."""
         if bench.way.kind == "registered":
             pytest.skip("Graphs captured outside the runner run on the first lane.")
         runner, handles = bench.runner(lanes=2), []
@@ -250,7 +256,7 @@ class InputTransportTests:
             bench.compare(handle.result(), wanted)
 
     def test_check_mode(self, bench: Bench) -> None:
-        """Replay and eager agree, in a runner that raises otherwise."""
+        """In strict check mode, which raises on a difference, replays equal eager."""
         runner = bench.runner(by_rows=True, options=RunnerOptions(check=1, strict=True))
         for number in range(12):
             rows = number * 5 % 8 + 1
@@ -261,9 +267,9 @@ class InputTransportTests:
 
     @pytest.mark.filterwarnings("ignore:The step draws random numbers")
     def test_random_numbers(self, bench: Bench) -> None:
-        """A step that draws gets its inputs the same way, and the same numbers as eager."""
+        """A step that draws random numbers uses the same transport and draws as eager."""
         if bench.way.kind != "full":
-            pytest.skip("Draws are not part of this way.")
+            pytest.skip("Only full graphs are tested with random numbers.")
         runner = bench.runner(draws=True)
         assert runner.controls.input_path(bench.key(4)).startswith(bench.way.path)
         device = bench.backend.torch_device
@@ -277,9 +283,9 @@ class InputTransportTests:
             bench.compare(result, bench.wanted(values, rows))
 
     def test_a_capture_on_the_way_loses_no_rows(self, bench: Bench) -> None:
-        """Graphs are captured by a step in place, and again once they are stale."""
+        """In-place steps capture graphs, and capture them again when they are stale."""
         if bench.way.kind == "registered":
-            pytest.skip("Nothing is captured.")
+            pytest.skip("The runner captures no graphs.")
         runner = bench.runner(lazy=True)
         for number, (rows, kind) in enumerate(
             [(3, "in place"), (7, "call"), (2, "in place"), (3, "in place"), (5, "call")]
@@ -290,9 +296,9 @@ class InputTransportTests:
         assert runner.stats().eager_by_reason == {}
 
     def test_a_node_that_cannot_be_set_is_made_up_for(self, bench: Bench) -> None:
-        """Then torch copies, the launch does not copy again, and the path says so."""
+        """The inputs are copied by torch instead, only once, and the path reports it."""
         if bench.way.node not in ("used", "short"):
-            pytest.skip("There is no node.")
+            pytest.skip("The graphs have no copy node.")
         runner = bench.runner()
         for number in range(30):
             kind = "in place" if number % 3 == 1 else "call"
@@ -304,7 +310,7 @@ class InputTransportTests:
 
 
 class Bench:
-    """Creates runners of one way and calls for them, and compares what graphs read."""
+    """A factory of runners and calls that compares the values that graphs read."""
 
     def __init__(self, way: Way, backend: NodeSwitch, lag: Callable[[], None]) -> None:
         self.way, self.backend, self.lag = way, backend, lag
@@ -324,18 +330,18 @@ class Bench:
         lanes: int = 1,
         options: RunnerOptions = RunnerOptions(),  # noqa: B008 - it is frozen
     ) -> Any:
-        """Return a runner with all graphs captured, whose results are whole buckets.
+        """Return a runner with all graphs captured.
 
         Args:
-            draws: The step returns four random numbers, too.
-            by_rows: Results are the rows of a call.
-            lazy: Nothing is captured ahead.
-            lanes: The number of lanes.
+            draws: Whether the step also returns four random numbers.
+            by_rows: Whether results contain only the rows of the call, without padding.
+            lazy: Whether to capture graphs on first use instead.
+            lanes: Number of lanes.
             options: Further settings.
         """
         step = _returning(self.way.inputs, draws=draws)
         if not by_rows:
-            # Its results include padding.
+            # Results include padding.
             options = attrs.evolve(
                 options,
                 buffers=BufferOptions(output_batch_dims=None),
@@ -379,7 +385,7 @@ class Bench:
     # -- calls ----------------------------------------------------------------------------
 
     def values(self, rows: int, number: int) -> dict[str, torch.Tensor]:
-        """Return the values of one call, which depend on the number."""
+        """Return input values for a call; the number selects them."""
         made = {}
         for index, (name, spec) in enumerate(self.way.inputs.items()):
             shape = spec.sized(rows)
@@ -392,14 +398,14 @@ class Bench:
         return made
 
     def given(self, values: Mapping[str, torch.Tensor], kind: str = "call") -> dict[str, Any]:
-        """Return values as a call passes them."""
+        """Return the arguments of a call for the values."""
         made: dict[str, Any] = {}
         for index, (name, value) in enumerate(values.items()):
             given: Any = value
             if kind == "strided":
                 given = torch.stack([value, value], -1)[..., 0]
             elif kind == "negated" and value.dtype is torch.float32:
-                given = torch._neg_view(-value)  # noqa: SLF001 - nothing public makes one
+                given = torch._neg_view(-value)  # noqa: SLF001 - no public API creates one
             elif kind == "negated" and value.is_complex():
                 given = value.conj().resolve_conj().conj()
             elif kind == "negated" and self.way.inputs[name].host and index % 2:
@@ -410,7 +416,7 @@ class Bench:
     def wanted(
         self, values: Mapping[str, torch.Tensor], rows: int, bucket: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return what a graph reads: the values, and fill up to its bucket."""
+        """Return the expected inputs of a graph: the values, then fill up to the bucket."""
         if bucket is None:
             bucket = next(size for size in SIZES if size >= rows)
         made = {}
@@ -422,11 +428,11 @@ class Bench:
         return made
 
     def compare(self, result: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> None:
-        """Fail unless a result is bitwise as expected."""
+        """Check that a result is bitwise equal to the expected result."""
         assert list(result) == list(wanted)
         for name, value in wanted.items():
             got = result[name].cpu()
-            assert torch.equal(got, value), f"The graph read {name!r} as {got}, not as {value}."
+            assert torch.equal(got, value), f"The graph read {got} for {name!r}; expected {value}."
 
     def run_and_compare(
         self, runner: Any, rows: int, number: int, kind: str, bucket: int | None = None
@@ -451,7 +457,7 @@ class Bench:
 
 
 class _CoveringPolicy(OneBucketPolicy):
-    """One key per size; a larger one replaces one that is switched off."""
+    """Declares one key per size, and chooses the smallest ready graph that covers a batch."""
 
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
@@ -475,10 +481,10 @@ def _returning(inputs: Mapping[str, StaticInput], *, draws: bool) -> Callable[..
 
 
 class NodeSwitch:
-    """Wraps a backend, with copy nodes as a way requires.
+    """A backend wrapper that restricts copy nodes as ``Way.node`` specifies.
 
     Attributes:
-        refuses: Setting a node fails.
+        refuses: Whether setting a node fails.
     """
 
     def __init__(self, real: GraphBackend, node: str) -> None:
@@ -489,7 +495,7 @@ class NodeSwitch:
         return getattr(self._real, name)
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> Any:
-        """Return a node of the real backend that can be lost or refuse to be set."""
+        """Return a wrapped node of the backend, or the reason why there is none."""
         if self._node == "none":
             return "switched off for this test"
         if self._node == "short" and data_bytes > MOST_DATA:
@@ -500,7 +506,7 @@ class NodeSwitch:
 
 
 class _SwitchedNode:
-    """A copy node that may be lost or refuse to be set."""
+    """A copy node that can fail to attach, or fail when it is set."""
 
     def __init__(self, real: Any, switch: NodeSwitch, is_lost: bool) -> None:
         self._real, self._switch, self._is_lost = real, switch, is_lost
@@ -509,12 +515,12 @@ class _SwitchedNode:
         return getattr(self._real, name)
 
     def attach(self, graph: Any) -> str:
-        """Find the node, unless it is to be lost."""
+        """Attach the node, unless the test requires a failure."""
         problem: str = "lost for this test" if self._is_lost else self._real.attach(graph)
         return problem
 
     def setter(self, regions: Any, offsets: Any = ()) -> Callable[[Any], int]:
-        """Return the function that sets the node, unless it is to refuse."""
+        """Return a function that sets the node, or returns error 1 if the switch refuses."""
         set_node, switch = self._real.setter(regions, offsets), self._switch
 
         def set_or_refuse(tensors: Any) -> int:

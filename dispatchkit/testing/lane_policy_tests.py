@@ -1,8 +1,9 @@
-"""LanePolicyTests: properties of every lane policy, and traits that some claim.
+"""LanePolicyTests, the test kit for lane policies.
 
-Each test is one property, checked on random schedules with a fixed seed: steps are submitted and
-lanes finish some, without a device. Its docstring explains the harm of violating it. The core set
-applies to every lane policy; a *trait* is tested if it is claimed.
+Each test checks one property on random schedules with a fixed seed. A schedule submits steps to
+simulated lanes, which finish some of them; no device is needed. The docstring of a test explains
+the harm of violating its property. The core set applies to every lane policy. A *trait* is tested
+if the policy claims it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _KEYS = tuple(
 
 
 class SampleLane:
-    """A lane without a device, whose steps finish on demand.
+    """A simulated lane, whose steps finish on demand.
 
     Args:
-        index: Its number.
-        keys: Keys that it has graphs of.
+        index: Index of the lane.
+        keys: Keys whose graphs are captured on the lane.
     """
 
     def __init__(self, index: int, keys: Sequence[GraphKey] = ()) -> None:
@@ -54,7 +55,7 @@ class SampleLane:
 
     @property
     def index(self) -> int:
-        """Its number."""
+        """Index of the lane."""
         return self._index
 
     @property
@@ -68,15 +69,15 @@ class SampleLane:
         return sum(self._tokens)
 
     def holds(self, key: GraphKey) -> bool:
-        """Return whether it has a graph for a key."""
+        """Return whether the lane has a graph for a key."""
         return key in self._keys
 
-    def give(self, num_tokens: int) -> None:
-        """Queue a step."""
+    def submit(self, num_tokens: int) -> None:
+        """Add a step to the lane."""
         self._tokens.append(num_tokens)
 
     def finish(self) -> None:
-        """Finish the oldest step, if there is one."""
+        """Finish the oldest step, if any."""
         if self._tokens:
             self._tokens.popleft()
 
@@ -86,11 +87,11 @@ class SampleLane:
 
 @attrs.frozen
 class Schedule:
-    """Steps in order, with the lanes that finish a step after each.
+    """A sequence of submitted and finished steps.
 
     Attributes:
         num_lanes: Number of lanes.
-        steps: The submitted steps, each with the lanes that then finish a step.
+        steps: Pairs of a submitted step and the indices of the lanes that finish a step after it.
     """
 
     num_lanes: int
@@ -98,69 +99,73 @@ class Schedule:
 
     @classmethod
     def sample(cls, rng: random.Random, num_lanes: int | None = None, length: int = 40) -> Schedule:
-        """Return a random schedule, with bursts, eager steps and idle times."""
+        """Return a random schedule with bursts, eager steps and idle lanes."""
         number = rng.randint(1, MOST_LANES) if num_lanes is None else num_lanes
-        lazy = rng.choice((0.0, 0.5, 1.0, 2.0))  # how much is finished after each step
+        rate = rng.choice((0.0, 0.5, 1.0, 2.0))  # mean number of steps that finish per submission
         keys = rng.sample(_KEYS, rng.randint(1, len(_KEYS)))
         steps = []
         for _ in range(length):
             key = None if rng.random() < 0.15 else rng.choice(keys)
             tokens = rng.randint(1, 512) if key is None else rng.randint(1, key.num_tokens)
             priority = rng.choice((0, 0, 0, 1, 2, -1))
-            count = int(lazy + rng.random())
+            count = int(rate + rng.random())
             done = tuple(rng.randrange(number) for _ in range(count))
             steps.append((PendingStep(tokens, key, priority), done))
         return cls(number, tuple(steps))
 
 
 class LanePolicyTests:
-    """Subclass it, name the subclass ``Test…`` and define ``make_lane_policy``.
+    """Test kit for a lane policy.
+
+    Subclass it under a name that starts with ``Test``, and define ``make_lane_policy``.
 
     Attributes:
-        seed: Seed of the random schedules; the same seed gives the same ones.
-        max_examples: Schedules per property.
+        seed: Seed of the random schedules; the same seed gives the same schedules.
+        max_examples: Number of schedules per property.
     """
 
     seed: int = 0
     max_examples: int = 30
 
     def make_lane_policy(self) -> LanePolicy:
-        """Return a fresh lane policy, without any history."""
+        """Return a fresh lane policy."""
         raise NotImplementedError(f"{type(self).__name__} must define make_lane_policy().")
 
-    # -- what is chosen -----------------------------------------------------------------
+    # -- choices ------------------------------------------------------------------------
 
     def test_every_step_gets_a_lane(self) -> None:
         """``choose`` always returns the index of an existing lane.
 
-        Eager steps have no key, all lanes may be busy, and there may be only one lane. If it raises
-        or returns something else, the step runs on a lane that was not chosen.
+        Eager steps have no key, all lanes may be busy, and there may be only one lane. If
+        ``choose`` raises or returns anything else, the step runs on the least busy lane.
         """
         for schedule in self._schedules():
             for _ in self._play(self.make_lane_policy(), schedule):
                 pass
 
     def test_same_history_gives_the_same_lanes(self) -> None:
-        """Two fresh policies answer the same on the same history, also for equal keys.
+        """Two fresh policies choose the same lanes for the same history.
 
-        Behaviour that depends on chance, the clock or the address of an object cannot be reproduced
-        when it goes wrong. Equal keys are the same key.
+        A failure that depends on chance, the clock or the address of an object cannot be
+        reproduced. Keys are compared by value, not by identity.
         """
         for schedule in self._schedules():
             first = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
-            again = copy.deepcopy(schedule)  # equal keys, other objects
+            again = copy.deepcopy(schedule)  # keys that are equal but not identical
             second = [lane for _, lane, _ in self._play(self.make_lane_policy(), again)]
             if first != second:
                 pairs = enumerate(zip(first, second, strict=True))
                 at = next(index for index, pair in pairs if len({*pair}) > 1)
                 step = schedule.steps[at][0]
-                self._fail(f"chose lane {first[at]}, and {second[at]} on the same history", step)
+                self._fail(
+                    f"chose lane {first[at]}, then lane {second[at]} for the same history", step
+                )
 
     def test_policies_share_nothing(self) -> None:
-        """Two policies used together answer as each does alone.
+        """Two policies used together choose the same lanes as each alone.
 
-        Each runner in a process has its own policy. A counter stored in the class makes each depend
-        on the traffic of all others.
+        Each runner in a process has its own policy. If a counter is stored in the class, the
+        choices for one runner depend on the traffic of the others.
         """
         for schedule in self._schedules():
             alone = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
@@ -168,12 +173,14 @@ class LanePolicyTests:
             other = self._play(self.make_lane_policy(), schedule)
             for want, (step, lane, _), _ in zip(alone, mine, other, strict=True):
                 if lane != want:
-                    self._fail(f"chose lane {lane}, but {want} without another policy", step)
+                    self._fail(
+                        f"chose lane {lane}, but lane {want} when it was the only policy", step
+                    )
 
     def test_keys_are_asked_for_where_they_matter(self) -> None:
-        """A policy whose answer depends on the key says ``needs_key = True``.
+        """A policy whose choices depend on the key sets ``needs_key = True``.
 
-        Without it, all steps come without a key, and the policy treats them all alike.
+        Otherwise, it receives steps without keys.
         """
         for schedule in self._schedules():
             if needs_key(self.make_lane_policy()):
@@ -190,13 +197,13 @@ class LanePolicyTests:
                         f"chose lane {lane} by the key, but does not set needs_key = True", step
                     )
 
-    # -- where keys live ------------------------------------------------------------------
+    # -- placement of keys ----------------------------------------------------------------
 
     def test_lanes_for_key_are_valid_and_stable(self) -> None:
-        """``lanes_for_key`` returns at least one lane for each key, and always the same ones.
+        """``lanes_for_key`` always returns the same lanes for a key, and at least one.
 
-        A key without a lane is never captured and always runs eager; one whose lane changes is
-        captured on one lane and looked up on another.
+        A key without a lane is never captured, and its steps run eager. If the lane of a key
+        changes, its graph is captured on one lane and looked up on another.
         """
         for number in range(1, MOST_LANES + 1):
             answers = [
@@ -211,9 +218,9 @@ class LanePolicyTests:
                     )
 
     def test_steps_go_where_their_graph_is(self) -> None:
-        """A step is sent to a lane that its key is captured on.
+        """A step runs on a lane that has the graph of its key.
 
-        On another lane it runs eager, although there is a graph.
+        On any other lane, it runs eager.
         """
         for schedule in self._schedules():
             policy = self.make_lane_policy()
@@ -227,10 +234,10 @@ class LanePolicyTests:
                     )
 
     def test_stream_priorities_fit_the_lanes(self) -> None:
-        """``stream_priorities`` always returns one whole number of at least 0 per lane.
+        """``stream_priorities`` always returns one integer of at least 0 per lane.
 
-        Streams are created from it before the first step; an invalid value prevents creating a
-        runner.
+        A runner creates its streams with these priorities. With an invalid value, it cannot be
+        created.
         """
         for number in range(1, MOST_LANES + 1):
             policy = self.make_lane_policy()
@@ -245,7 +252,7 @@ class LanePolicyTests:
     # -- traits ---------------------------------------------------------------------------
 
     def test_traits_are_known(self) -> None:
-        """All claims are existing traits; a misspelled one would never be tested."""
+        """All claimed traits exist; a misspelled trait would never be tested."""
         unknown = policy_traits(self.make_lane_policy()) - LANE_TRAITS
         if unknown:
             known = ", ".join(sorted(LANE_TRAITS))
@@ -254,10 +261,9 @@ class LanePolicyTests:
             )
 
     def test_trait_spreads_uses_every_lane(self) -> None:
-        """Steps of all keys use all lanes.
+        """If steps have many different keys, every lane gets some of them.
 
-        A lane takes memory for buffers and graphs, used or not; memory of a lane without steps is
-        wasted.
+        Each lane has its own buffers and graphs, whose memory is wasted on an unused lane.
         """
         self._skip_unless("spreads")
         for number in range(1, MOST_LANES + 1):
@@ -268,28 +274,28 @@ class LanePolicyTests:
                 self._fail(f"used lanes {sorted(used)} in {32 * number} steps, but never {idle}")
 
     def test_trait_sticky_keeps_a_key_on_its_lanes(self) -> None:
-        """A key goes to a lane that has its graph whenever there is one, however busy."""
+        """If a lane has the graph of a key, the step runs on such a lane even if it is busy."""
         self._skip_unless("sticky")
         for schedule in self._schedules():
             for step, lane, lanes in self._play(self.make_lane_policy(), schedule):
                 holders = [] if step.key is None else [x for x in lanes if x.holds(step.key)]
-                if holders and lane not in [one.index for one in holders]:
-                    self._fail(f"chose lane {lane}, but {holders} have the key's graph", step)
+                if holders and lane not in [holder.index for holder in holders]:
+                    self._fail(f"chose lane {lane}, but only {holders} have the graph", step)
 
     def test_trait_balances_takes_the_least_busy(self) -> None:
-        """No lane is chosen while another has less unfinished work, in steps and in tokens.
+        """No other lane has both fewer unfinished steps and fewer tokens than the chosen lane.
 
-        Work is what the lane currently reports, not all steps ever submitted: lanes finish at their
-        own pace.
+        Lanes finish their steps at different times, so the load is the number of unfinished steps,
+        not of all submitted steps.
         """
         self._skip_unless("balances")
         for schedule in self._schedules():
             for step, lane, lanes in self._play(self.make_lane_policy(), schedule):
                 own = lanes[lane]
-                for one in lanes:
-                    fewer = one.num_unfinished < own.num_unfinished
-                    if fewer and one.unfinished_tokens < own.unfinished_tokens:
-                        self._fail(f"chose {own}, but {one} has less work", step)
+                for other in lanes:
+                    fewer = other.num_unfinished < own.num_unfinished
+                    if fewer and other.unfinished_tokens < own.unfinished_tokens:
+                        self._fail(f"chose {own}, but {other} has less work", step)
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -300,7 +306,7 @@ class LanePolicyTests:
     def _play(
         self, policy: Any, schedule: Schedule
     ) -> Iterator[tuple[PendingStep, int, list[SampleLane]]]:
-        """Yield each step with the chosen lane and the state of all lanes at that time."""
+        """Yield each step with the chosen lane and all lanes, before it is submitted."""
         assigned = self._lanes_by_key(policy, _KEYS, schedule.num_lanes)
         lanes = [
             SampleLane(index, [key for key in _KEYS if index in assigned[key]])
@@ -309,14 +315,14 @@ class LanePolicyTests:
         for step, done in schedule.steps:
             try:
                 answer = policy.choose(step, tuple(lanes))
-            except Exception as error:  # noqa: BLE001 - whatever a policy raises is a finding
+            except Exception as error:  # noqa: BLE001 - any exception is a finding
                 problem = f"choose raised {type(error).__name__}: {error}"
                 self._fail(f"{problem} with {lanes}", step, cause=error)
             fault = lane_fault(answer, len(lanes))
             if fault:
                 self._fail(f"choose {fault}", step)
             yield step, answer, lanes
-            lanes[answer].give(step.num_tokens)
+            lanes[answer].submit(step.num_tokens)
             for index in done:
                 lanes[index].finish()
 

@@ -1,7 +1,7 @@
-"""DispatcherMachine: compare a dispatcher with a naive model that always asks the policy.
+"""DispatcherMachine, a state machine that compares a dispatcher with a naive model.
 
-The table is a cache. After any sequence of events (captures, failures, evictions, modes switched
-off, learned changes, swaps), it must serve what the policy would answer now.
+The dispatcher's table is a cache. After any sequence of events (captures, failures, evictions,
+disabled modes, learned changes, swaps), it must serve the policy's current decisions.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dispatchkit.keys import ALLOWED_MODES, Batch, DispatchConfig, GraphKey, Run
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing.strategies import apply_change, batches, changes, configs, graph_keys
 
-# (tokens, query class, adapters, allowed modes): a cell of the model.
+# Cell of the model: (tokens, query class, adapters, allowed modes).
 _Cell = tuple[int, int, int, int]
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """Subclass it, define ``make_policy`` and run its ``TestCase``.
+    """Compare a dispatcher with a naive model, as a hypothesis state machine.
 
-    The model is a dictionary of learned changes (one answer per cell, and one-shot answers); for
-    everything else it asks the policy. It applies to any policy whose answers are a function of
-    batch and graphs; ``observe`` of a learning policy is not called.
+    Subclass it, define ``make_policy`` and run its ``TestCase``. The model stores learned changes
+    and one-shot decisions per cell. For all other cells, it calls the policy. Decisions of the
+    policy must depend only on the batch and the graphs; ``observe`` is never called.
     """
 
     def make_policy(self) -> Policy:
@@ -56,12 +56,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.served: dict[tuple[_Cell, int], Decision] = {}
         self.keys: list[GraphKey] = list(self.registry)
 
-    # -- what happens to graphs -----------------------------------------------------------
+    # -- changes of graphs ----------------------------------------------------------------
 
     @precondition(lambda self: self.keys)
     @rule(data=st.data())
     def change_a_graph(self, data: st.DataObject) -> None:
-        """Capture, fail, evict, disable, ...; drop learned changes in cells it could serve."""
+        """Change the state of a graph; drop learned changes of the cells that it could serve."""
         change = data.draw(changes(self.keys))
         if not apply_change(self.registry, change):
             return
@@ -73,7 +73,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def declare_another_key(self, data: st.DataObject) -> None:
-        """Another policy that shares the registry may declare more keys."""
+        """Declare a key, as another policy that shares the registry could."""
         key = data.draw(graph_keys(self.config))
         if key in self.registry:
             return
@@ -84,13 +84,13 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(data=st.data())
     def forget_a_key(self, data: st.DataObject) -> None:
-        """Remove a key."""
+        """Remove a key from the registry."""
         key = data.draw(st.sampled_from(self.keys))
         self.registry.forget(key)
         self.keys.remove(key)
         self._void(key.mode, key.num_tokens)
 
-    # -- what is learnt ---------------------------------------------------------------------
+    # -- learned changes --------------------------------------------------------------------
 
     @rule(data=st.data(), one_shot=st.booleans(), eager=st.booleans())
     def learn(self, data: st.DataObject, one_shot: bool, eager: bool) -> None:
@@ -126,7 +126,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def learn_what_is_impossible(self, data: st.DataObject) -> None:
-        """A change that breaks a constraint is refused without effect."""
+        """Check that a change that breaks a constraint is rejected without effect."""
         batch = data.draw(batches(self.config))
         key = data.draw(graph_keys(self.config))
         assume(key not in self.registry)
@@ -146,11 +146,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.served.clear()
         self.keys = list(self.registry)
 
-    # -- what is served -----------------------------------------------------------------------
+    # -- served decisions ---------------------------------------------------------------------
 
     @rule(data=st.data(), repeat=st.integers(1, 3))
     def dispatch(self, data: st.DataObject, repeat: int) -> None:
-        """The table always returns what the model returns."""
+        """Check that the table returns the decision of the model."""
         batch = data.draw(batches(self.config))
         for _ in range(repeat):
             self._dispatch(batch)
@@ -176,7 +176,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert num_reqs <= served.max_num_reqs
         assert served.padded_num_tokens >= num_tokens
         if not one_shot:
-            # The same object while nothing changed, otherwise a larger revision.
+            # Without a change, the same object is served; after a change, a larger revision.
             before = self.served.get((cell, num_reqs))
             if before is not None and before is not served:
                 assert served.revision > before.revision
@@ -193,7 +193,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         learnt = self.learnt.get(cell)
         if learnt is not None and self._holds(learnt, num_reqs):
             return learnt, False
-        # The table first asks without requests, then with requests if beyond the answer's bound.
+        # The table first calls the policy without a number of requests. If the number is beyond the
+        # bound of this decision, it calls the policy again with the number.
         known = attrs.evolve(batch, num_reqs=None)
         anew = self.dispatcher.decide(known)
         if learnt is not None or not self._holds(anew, num_reqs):
@@ -202,7 +203,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch_what_is_impossible(self, data: st.DataObject) -> None:
-        """One argument outside its limits is refused by name, in any position."""
+        """Check that an argument outside its limits is rejected by name."""
         config = self.config
         name, value = data.draw(
             st.sampled_from(
@@ -233,7 +234,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_fault_of_the_policy(self) -> None:
-        """The policy is correct, so the dispatcher must have found no fault."""
+        """Check that the dispatcher counted no fault of the correct policy."""
         if hasattr(self, "dispatcher"):
             assert self.dispatcher.num_policy_errors == 0
 
@@ -264,6 +265,6 @@ class DispatcherMachine(RuleBasedStateMachine):
                 del learnt[cell]
 
     def teardown(self) -> None:
-        """Stop listening."""
+        """Close the dispatcher."""
         if hasattr(self, "dispatcher"):
             self.dispatcher.close()

@@ -1,8 +1,8 @@
-"""PolicyTests: properties of every policy, and traits that some claim.
+"""PolicyTests, the test kit for policies.
 
-Each test is one property, checked on small random cases with a fixed seed. Its docstring explains
-the harm of violating it. The core set applies to every policy. A *trait* is tested if the policy
-claims it (``traits``), and otherwise skipped by name.
+Each test checks one property on small random cases with a fixed seed. Its docstring explains the
+harm of violating the property. The core set applies to every policy. A *trait* is an optional
+property, which is tested if the policy lists it in ``traits`` and skipped otherwise.
 
 ``run_policy_conformance`` runs the same methods without pytest.
 """
@@ -38,69 +38,77 @@ from dispatchkit.testing.samples import (
     usual_configs,
 )
 
-_OF_ONE_KEY = ("captured", "failed", "evicted", "stale", "disabled", "enabled")
-_MODES = "config.mode.decode_mode() and mixed_mode() return the modes that may be declared"
+_KEY_CHANGES = ("captured", "failed", "evicted", "stale", "disabled", "enabled")
+_MODE_HINT = "config.mode.decode_mode() and mixed_mode() return the modes that may be declared"
 _MAX_CALIBRATION_ROUNDS = 50
-_ONE_MODE = {RuntimeMode.PIECEWISE: 1, RuntimeMode.FULL: 6}  # that mode or eager
+# For each mode, the ``allowed`` code of batches that may run in this mode or eager.
+_ALLOWED_CODE = {RuntimeMode.PIECEWISE: 1, RuntimeMode.FULL: 6}
 
 
 class PolicyTests(CaseRunner):
-    """Subclass it, name the subclass ``Test…`` and define ``make_policy``.
+    """Test kit for a policy.
+
+    Subclass it under a name that starts with ``Test``, and define ``make_policy``.
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
-        max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
+        max_examples: Number of cases per property, scaled with the hypothesis profile's
+            ``max_examples`` (relative to 100).
     """
 
-    # -- what is declared ---------------------------------------------------------------
+    # -- declared keys ------------------------------------------------------------------
 
     @for_all_cases(share=0.5)
     def test_declare_is_deterministic(self, case: Case) -> None:
-        """The same configuration gives the same keys in the same order.
+        """For the same configuration, ``declare`` returns the same keys in the same order.
 
-        Ranks capture in that order, each in its own process. A rank that declares other keys, or
-        another order, hangs in the first collective of a capture.
+        Each rank captures in this order, in its own process. If the keys or the order differ
+        between ranks, they hang in the first collective of a capture.
         """
-        for what, policy in (("again", case.policy), ("of a fresh policy", case.make_policy())):
+        for call, policy in (
+            ("a second call", case.policy),
+            ("a call on a fresh policy", case.make_policy()),
+        ):
             keys = case.declare(policy)
             if keys != case.keys:
                 differing = [str(key) for key in {*keys} ^ {*case.keys}]
-                case.fail(f"declare, called {what}, differs: {differing or 'in order'}")
+                problem = f"other keys: {differing}" if differing else "another order of keys"
+                case.fail(f"declare returned {problem} in {call}")
 
     @for_all_cases(share=0.5)
     def test_declared_keys_keep_within_the_limits(self, case: Case) -> None:
         """Keys fit the configured buffers, requests, adapters, query lengths and mode.
 
-        Static inputs are as large as the configuration says. A larger key would capture past their
-        end; a key of a mode that is not configured may capture attention that cannot be captured.
-        (One adapter more than ``max_loras`` is allowed: the base model counts as one.)
+        The configuration determines the size of static inputs. The capture of a larger key would
+        read past their end. In a mode that is not configured, the attention backend may not support
+        capture. (``max_loras`` + 1 adapters are allowed, because the base model counts as one.)
         """
         config, mode = case.config, case.config.mode
         for key in case.keys:
             if not isinstance(key, GraphKey):
                 case.fail(f"declare returned {key!r}, which is not a GraphKey")
-            own = key.descriptor
-            decode = own.uniform or own.max_query_len is not None
+            descriptor = key.descriptor
+            decode = descriptor.uniform or descriptor.max_query_len is not None
             faults = {
                 f"more tokens than max_num_tokens ({config.max_num_tokens})": (
-                    own.num_tokens > config.max_num_tokens
+                    descriptor.num_tokens > config.max_num_tokens
                 ),
                 f"more requests than max_num_seqs ({config.max_num_seqs})": (
-                    (own.num_reqs or 0) > config.max_num_seqs
+                    (descriptor.num_reqs or 0) > config.max_num_seqs
                 ),
                 f"more adapters than max_loras ({config.max_loras})": (
-                    own.num_active_loras > config.max_loras + (config.max_loras > 0)
+                    descriptor.num_active_loras > config.max_loras + (config.max_loras > 0)
                 ),
                 f"a query length not in {config.query_lens}": (
-                    own.uniform and own.query_len not in config.query_lens
+                    descriptor.uniform and descriptor.query_len not in config.query_lens
                 ),
-                f"a part of a request of {own.query_len} tokens": (
-                    own.uniform and own.num_tokens % own.query_len != 0
+                f"num_tokens is not a multiple of query_len ({descriptor.query_len})": (
+                    descriptor.uniform and descriptor.num_tokens % descriptor.query_len != 0
                 ),
-                f"mode {key.mode} though the configured mode is {mode}; {_MODES}": (
+                f"mode {key.mode} though the configured mode is {mode}; {_MODE_HINT}": (
                     not mode.has_mode(CUDAGraphMode[key.mode.name])
                 ),
-                f"FULL for mixed batches though the configured mode is {mode}; {_MODES}": (
+                f"FULL for mixed batches though the configured mode is {mode}; {_MODE_HINT}": (
                     key.mode is RuntimeMode.FULL
                     and not decode
                     and mode.mixed_mode() is not CUDAGraphMode.FULL
@@ -109,14 +117,15 @@ class PolicyTests(CaseRunner):
             for fault in (text for text, broken in faults.items() if broken):
                 case.fail(f"declared {key}: {fault}")
 
-    # -- what is decided ----------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------
 
     @for_all_cases()
     def test_every_batch_gets_an_answer(self, case: Case) -> None:
         """For batches within the limits, ``decide`` does not raise and returns a valid type.
 
-        It is called while serving: if it raises, all such steps run eager. It must not change the
-        registry, since the executor controls which keys may be dispatched.
+        The dispatcher calls it while serving. If it raises for a batch, every step with an equal
+        batch runs eager. It must not change the registry, because the executor controls which keys
+        can be dispatched.
         """
         before = dict(case.registry.entries)
         for batch in case.batches():
@@ -129,10 +138,11 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_chosen_key_was_declared(self, case: Case) -> None:
-        """The chosen key is one of those declared, so one function should create both.
+        """``decide`` chooses only declared keys.
 
-        If two pieces of code compute keys, they drift apart. Then the graph captured for a batch is
-        never found, and every such step runs eager without an error.
+        One function should create the keys for ``declare`` and ``decide``. If two pieces of code
+        compute them, they drift apart: the graph captured for a batch is never found, and the step
+        always runs eager without an error.
         """
         known = set(case.keys)
         for batch in case.batches():
@@ -142,19 +152,19 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_chosen_graph_covers_the_batch(self, case: Case) -> None:
-        """A bucket is never smaller than the batch in tokens, requests or adapters.
+        """The bucket has at least the tokens, requests and adapters of the batch.
 
-        Rows beyond the bucket would not be computed, but the caller would read them.
+        The graph computes no rows beyond its bucket, but the caller would read them.
         """
         for batch in case.batches():
             key = case.decide(batch).key
             if key is None:
                 continue
-            own = key.descriptor
+            descriptor = key.descriptor
             for what, has, needs in (
-                ("tokens", own.num_tokens, batch.num_tokens),
-                ("requests", own.num_reqs, batch.num_reqs),
-                ("adapters", own.num_active_loras, batch.num_active_loras),
+                ("tokens", descriptor.num_tokens, batch.num_tokens),
+                ("requests", descriptor.num_reqs, batch.num_reqs),
+                ("adapters", descriptor.num_active_loras, batch.num_active_loras),
             ):
                 if has is not None and needs is not None and has < needs:
                     case.fail(f"chose {key} for {needs} {what}", batch)
@@ -163,17 +173,19 @@ class PolicyTests(CaseRunner):
     def test_uniform_graph_serves_only_its_own_query_length(self, case: Case) -> None:
         """A uniform decode graph never serves a mixed batch or another query length.
 
-        Its attention was captured for exactly that many tokens per request; on any other batch it
-        computes wrong results without an error.
+        Its attention was captured for exactly ``query_len`` tokens per request. For other batches,
+        it computes wrong results without an error.
         """
         for batch in case.batches():
             key = case.decide(batch).key
             if key is None:
                 continue
-            own = key.descriptor
-            wrong_length = own.uniform and not (batch.uniform and batch.query_len == own.query_len)
-            too_long = own.max_query_len is not None and (
-                batch.max_query_len is None or batch.max_query_len > own.max_query_len
+            descriptor = key.descriptor
+            wrong_length = descriptor.uniform and not (
+                batch.uniform and batch.query_len == descriptor.query_len
+            )
+            too_long = descriptor.max_query_len is not None and (
+                batch.max_query_len is None or batch.max_query_len > descriptor.max_query_len
             )
             if wrong_length or too_long:
                 kind = f"uniform {batch.query_len}" if batch.uniform else "mixed"
@@ -183,8 +195,8 @@ class PolicyTests(CaseRunner):
     def test_constraints_go_before_preferences(self, case: Case) -> None:
         """A mode that a batch does not allow is never chosen.
 
-        Cascade attention cannot run in a FULL graph; ranks that agreed on PIECEWISE hang
-        when one of them replays FULL.
+        Cascade attention cannot run in a FULL graph. Ranks that agreed on PIECEWISE hang if one of
+        them replays FULL.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -196,8 +208,8 @@ class PolicyTests(CaseRunner):
     def test_only_ready_graphs_are_chosen(self, case: Case) -> None:
         """Graphs that are failed, evicted, stale, disabled or not captured are not chosen.
 
-        There is nothing to replay, so the dispatcher runs such a step eager, as a fault of the
-        policy, although another graph may be ready.
+        Such a graph cannot be replayed. The dispatcher counts a fault of the policy and runs the
+        step eager, even if another graph is ready.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -206,10 +218,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_a_batch_that_fits_a_graph_gets_one_or_a_reason(self, case: Case) -> None:
-        """Eager comes with a reason, and the reason is true.
+        """An eager decision has a reason, and the reason is true.
 
-        No silent downgrade: operators see why a step ran eager, and act on it. A wrong reason would
-        make them, for example, add capture sizes that exist.
+        Operators act on the reasons of eager steps. A wrong reason would make them, for example,
+        add capture sizes that already exist.
         """
         for batch in case.batches():
             decision = case.decide(batch)
@@ -224,20 +236,20 @@ class PolicyTests(CaseRunner):
                 case.fail(f"answered eager ({reason}), although {fits} is ready and fits", batch)
             if reason == Reason.EMPTY_BATCH:
                 case.fail(f"answered eager ({reason}) for {batch.num_tokens} tokens", batch)
-            of_states = (
+            graph_states = (
                 *(Reason.NOT_CAPTURED, Reason.CAPTURE_FAILED, Reason.EVICTED),
                 *(Reason.STALE, Reason.DISABLED),
             )
-            if reason in of_states and reason not in known:
-                case.fail(f"answered eager ({reason}), but no graph is so", batch)
+            if reason in graph_states and reason not in known:
+                case.fail(f"answered eager ({reason}), but no graph is in this state", batch)
 
     @for_all_cases()
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
         """In a split batch, each row is in exactly one part, and each part has a suitable graph.
 
-        A row in no part would be read without being computed; a row in two would change state
-        twice. Limits on adapters, axes, requests and modes apply to each part as to a batch. A
-        policy that never splits passes.
+        If no part contains a row, the caller reads a result that was never computed. If two parts
+        contain it, the step changes its state twice. The limits of a batch on adapters, axes,
+        requests and modes also apply to each part. A policy that never splits batches passes.
         """
         case.graphs.may_split = True
         learns = callable(getattr(case.policy, "observe", None))
@@ -254,10 +266,10 @@ class PolicyTests(CaseRunner):
                     continue
                 problem = broken_constraint(update.decision, update.batch, case.graphs)
                 if problem is not None:
-                    case.fail(f"observe asked for a decision that {problem}", update.batch)
+                    case.fail(f"observe requested a decision that {problem}", update.batch)
 
     def test_a_plain_batch_gets_a_graph(self) -> None:
-        """With all graphs captured, some batch replays under some plain configuration.
+        """If all graphs are captured, at least one batch replays in a common configuration.
 
         A policy that never chooses a graph would pass all other tests.
         """
@@ -278,19 +290,19 @@ class PolicyTests(CaseRunner):
                     if answer is not None and answer.key is not None:
                         return
         raise AssertionError(
-            "No batch at a capture size got a graph under any plain configuration, although all "
-            "graphs were captured."
+            "decide chose no graph for any batch at a capture size in the configurations of "
+            "usual_configs(), although all graphs were captured."
         )
 
-    # -- what the dispatcher's table relies on ------------------------------------------
+    # -- assumptions of the dispatcher's table ------------------------------------------
 
     @for_all_cases()
     def test_same_batch_same_decision(self, case: Case) -> None:
-        """Asked again without a change, it answers the same, whatever it decided in between.
+        """Until a graph changes, ``decide`` returns the same decision for equal batches.
 
-        The dispatcher asks once per cell of its table and serves that answer for millions of steps.
-        A different later answer would never be used, and two ranks that filled the cell at
-        different times would disagree.
+        The dispatcher calls ``decide`` once per cell of its table and reuses the decision for
+        millions of steps. A different later decision would never take effect, and ranks that fill
+        the cell at different times would disagree.
         """
         batches = list(case.batches())
         first = [case.decide(batch) for batch in batches]
@@ -300,10 +312,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_same_history_same_decision(self, case: Case) -> None:
-        """Two fresh policies that see the same steps make the same decisions.
+        """Two fresh policies make the same decisions for the same batches.
 
-        Ranks see the same steps. A differently seeded generator, the clock or the address of an
-        object would make them disagree.
+        All ranks run the same batches. Decisions that depend on a random seed, the clock or the
+        address of an object would differ between ranks.
         """
         other = case.make_policy()
         case.declare(other)
@@ -314,11 +326,11 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_number_of_requests_only_bounds(self, case: Case) -> None:
-        """An answer without knowing the requests holds for any number up to its bound.
+        """A decision with ``num_reqs=None`` holds for any number of requests up to its bound.
 
-        The bound is that of the chosen key, or the decision's ``max_num_reqs`` if smaller. The
-        table has no axis for requests: it stores one answer and compares. If requests matter more,
-        set ``max_num_reqs``.
+        The bound is the number of requests of the chosen key, or the decision's ``max_num_reqs`` if
+        smaller. The table has no axis for requests. It stores one decision and compares the number
+        with the bound. If decisions depend on requests, set ``max_num_reqs``.
         """
         for batch in case.batches(known_reqs=False):
             unknown = case.decide(batch)
@@ -331,17 +343,18 @@ class PolicyTests(CaseRunner):
                 known = case.decide(attrs.evolve(batch, num_reqs=num_reqs))
                 if known.key != unknown.key:
                     case.fail(
-                        f"answered {unknown} for an unknown number of requests (good for up to "
+                        f"answered {unknown} for an unknown number of requests (valid for up to "
                         f"{limit}), but {known} for {num_reqs}",
                         batch,
                     )
 
     @for_all_cases()
     def test_answers_depend_only_on_graphs_that_could_serve(self, case: Case) -> None:
-        """Changes to graphs that are too small for a batch, or of other modes, do not matter.
+        """A decision does not depend on graphs that are too small or of modes not allowed.
 
-        The dispatcher empties only the cells that a changed graph could serve. An answer that
-        depends on other graphs (for example, on how many are captured) is not updated.
+        If a graph changes, the dispatcher clears only the cells that the graph could serve. A
+        decision that depends on other graphs (for example, on the number of captured graphs) would
+        become outdated.
         """
         for batch in case.batches(10):
             elsewhere = [
@@ -353,7 +366,7 @@ class PolicyTests(CaseRunner):
                 continue
             before = case.decide(batch)
             for _ in range(3):
-                change = case.change(elsewhere, _OF_ONE_KEY)
+                change = case.change(elsewhere, _KEY_CHANGES)
                 after = case.decide(batch)
                 if change is not None and before.key != after.key:
                     what = f"{change.key} was {change.kind}"
@@ -361,9 +374,9 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(share=0.5)
     def test_table_follows_captures_evictions_and_failures(self, case: Case) -> None:
-        """Served through a dispatcher, a graph that is not ready is never chosen after a change.
+        """After each change of a graph, the dispatcher serves the policy's current decisions.
 
-        At each step the table serves what the policy would answer now.
+        An outdated cell of its table would select a graph that is no longer ready.
         """
         dispatcher = Dispatcher(
             case.policy,
@@ -397,7 +410,7 @@ class PolicyTests(CaseRunner):
             )
         except NoGraphError:
             if anew.key is not None:
-                case.fail(f"the table has no graph, although {anew.key} would be chosen", batch)
+                case.fail(f"the table has no graph, although the policy chooses {anew.key}", batch)
             return
         for key in served.keys:
             why = dispatcher.graphs.why_not(key)
@@ -406,13 +419,13 @@ class PolicyTests(CaseRunner):
         if (served.key, served.parts) != (anew.key, anew.parts):
             case.fail(f"the table serves {served}, but the policy now answers {anew}", batch)
 
-    # -- what a policy that learns keeps to -----------------------------------------------
+    # -- learning policies ----------------------------------------------------------------
 
     @for_all_cases(learning=True)
     def test_what_is_learnt_keeps_the_constraints(self, case: Case) -> None:
-        """Every change that ``observe`` requests is valid for the dispatcher's table.
+        """Every change that ``observe`` requests satisfies the hard constraints.
 
-        A refused change is counted as a fault, and what was learned is lost.
+        The dispatcher rejects other changes and counts a fault of the policy.
         """
         for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=True):
             for update in self._observe(case, case.policy, outcome):
@@ -422,15 +435,15 @@ class PolicyTests(CaseRunner):
                     continue
                 problem = broken_constraint(update.decision, update.batch, case.graphs)
                 if problem is not None:
-                    case.fail(f"observe asked for a decision that {problem}", update.batch)
+                    case.fail(f"observe requested a decision that {problem}", update.batch)
                 if update.decision.key is None and not update.batch.allows(RuntimeMode.NONE):
-                    case.fail("observe asked for eager where it is not allowed", update.batch)
+                    case.fail("observe requested eager where it is not allowed", update.batch)
 
     @for_all_cases(learning=True)
     def test_failures_teach_nothing_about_latency(self, case: Case) -> None:
-        """The time of a step that did not complete has no effect on later answers.
+        """The time of a step that did not complete has no effect on later decisions.
 
-        Otherwise a replay that failed after 2 µs would be the fastest choice ever seen.
+        Otherwise, a replay that failed after 2 µs would seem the fastest choice.
         """
         other = case.make_policy()
         case.declare(other)
@@ -449,10 +462,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(learning=True)
     def test_same_outcomes_same_updates(self, case: Case) -> None:
-        """Two policies that see the same outcomes request the same changes.
+        """Two policies request the same changes after the same outcomes.
 
-        Otherwise a recorded trace would not reproduce a run, and ranks that agreed on times would
-        drift apart.
+        Otherwise, a recorded trace would not reproduce a run, and ranks that agreed on times would
+        diverge.
         """
         other = case.make_policy()
         case.declare(other)
@@ -465,10 +478,10 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(share=0.2, learning=True)
     def test_calibration_ends_and_keeps_the_constraints(self, case: Case) -> None:
-        """``calibration_runs`` requests steps that can run, and eventually none.
+        """``calibration_runs`` requests only steps that can run, and eventually returns no runs.
 
-        A runner calls it after each capture until it returns no runs, and measures nothing else
-        meanwhile.
+        After each capture, a runner calls it until it returns no runs. Until then, the runner
+        measures no other steps.
         """
         ask = PolicyParts.of(case.policy).calibration_runs
         if ask is None:
@@ -480,18 +493,18 @@ class PolicyTests(CaseRunner):
                     case.fail(f"calibration_runs returned {run!r}; CalibrationRuns are allowed")
                 problem = broken_constraint(run.decision, run.batch, case.graphs)
                 if problem is not None:
-                    case.fail(f"calibration_runs asked for a step that {problem}", run.batch)
+                    case.fail(f"calibration_runs requested a step that {problem}", run.batch)
                 decision = attrs.evolve(run.decision, num_tokens=run.batch.num_tokens)
                 for _ in range(run.runs):
                     self._observe(case, case.policy, Outcome(run.batch, decision, 100.0))
             if not runs:
                 return
-        case.fail(f"calibration_runs asked for more after {_MAX_CALIBRATION_ROUNDS} rounds")
+        case.fail(f"calibration_runs still requested runs after {_MAX_CALIBRATION_ROUNDS} calls")
 
     def _outcomes(
         self, case: Case, policy: Policy, batches: list[Batch], *, failures: bool
     ) -> Iterator[Outcome]:
-        """Yield outcomes of steps, each decided after learning from the earlier ones."""
+        """Yield outcomes of random steps; decide each step when its outcome is requested."""
         rng = case.rng
         for _ in range(20):
             batch = rng.choice(batches)
@@ -509,23 +522,23 @@ class PolicyTests(CaseRunner):
         observe: Callable[[Outcome], Iterable[CellUpdate] | None] = getattr(policy, "observe")  # noqa: B009
         try:
             return list(observe(outcome) or ())
-        except Exception as error:  # noqa: BLE001 - whatever a policy raises is a finding
+        except Exception as error:  # noqa: BLE001 - any exception is a finding
             case.fail(f"observe raised {type(error).__name__}: {error}", outcome.batch, cause=error)
 
     # -- optional parts and traits --------------------------------------------------------
 
     def test_optional_parts_can_be_used(self) -> None:
-        """The parts of a policy other than ``declare`` and ``decide`` have a valid form.
+        """The optional attributes and methods of the policy are valid.
 
-        Otherwise the dispatcher refuses the policy, for example for a ``pace`` below 1.
+        Otherwise, the dispatcher rejects the policy, for example for a ``pace`` below 1.
         """
         PolicyParts.of(self.make_policy())
 
     def test_traits_are_known(self) -> None:
-        """All claims are existing traits.
+        """All claimed traits exist.
 
-        A misspelled trait is never tested, and code that relies on it (such as ranks that need a
-        stateless policy) finds that it is not claimed.
+        A misspelled trait is never tested. Code that requires the trait (for example, ranks require
+        a stateless policy) treats it as not claimed.
         """
         unknown = policy_traits(self.make_policy()) - TRAITS
         if unknown:
@@ -534,9 +547,9 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(trait="smallest_bucket")
     def test_trait_smallest_bucket(self, case: Case) -> None:
-        """No ready graph of the chosen mode that covers the batch is smaller.
+        """The chosen graph is the smallest ready graph of its mode that covers the batch.
 
-        Padding is wasted work; a policy with this trait never pads more than the mode requires.
+        Padding is wasted work, and a policy with this trait adds as little as possible.
         """
         for batch in case.batches():
             key = case.decide(batch).key
@@ -548,9 +561,9 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases(trait="monotone", all_captured=True)
     def test_trait_monotone(self, case: Case) -> None:
-        """With all graphs captured, more tokens never get a smaller bucket.
+        """If all graphs are captured, a larger batch never gets a smaller bucket.
 
-        Then times grow with the batch, and planning of sizes may bisect.
+        Step times then grow with the batch, and planning of capture sizes can bisect.
         """
         for batch in case.batches(4, known_reqs=False):
             below: GraphKey | None = None
@@ -559,33 +572,33 @@ class PolicyTests(CaseRunner):
                 if key is None:
                     continue
                 if below is not None and key.num_tokens < below.num_tokens:
-                    case.fail(f"chose {below}, but {key} for more tokens ({num_tokens})", batch)
+                    case.fail(f"chose {below}, but {key} for a batch of {num_tokens} tokens", batch)
                 below = key
 
     @for_all_cases(trait="order")
     def test_trait_order(self, case: Case) -> None:
-        """FULL is preferred to PIECEWISE, and PIECEWISE to eager, whenever each would be chosen.
+        """FULL is preferred to PIECEWISE, and PIECEWISE to eager.
 
-        Allowing more modes never makes a batch run in a lesser one.
+        If more modes are allowed for a batch, it never runs in a lower mode than before.
         """
         for batch in case.batches():
             chosen = case.decide(batch).mode
-            for mode, code in _ONE_MODE.items():
+            for mode, code in _ALLOWED_CODE.items():
                 if mode <= chosen or mode not in ALLOWED_MODES[batch.allowed]:
                     continue
                 alone = case.decide(attrs.evolve(batch, allowed=code)).key
                 if alone is not None:
                     case.fail(
-                        f"chose {chosen.name}, although {alone} is chosen if it is the only one "
-                        "allowed",
+                        f"chose {chosen.name}, but chose {alone} when only {mode.name} and eager "
+                        "were allowed",
                         batch,
                     )
 
     @for_all_cases(trait="stateless")
     def test_trait_stateless(self, case: Case) -> None:
-        """Earlier decisions and observations make no difference.
+        """Decisions do not depend on earlier decisions and observations.
 
-        Every process gives the same answer at any time, so ranks need not synchronize.
+        Every process makes the same decisions at any time, so ranks need not synchronize.
         """
         batches = list(case.batches())
         answers = [case.decide(batch) for batch in batches]
@@ -594,14 +607,14 @@ class PolicyTests(CaseRunner):
                 self._observe(case, case.policy, outcome)
         fresh = case.make_policy()
         for batch, before in zip(reversed(batches), reversed(answers), strict=True):
-            for who, policy in (("later", case.policy), ("from a fresh policy", fresh)):
+            for who, policy in (("later", case.policy), ("a fresh policy", fresh)):
                 if (now := case.decide(batch, policy)) != before:
-                    case.fail(f"answered {before}, but {who} {now}", batch)
+                    case.fail(f"answered {before}, but {who} answered {now}", batch)
 
     def test_trait_stateless_in_another_process(self) -> None:
-        """Other processes, with other hash seeds, give the same answers.
+        """Processes with other hash seeds make the same decisions.
 
-        The order of sets differs there, as does anything sorted by address.
+        In another process, sets and objects sorted by address have a different order.
         """
         self.skip_unless("stateless", learning=False)
         try:
@@ -610,11 +623,13 @@ class PolicyTests(CaseRunner):
             raise unittest.SkipTest(str(error)) from error
         for here, there in zip(first, second, strict=True):
             if here != there:
-                raise AssertionError(f"Another process answers differently: {here}; {there}")
+                raise AssertionError(
+                    f"Two processes with different hash seeds answered {here} and {there}"
+                )
 
     @for_all_cases(trait="all_keys_reachable", all_captured=True, share=0.3)
     def test_trait_all_keys_reachable(self, case: Case) -> None:
-        """Every declared key is chosen for some batch.
+        """Each declared key is chosen for at least one batch.
 
         A graph that is never chosen wastes capture time and memory.
         """

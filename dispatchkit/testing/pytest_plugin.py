@@ -1,15 +1,15 @@
-"""The pytest plugin: a marker for the tests of each kit.
+"""pytest plugin that marks the tests of each kit.
 
-``pytest -m dispatchkit_policy`` runs only the kit for policies; ``-m "not dispatchkit_backend"``
-skips the kit for backends. Markers are added at collection, so that kits do not depend on this
-plugin: without the entry point, their tests run unmarked.
+``pytest -m dispatchkit_policy`` runs only the kit for policies, and ``pytest -m "not
+dispatchkit_backend"`` skips the kit for backends. Markers are added at collection, so the kits do
+not depend on this plugin.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Class of the kit -> (marker, what it marks).
+#: Marker and its description by the class name of the kit.
 KITS = {
     "PolicyTests": ("dispatchkit_policy", "dispatchkit's kit for policies"),
     "LanePolicyTests": ("dispatchkit_lane_policy", "dispatchkit's kit for lane policies"),
@@ -19,13 +19,13 @@ KITS = {
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the markers, also for ``--strict-markers``."""
+    """Register the markers; ``--strict-markers`` requires it."""
     for marker, text in KITS.values():
         config.addinivalue_line("markers", f"{marker}: {text}")
 
 
 def pytest_itemcollected(item: Any) -> None:
-    """Mark tests whose class comes from a kit."""
+    """Mark a test whose class inherits from a kit."""
     for base in getattr(getattr(item, "cls", None), "__mro__", ()):
         if base.__name__ in KITS and base.__module__.startswith("dispatchkit.testing."):
             item.add_marker(KITS[base.__name__][0])

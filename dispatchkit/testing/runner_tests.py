@@ -1,13 +1,13 @@
-"""Tests to subclass for a GraphRunner with your own policy, backend or step.
+"""RunnerTests, the test kit for a GraphRunner with your own policy, backend or step.
 
     class TestMyPolicyRuns(RunnerTests):
         def make_policy(self):
             return MyPolicy()
 
-The kits for policies and backends test each alone. This one runs steps through both and compares
-every result with a direct call of the step. Override your own parts: the policy (default:
-``vllm``), the backend (default: the tape, which needs no GPU), the step with its inputs, the
-configuration. torch is imported by the tests that run.
+The kits for policies and backends test each component separately. This kit runs steps through both
+and compares every result with a direct call of the step. Override the methods for your components:
+the policy (default: ``vllm``), the backend (default: the tape, which needs no GPU), the
+configuration, or the step with its inputs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dispatchkit.options import RunnerOptions
 
 
 class RunnerTests:
-    """Tests of a GraphRunner; subclass it and override your own parts.
+    """Test kit for a GraphRunner; subclass it and override methods for your components.
 
     Attributes:
-        seed: Seed of the batches; the same seed gives the same ones.
-        num_steps: Steps of each test.
+        seed: Seed of the random batches; the same seed gives the same batches.
+        num_steps: Number of steps in each test.
         tolerance: Relative and absolute tolerance between a replay and a direct call.
     """
 
@@ -41,10 +41,10 @@ class RunnerTests:
     num_steps: int = 25
     tolerance: float = 1e-5
 
-    # -- what may be overridden -----------------------------------------------------------
+    # -- components -----------------------------------------------------------------------
 
     def make_policy(self) -> Policy | str:
-        """Return a fresh policy, or the name of an installed one."""
+        """Return a fresh policy, or the name of an installed policy."""
         return "vllm"
 
     def make_backend(self) -> GraphBackend:
@@ -74,7 +74,7 @@ class RunnerTests:
         }
 
     def make_batch(self, rng: random.Random, num_tokens: int, device: str) -> dict[str, Any]:
-        """Return the inputs of one call."""
+        """Return the inputs of one call with ``num_tokens`` rows."""
         torch = pytest.importorskip("torch")
         tokens = [rng.randrange(16) for _ in range(num_tokens)]
         values = [[rng.uniform(-2, 2) for _ in range(4)] for _ in range(num_tokens)]
@@ -86,7 +86,7 @@ class RunnerTests:
     # -- results --------------------------------------------------------------------------
 
     def test_results_are_those_of_the_step_itself(self) -> None:
-        """At, one below and one above every size: a replay computes what eager computes."""
+        """Replays equal eager at each capture size, and one token below and above it."""
         with self._pair() as pair:
             sizes = pair.runner.config.sizes
             edges = sorted({n + off for n in sizes for off in (-1, 0, 1)})
@@ -95,33 +95,34 @@ class RunnerTests:
                 pair.call(num_tokens, uniform=1)
             replays = sum(pair.runner.stats().hits.values())
             assert replays, (
-                "No step replayed a graph, so that nothing else is tested: "
-                f"{pair.runner.stats().eager_by_reason}"
+                "No step replayed a graph, so replays are not tested. Steps ran eager for these "
+                f"reasons: {pair.runner.stats().eager_by_reason}"
             )
 
     def test_large_batch_leaves_nothing_to_a_smaller_one(self) -> None:
-        """Rows used by an earlier batch are refilled before a smaller batch is padded.
+        """Padding rows are filled again after a larger batch used them.
 
-        Otherwise a step that looks across rows, or writes by index, would see an earlier batch.
+        Otherwise, a step that reads across rows or writes by index would use rows of an earlier
+        batch.
         """
         with self._pair() as pair:
             for num_tokens in (pair.largest, 1, pair.largest, 2, 1, pair.largest - 1, 1):
                 pair.call(max(1, num_tokens))
 
     def test_result_keeps_its_values_over_later_calls(self) -> None:
-        """An owned result belongs to the caller: later replays do not write to it."""
+        """Later replays do not change a result that belongs to the caller."""
         with self._pair() as pair:
             torch = pytest.importorskip("torch")
-            tree = torch.utils._pytree  # noqa: SLF001 - torch offers it under no other name
+            tree = torch.utils._pytree  # noqa: SLF001 - torch has no public equivalent
             kept = []
             for num_tokens in (3, 2, 3, 1):
                 result = pair.call(num_tokens)
                 kept.append((result, tree.tree_map(_clone, result)))
             for result, before in kept:
-                pair.compare(result, before, "A result changed when later steps ran")
+                pair.compare(result, before, "A later step changed an earlier result.")
 
     def test_random_traffic_gives_eager_results(self) -> None:
-        """Batches of every size and kind, ceilings, and graphs captured and evicted meanwhile."""
+        """Results equal eager for random batches while graphs are captured and evicted."""
         with self._pair() as pair:
             rng, runner = pair.rng, pair.runner
             for _ in range(self.num_steps):
@@ -159,22 +160,26 @@ class RunnerTests:
     # -- reasons --------------------------------------------------------------------------
 
     def test_every_step_is_counted_once_and_every_eager_one_with_a_reason(self) -> None:
-        """No silent downgrade, and every step runs exactly once."""
+        """Operators need the reason of every eager step, and each step runs exactly once."""
         with self._pair() as pair:
             for _ in range(self.num_steps):
                 num_tokens = pair.rng.randint(1, pair.runner.config.max_num_tokens)
                 pair.call(num_tokens, ceiling=pair.rng.randrange(3))
             stats = pair.runner.stats()
-            assert stats.steps == self.num_steps, f"{stats.steps} of {self.num_steps} were counted."
+            assert stats.steps == self.num_steps, (
+                f"{self.num_steps} steps ran, but {stats.steps} were counted."
+            )
             eager = stats.steps_by_mode.get(RuntimeMode.NONE.name, 0)
             reasons = stats.eager_by_reason
-            assert sum(reasons.values()) == eager, f"{eager} eager steps, reasons of {reasons}."
+            assert sum(reasons.values()) == eager, (
+                f"{eager} steps ran eager, but these reasons were counted: {reasons}."
+            )
             assert "" not in reasons, f"{reasons['']} steps ran eager without a reason."
 
     # -- failures -------------------------------------------------------------------------
 
     def test_capture_that_fails_costs_no_result(self) -> None:
-        """Its key runs eager with the reason; other graphs are captured and replayed."""
+        """Steps of the failed key run eager, and other graphs are captured and replayed."""
         with self._pair(fail_captures=lambda number: number % 2 == 0) as pair:
             for _ in range(self.num_steps):
                 pair.call(pair.rng.randint(1, pair.largest))
@@ -183,16 +188,18 @@ class RunnerTests:
                 assert stats.capture_failures > 0, "A capture that raised was not counted."
 
     def test_replay_that_fails_runs_the_step_once(self) -> None:
-        """If a launch is refused, the step runs once, eager."""
+        """If a launch fails, the step runs eager exactly once."""
         with self._pair() as pair:
             for number in range(self.num_steps):
                 pair.backend.refuse_launches = number % 5 == 4
                 pair.call(pair.rng.randint(1, pair.largest))
             stats = pair.runner.stats()
-            assert stats.steps == self.num_steps, f"{stats.steps} of {self.num_steps} were counted."
+            assert stats.steps == self.num_steps, (
+                f"{self.num_steps} steps ran, but {stats.steps} were counted."
+            )
 
     def test_graphs_given_up_leave_no_memory(self) -> None:
-        """Repeatedly capturing and evicting all graphs does not increase memory."""
+        """Memory does not grow if all graphs are repeatedly captured and released."""
         with self._pair() as pair:
             held = []
             for _ in range(4):
@@ -200,7 +207,7 @@ class RunnerTests:
                 pair.call(2)
                 held.append(pair.runner.num_bytes)
                 pair.runner.clear()
-            assert max(held[1:]) <= held[0], f"Bytes after each turn: {held}"
+            assert max(held[1:]) <= held[0], f"Memory grew; bytes after each capture: {held}"
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ class RunnerTests:
             plain = GraphRunner(
                 self.make_step(),
                 self.make_inputs(),
-                policy=_Eager(),
+                policy=_EagerPolicy(),
                 backend=backend,
                 options=without_graphs,
             )
@@ -234,15 +241,15 @@ class RunnerTests:
             yield _Pair(self, torch, runner, plain, backend)
             backend.synchronize()
         faults = runner.dispatcher.num_policy_errors
-        assert faults == 0, f"{faults} answers of the policy broke a hard constraint."
+        assert faults == 0, f"{faults} decisions of the policy broke a hard constraint."
 
 
 def _clone(value: Any) -> Any:
     return value.clone() if hasattr(value, "clone") else value
 
 
-class _Eager:
-    """Has no graphs, so every step runs eager."""
+class _EagerPolicy:
+    """A policy without graphs, so every step runs eager."""
 
     name = "eager"
 
@@ -254,7 +261,7 @@ class _Eager:
 
 
 class _Pair:
-    """A runner under test, with direct calls of the same step for comparison."""
+    """A runner under test, and a runner without graphs for comparison."""
 
     def __init__(
         self, tests: RunnerTests, torch: Any, runner: Any, plain: Any, backend: _FaultyBackend
@@ -273,7 +280,7 @@ class _Pair:
         ceiling: int = 2,
         rng: random.Random | None = None,
     ) -> Any:
-        """Run one batch through both, compare, and return the runner's result."""
+        """Run a batch through both runners, compare, and return the tested result."""
         rng = self.rng if rng is None else rng
         uniform = rng.randrange(2) if uniform is None else uniform
         batch = self.tests.make_batch(rng, num_tokens, self.backend.torch_device)
@@ -281,11 +288,12 @@ class _Pair:
         result = self.runner(**batch, **facts)
         with self._lock:
             expected = self.plain(**batch)
-        self.compare(result, expected, f"A step of {num_tokens} tokens gave a different result")
+        problem = f"The result of a step of {num_tokens} tokens differs from eager."
+        self.compare(result, expected, problem)
         return result
 
     def compare(self, result: Any, expected: Any, problem: str) -> None:
-        """Fail, naming the problem, unless two results agree."""
+        """Check that two results agree within the tolerance."""
         self.backend.synchronize()
         self.torch.testing.assert_close(
             result,
@@ -293,12 +301,12 @@ class _Pair:
             rtol=self.tests.tolerance,
             atol=self.tests.tolerance,
             equal_nan=True,
-            msg=lambda text: f"{problem} than the step itself. {text}",
+            msg=lambda text: f"{problem} {text}",
         )
 
 
 class _FaultyBackend:
-    """Wraps a backend, with faults on demand."""
+    """A backend wrapper whose captures and launches fail on demand."""
 
     def __init__(self, real: GraphBackend, fail_captures: Callable[[int], bool]) -> None:
         self._real, self._fail = real, fail_captures
@@ -310,13 +318,16 @@ class _FaultyBackend:
 
     @property
     def capabilities(self) -> Any:
-        """The real backend's, but captures are always watched; others bypass this wrapper."""
+        """Capabilities of the backend, but without unwatched captures.
+
+        Unwatched captures would bypass this wrapper.
+        """
         import attrs
 
         return attrs.evolve(self._real.capabilities, unwatched_captures=False)
 
     def capture(self, run: Callable[[], Any], **options: Any) -> Any:
-        """Capture, or fail in the middle of the capture."""
+        """Capture the callable, or fail inside the capture."""
         self.num_captures += 1
         fails = self._fail(self.num_captures)
 
@@ -330,7 +341,7 @@ class _FaultyBackend:
 
 
 class _FaultyGraph:
-    """A graph whose launch is refused on demand."""
+    """A graph whose launches fail on demand."""
 
     def __init__(self, real: Any, backend: _FaultyBackend) -> None:
         self._real, self._backend = real, backend
@@ -339,7 +350,7 @@ class _FaultyGraph:
         return getattr(self._real, name)
 
     def replay(self) -> None:
-        """Launch, unless launches are refused."""
+        """Launch the graph, unless launches are refused."""
         if self._backend.refuse_launches:
             raise RuntimeError("This launch is refused on purpose.")
         self._real.replay()

@@ -1,4 +1,4 @@
-"""The default step of RunnerTests; imports torch."""
+"""The default step of RunnerTests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dispatchkit.execute import eager_piece, graph_piece
 
 
 class SampleStep:
-    """A small model of common difficulties: a table, a look across rows, a split.
+    """A small model with an embedding table, an operation across rows, and a split.
 
     Args:
-        device: The device of its weights.
+        device: Device of the weights.
     """
 
     def __init__(self, device: str) -> None:
@@ -22,17 +22,17 @@ class SampleStep:
         self.weight: torch.Tensor = torch.randn(4, 4, generator=generator).to(device)
 
     def pieces(self) -> list[Any]:
-        """Return the step as pieces, for PIECEWISE; in FULL they form one graph."""
+        """Return the pieces of the step; in FULL mode, they form one graph."""
         return [graph_piece(self.embed), eager_piece(self.mix), graph_piece(self.finish)]
 
     def embed(self, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Look up rows and project them."""
+        """Look up embeddings and project them."""
         return (self.table[tokens] + values) @ self.weight
 
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Each row depends on earlier rows, never on later ones, so padding has no effect."""
+        """Sum each row and the rows before it; padding follows the rows, so it has no effect."""
         return hidden.cumsum(0)
 
     def finish(self, mixed: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a result with structure."""
+        """Return a nested result."""
         return {"mixed": mixed.tanh(), "size": values.abs() * 2}

@@ -1,7 +1,7 @@
-"""Ask a policy in another process; needs neither hypothesis nor pytest.
+"""Sample decisions of a policy, in this process or another.
 
-Ranks of one job, and a restarted server, are different processes. Only between processes does the
-order of sets differ, and of anything sorted by address.
+The ranks of a job and a restarted server are separate processes. Sets and objects sorted by address
+can have a different order in each process. This module requires neither hypothesis nor pytest.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def graph_view(
     modes: frozenset[RuntimeMode] = _BOTH_MODES,
     lazy: bool = False,
 ) -> GraphView:
-    """Return the view that a dispatcher gives its policy.
+    """Return a view of graphs like the one that a dispatcher passes to its policy.
 
     Args:
         registry: Keys and graphs.
-        config: The configuration in force.
-        modes: Runtime modes the executor supports.
-        lazy: Declared and evicted graphs may be chosen, too.
+        config: The current configuration.
+        modes: Runtime modes that the executor supports.
+        lazy: Whether declared and evicted graphs may also be chosen.
     """
     ready = {KeyState.CAPTURED, *((KeyState.DECLARED, KeyState.EVICTED) if lazy else ())}
     return GraphView(registry, config, modes=modes, dispatchable=lambda entry: entry.state in ready)
@@ -54,7 +54,7 @@ def make_batch(
     loras: int = 0,
     allowed: int = int(RuntimeMode.FULL),
 ) -> Batch:
-    """Return the Batch that a dispatcher creates from arguments of ``dispatch``."""
+    """Return the Batch that a dispatcher creates for arguments of ``dispatch``."""
     is_uniform, query_len, max_query_len = config.query_class(uniform)
     return Batch(
         num_tokens=num_tokens,
@@ -68,7 +68,7 @@ def make_batch(
 
 
 def usual_configs() -> Iterator[DispatchConfig]:
-    """Yield one plain configuration for each mode, and one with adapters."""
+    """Yield one common configuration per mode, and one with adapters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)
         for mode in (
@@ -82,19 +82,19 @@ def usual_configs() -> Iterator[DispatchConfig]:
 
 
 def sample_answers(policy: Policy) -> list[str]:
-    """Return a policy's keys and its decisions for some thousand fixed batches, as text."""
+    """Return a policy's keys and its decisions for thousands of fixed batches, as text."""
     answers: list[str] = []
     for config in usual_configs():
         try:
             keys = list(policy.declare(config))
         except ConfigError as error:
-            answers.append(f"refused: {error.setting}")
+            answers.append(f"rejected: {error.setting}")
             continue
         answers.append(" | ".join(map(str, keys)))
         registry = GraphRegistry()
         registry.declare(keys)
         for index, key in enumerate(keys):
-            if index % 5 != 3:  # some graphs are missing, which exposes differences in order
+            if index % 5 != 3:  # missing graphs expose differences in order
                 registry.captured(key, object())
         view = graph_view(registry, config)
         for num_tokens in range(1, config.max_num_tokens + 1):
@@ -109,22 +109,22 @@ def sample_answers(policy: Policy) -> list[str]:
 
 
 def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
-    """Return ``sample_answers`` of a policy sent to a fresh interpreter.
+    """Return ``sample_answers`` of a policy from a new Python process.
 
     Args:
-        policy: It is pickled; its class must be importable or in a file.
+        policy: Policy that can be pickled, and whose class is importable or defined in a file.
         hash_seed: ``PYTHONHASHSEED`` of the other process.
 
     Raises:
         TypeError: The policy cannot be sent to another process.
-        RuntimeError: The other process failed; its last lines are the message.
+        RuntimeError: The other process failed. The message has the last lines of its stderr.
     """
     try:
         sent = pickle.dumps(policy)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"it cannot be pickled ({error})") from error
+        raise TypeError(f"the policy cannot be pickled ({error})") from error
     if type(policy).__module__ == "__main__":  # importing a script would run it again
-        raise TypeError("its class is in the script that runs; move it to a module")
+        raise TypeError("the policy's class is in the main script; move it to a module")
     module = sys.modules[type(policy).__module__]
     source = inspect.getsourcefile(module) or ""
     done = subprocess.run(
@@ -141,15 +141,15 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-3:]
         raise RuntimeError("the other process failed: " + " / ".join(last))
-    answers: list[str] = pickle.loads(done.stdout)  # noqa: S301 - written by our own child
+    answers: list[str] = pickle.loads(done.stdout)  # noqa: S301 - written by the child process
     return answers
 
 
 def main() -> None:
-    """Answer for the policy on standard input; the other process's side."""
-    name, source, sent = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by our own parent
+    """Sample the policy on standard input, and write the answers to standard output."""
+    name, source, sent = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by the parent process
     _import(name, source)
-    policy: Any = pickle.loads(sent)  # noqa: S301 - written by our own parent
+    policy: Any = pickle.loads(sent)  # noqa: S301 - written by the parent process
     answers = sample_answers(policy)
     sys.stdout.buffer.write(pickle.dumps(answers))
 
@@ -164,7 +164,7 @@ def _import(name: str, source: str) -> None:
             raise
     spec = importlib.util.spec_from_file_location(name, source)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{source} is not a Python file")
+        raise ImportError(f"Cannot import {name!r} from {source!r}: it is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
-"""Simple policies for tests: the smallest graph that covers the batch.
+"""Simple policies for tests that choose the smallest graph that covers a batch.
 
-Needs neither torch, hypothesis nor pytest, so benchmarks and other processes import it as well.
+This module requires neither torch, hypothesis nor pytest, so benchmarks can also import it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["OneBucketPolicy", "SmallestPolicy"]
 
 
 class SmallestPolicy:
-    """Replay the smallest captured graph that covers the batch, FULL before PIECEWISE.
+    """A policy that chooses the smallest captured graph, and FULL before PIECEWISE.
 
-    For tests of anything other than policies: its answers depend only on the configuration and the
-    captured graphs. To test other keys with the same rule, override ``declare``.
+    Use it in tests of components other than policies. Its decisions depend only on the batch, the
+    configuration and the captured graphs. Override ``declare`` to test other keys.
     """
 
     name = "smallest"
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return one key per capture size, kind of batch and number of adapters."""
+        """Return one key per capture size, kind of batch and captured number of adapters."""
         loras = self.lora_counts(config)
         return [*_mixed_keys(config, loras), *_uniform_keys(config, loras)]
 
@@ -41,7 +41,7 @@ class SmallestPolicy:
         return sorted({0, config.max_loras})
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the smallest ready key, or the first obstacle if none is ready."""
+        """Choose the smallest ready key, or eager with the first obstacle as the reason."""
         obstacle: str | None = None
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             for key in self.candidates(batch, mode, graphs):
@@ -52,20 +52,20 @@ class SmallestPolicy:
         return Decision.eager(obstacle or graphs.why_no_key(batch))
 
     def candidates(self, batch: Batch, mode: RuntimeMode, graphs: GraphView) -> Iterable[GraphKey]:
-        """Return the keys of a mode to try, in order: all that cover the batch."""
+        """Return the keys of a mode that cover the batch, in the order to try them."""
         return graphs.covering(batch, mode)
 
 
 class OneBucketPolicy(SmallestPolicy):
-    """Replay only the smallest bucket for the batch, never a larger one in its place.
+    """A policy that chooses only the smallest bucket for the batch, never a larger bucket.
 
-    For tests of graph states: if the graph is not captured, failed or evicted, the step runs
-    PIECEWISE or eager for that reason. Each mode has one key per capture size, for mixed and
-    uniform batches of any number of requests.
+    Use it in tests of graph states. If the graph is not captured, failed or evicted, the step runs
+    PIECEWISE, or eager with this state as the reason. Each mode has one key per capture size, for
+    mixed and uniform batches with any number of requests.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return one key per mode, capture size and number of adapters."""
+        """Return one key per mode, capture size and captured number of adapters."""
         wanted = {
             RuntimeMode.FULL: config.mode.has_full_cudagraphs(),
             RuntimeMode.PIECEWISE: config.mode.has_piecewise_cudagraphs(),
@@ -95,7 +95,7 @@ def _mixed_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphK
 
 
 def _uniform_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphKey]:
-    """Keys of uniform decode batches, if they have a separate mode."""
+    """Yield keys for uniform decode batches, if they have a separate mode."""
     if not config.mode.separate_routine():
         return
     for query_len in config.query_lens:

@@ -1,8 +1,8 @@
-"""Hypothesis strategies: configurations, batches, keys, registries and changes to them.
+"""Hypothesis strategies for configurations, batches, keys, registries and their changes.
 
-Sizes are small on purpose. Faults of policies occur at edges (one below, at and above a bucket; a
-query length that does not divide a size; a limit that cuts a ladder), which are close together in a
-small space.
+Sizes are small on purpose. Policies fail at edge cases: one token below, at and above a bucket, a
+query length that does not divide a size, or a limit between two sizes. With small sizes, these
+cases are frequent.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ def configs(
 
     Args:
         draw: Passed by hypothesis.
-        modes: Configured modes to draw from.
+        modes: Values of ``mode`` to draw from.
         max_tokens: Largest ``max_num_tokens``.
         query_lens: Values of ``query_lens`` to draw from.
         max_loras: Largest number of adapters.
     """
-    odd = draw(st.integers(0, 3)) == 0  # tiny limits or no sizes: allowed, but rarely interesting
+    # Tiny limits and empty sizes are valid, but find few faults, so they are rare.
+    odd = draw(st.integers(0, 3)) == 0
     limit = draw(st.integers(1 if odd else max_tokens // 2, max_tokens))
     lens = draw(st.sampled_from(query_lens))
     one_size = st.integers(1, limit)
     sizes = draw(st.lists(one_size, min_size=0 if odd else 3, max_size=7))
-    if draw(st.booleans()):  # sizes that hold whole requests
+    if draw(st.booleans()):  # multiples of the query length
         sizes = [min(limit, -(-size // lens[0]) * lens[0]) for size in sizes]
     if draw(st.booleans()) and sizes:
         sizes.append(limit)
@@ -95,8 +96,9 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
 
     Args:
         draw: Passed by hypothesis.
-        config: Gives the limits.
-        known_reqs: Sometimes include the number of requests; a dispatcher first asks without it.
+        config: Configuration with the limits of a batch.
+        known_reqs: Whether some batches include the number of requests. A dispatcher first calls
+            ``decide`` without it.
     """
     limit = config.max_num_tokens
     return _batch(
@@ -110,7 +112,7 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
 
 
 def sample_batch(config: DispatchConfig, rng: random.Random, *, known_reqs: bool = True) -> Batch:
-    """Return a batch like ``batches``, from a generator: fast, but not shrunk."""
+    """Return a batch like those of ``batches``, faster but without shrinking."""
     limit = config.max_num_tokens
     edge = rng.random() < 0.7
     return _batch(
@@ -141,7 +143,7 @@ def _batch(
     loras: int,
     allowed: int,
 ) -> Batch:
-    """Make properties consistent: a uniform batch with a number of requests has whole requests."""
+    """Return a batch with consistent numbers of tokens and requests."""
     is_uniform, query_len, _ = config.query_class(uniform)
     num_reqs = None
     if reqs is not None:
@@ -156,7 +158,7 @@ def _batch(
 
 @st.composite
 def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
-    """Return any key that fits a configuration, whether or not a policy would declare it."""
+    """Return keys within the limits of a configuration, including keys that no policy declares."""
     num_tokens = draw(st.integers(1, config.max_num_tokens))
     uniform, query_len, max_query_len = config.query_class(
         draw(st.integers(0, config.num_query_classes - 1))
@@ -175,17 +177,17 @@ def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
     )
 
 
-# -- what happens to graphs ---------------------------------------------------------------
+# -- changes of graphs --------------------------------------------------------------------
 
 
 @attrs.frozen
 class Change:
-    """A change to graphs while serving.
+    """A change of the state of a graph or a runtime mode.
 
     Attributes:
         kind: ``captured``, ``failed``, ``evicted``, ``stale``, ``disabled``, ``enabled``,
             ``mode_disabled`` or ``mode_enabled``.
-        key: The key that changes; for a mode, any of its keys.
+        key: The key of the graph. For a runtime mode, any key of the mode.
     """
 
     kind: str
@@ -201,14 +203,14 @@ CHANGE_KINDS = (
 def changes(
     keys: Sequence[GraphKey], *, kinds: Sequence[str] = CHANGE_KINDS
 ) -> st.SearchStrategy[Change]:
-    """Return changes to the graphs of some keys; empty without keys."""
+    """Return changes of the given keys; without keys, a strategy without examples."""
     if not keys:
         return st.nothing()
     return st.builds(Change, st.sampled_from(kinds), st.sampled_from(keys))
 
 
 def apply_change(registry: GraphRegistry, change: Change) -> bool:
-    """Apply a change if the state of its key allows it; return whether it was applied."""
+    """Apply a change if the state of its key allows it, and return whether it did."""
     key, kind = change.key, change.kind
     entry = registry.get(key)
     if entry is None:
@@ -241,13 +243,13 @@ def registries(
     all_captured: bool = False,
     max_changes: int = 6,
 ) -> GraphRegistry:
-    """Return registries with the keys, their graphs in various states.
+    """Return registries of the keys with graphs in random states.
 
     Args:
         draw: Passed by hypothesis.
-        keys: The keys to declare, in order.
-        all_captured: Every graph is captured and enabled.
-        max_changes: Most graphs whose state differs from the others.
+        keys: Keys to declare, in order.
+        all_captured: Whether all graphs are captured and enabled.
+        max_changes: Maximum number of random changes of graphs.
     """
     registry = GraphRegistry()
     known = list(dict.fromkeys(keys))

@@ -94,7 +94,7 @@ class KeepsAllLanesFree(InTurn):
         return super().choose(step, lanes) % (len(lanes) - 1)
 
 
-@planted("same history gives the same lanes", r"on the same history")
+@planted("same history gives the same lanes", r"for the same history")
 class TakesOneByChance(InTurn):
     """Cannot be tried again."""
 
@@ -102,7 +102,9 @@ class TakesOneByChance(InTurn):
         return random.randrange(len(lanes))
 
 
-@planted("same history gives the same lanes", r"and \d on the same history\n  step: .*key \w+ tok")
+@planted(
+    "same history gives the same lanes", r"then lane \d for the same history\n  step: .*key \w+ tok"
+)
 class KeysByAddress(InTurn):
     """Equal keys are one key, wherever they lie in memory."""
 
@@ -112,7 +114,7 @@ class KeysByAddress(InTurn):
         return (id(step.key) >> 6) % len(lanes)
 
 
-@planted("policies share nothing", r"without another policy")
+@planted("policies share nothing", r"when it was the only policy")
 class CountsInTheClass(InTurn):
     """All policies of the process take turns with one another."""
 
@@ -196,7 +198,7 @@ class AlwaysTheFirstIdle(InTurn):
         return min(lanes[:2], key=lambda lane: lane.num_unfinished).index
 
 
-@planted("trait sticky keeps a key on its lanes", r"have the key's graph")
+@planted("trait sticky keeps a key on its lanes", r"have the graph")
 class LeavesWhenBusy(InTurn):
     """Claims that keys stay, and goes elsewhere when their lane is busy."""
 

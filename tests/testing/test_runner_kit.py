@@ -109,15 +109,15 @@ class RunsTwice(RunnerTests):
 @pytest.mark.parametrize(
     ("tests", "test", "message"),
     [
-        (CountsUnseen, "test_random_traffic_gives_eager_results", "gave a different result"),
-        (Folds, "test_large_batch_leaves_nothing_to_a_smaller_one", "gave a different result"),
+        (CountsUnseen, "test_random_traffic_gives_eager_results", "differs from eager"),
+        (Folds, "test_large_batch_leaves_nothing_to_a_smaller_one", "differs from eager"),
         (
             PolicyOfLostGraphs,
             "test_random_traffic_gives_eager_results",
-            r"\d+ answers of the policy broke a hard constraint",
+            r"\d+ decisions of the policy broke a hard constraint",
         ),
         (NothingReplays, "test_results_are_those_of_the_step_itself", "No step replayed a graph"),
-        (RunsTwice, "test_replay_that_fails_runs_the_step_once", "gave a different result"),
+        (RunsTwice, "test_replay_that_fails_runs_the_step_once", "differs from eager"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

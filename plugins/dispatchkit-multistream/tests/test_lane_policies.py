@@ -63,9 +63,9 @@ def test_in_turn_comes_round() -> None:
 
 def test_least_busy_in_tokens_and_in_steps() -> None:
     two = lanes(2)
-    two[0].give(100)
-    two[1].give(10)
-    two[1].give(10)
+    two[0].submit(100)
+    two[1].submit(10)
+    two[1].submit(10)
     assert LeastLoaded().choose(PendingStep(1), two) == 1
     assert LeastLoaded(by="steps").choose(PendingStep(1), two) == 0
 
@@ -79,8 +79,8 @@ def test_each_key_has_a_lane_and_eager_steps_have_none() -> None:
         for _ in range(3):
             lane = policy.choose(PendingStep(1, key), own)
             assert [lane] == list(assigned[key])
-            own[lane].give(1)
-    four[0].give(5)
+            own[lane].submit(1)
+    four[0].submit(5)
     assert policy.choose(PendingStep(1), four) != 0
 
 
@@ -95,10 +95,10 @@ def test_urgent_steps_find_a_free_lane_and_usual_ones_never_take_it() -> None:
     for _ in range(6):
         lane = policy.choose(PendingStep(8), three)
         assert lane in (0, 1)
-        three[lane].give(8)
+        three[lane].submit(8)
     assert policy.choose(PendingStep(8, priority=1), three) == 2
     for _ in range(9):
-        three[2].give(8)
+        three[2].submit(8)
     assert policy.choose(PendingStep(8, priority=1), three) in (0, 1)
 
 
