@@ -103,9 +103,9 @@ class ConfigWatcher:
             if settings.is_given(name) and name in in_force and settings[name] != in_force[name]
         }
         config = {name: changed.pop(name) for name in tuple(changed) if _is_dispatch(name)}
-        _refuse_fixed({name: changed[name] for name in changed if name not in _SWAPPED})
+        _reject_fixed({name: changed[name] for name in changed if name not in _SWAPPED})
         if config:
-            changed["config"] = attrs.evolve(self._runner.swapper.asked_config, **config)
+            changed["config"] = attrs.evolve(self._runner.swapper.requested_config, **config)
         if "policy" in changed and settings.is_given("policy_options"):
             changed["policy_options"] = settings["policy_options"]
         return changed
@@ -115,7 +115,7 @@ def _is_dispatch(name: str) -> bool:
     return SETTINGS[name].group == "dispatch"
 
 
-def _refuse_fixed(changed: Mapping[str, Any]) -> None:
+def _reject_fixed(changed: Mapping[str, Any]) -> None:
     for name, value in changed.items():
         raise ConfigError(
             name,

@@ -30,7 +30,7 @@ from dispatchkit.execute.capture.report import CaptureReport, largest_first
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.memory import LongPause
 from dispatchkit.execute.replay.direct import launch_path
-from dispatchkit.execute.report import progress_shower
+from dispatchkit.execute.report import progress_display
 from dispatchkit.execute.step.reasons import DOWNGRADES, NEXT_STEPS, PADDED_DRAWS
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
@@ -88,7 +88,7 @@ class Controls:
         See ``GraphRunner.capture``.
         """
         chosen = self._placement.by_lane(_checked(keys))
-        with progress_shower(progress) as show, self._lock:
+        with progress_display(progress) as show, self._lock:
             self._turns.wait()
             report = CaptureReport.total(
                 member.lifecycle.capture_all(own, show, again=again)

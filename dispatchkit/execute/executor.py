@@ -30,10 +30,10 @@ from dispatchkit.execute.replay.step_slots import StepSlots
 from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.setup import (
     RunnerSpec,
-    asked_mode,
     check_slot_state,
     make_backend,
     make_policy,
+    requested_mode,
     resolve_supported_mode,
 )
 from dispatchkit.execute.slots import SlotState
@@ -208,7 +208,7 @@ class Executor:
                 capturer.facts_now,
                 None if slots is None else slots.save,
             )
-        graphs = LiveGraphs(self.lane, registry, self.counters, self.notices.tell)
+        graphs = LiveGraphs(self.lane, registry, self.counters, self.notices.send)
         budget = MemoryBudget(
             options.memory, self.lane, graphs, self.counters, self.warmups.forecast_bytes
         )
@@ -247,7 +247,7 @@ class Executor:
             inputs=work.inputs if work.axes is None else work.axes,
             axes=() if work.axes is None else work.axes.names,
             slots=slots,
-            asked_mode=self.asked_mode,
+            requested_mode=self.requested_mode,
             is_owned=spec.outputs == "owned",
         )
         self.dispatcher.bind = self.planner.plan
@@ -264,9 +264,9 @@ class Executor:
         )
 
     @property
-    def asked_mode(self) -> CUDAGraphMode:
+    def requested_mode(self) -> CUDAGraphMode:
         """The requested mode; the mode in effect may be a downgrade."""
-        return asked_mode(self.spec.options.config, self.work.step)
+        return requested_mode(self.spec.options.config, self.work.step)
 
     def _make_lane(self, group: PoolGroup) -> Lane:
         """Create the lane.

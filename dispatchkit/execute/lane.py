@@ -29,7 +29,7 @@ from dispatchkit.keys.batch import GraphKey
 
 # Largest number of plans that cache views. A view uses about 0.5 KB, too much for every cell of a
 # large table.
-MAX_READY_PLANS = 2048
+MAX_CACHING_PLANS = 2048
 
 
 class Chain:
@@ -203,7 +203,7 @@ class Lane:
             self.group.use_priority(priority)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Exclude steps of other lanes while state is saved and restored.
 
         On entry, wait for the steps in flight on other lanes, whose changes would otherwise be
@@ -227,7 +227,7 @@ class Lane:
         pacer = self.group.turns.pacer
         return pacer if pacer is not None and pacer.allows_turns else None
 
-    def let_steps_in(self, part: str) -> bool:
+    def let_steps_run(self, part: str) -> bool:
         """Let other threads run steps between two phases of a background capture.
 
         Args:
@@ -241,10 +241,10 @@ class Lane:
             return False
         self.backend.current_stream().synchronize()  # otherwise steps wait for it on the device
         pacer.end_part(part)
-        self.go_on(pacer)
+        self.resume_capture(pacer)
         return True
 
-    def go_on(self, pacer: Pacer) -> None:
+    def resume_capture(self, pacer: Pacer) -> None:
         """Wait for the steps of other threads, then resume the capture.
 
         The wait is not part of the pause, because the next step would also wait for these steps.
@@ -264,10 +264,10 @@ class Lane:
             self.row_count.fill_(num_rows)
             self._rows = num_rows
 
-    def keep_ready(self, plan: Any) -> None:
+    def add_caching_plan(self, plan: Any) -> None:
         """Record that a plan caches views; above the limit, drop those of the oldest plan."""
         self._ready.append(weakref.ref(plan))
-        if len(self._ready) > MAX_READY_PLANS:
+        if len(self._ready) > MAX_CACHING_PLANS:
             self._forget_oldest()
 
     def forget_plans(self) -> None:

@@ -21,18 +21,18 @@ class Notices:
     def __init__(self, plugins: PluginSet | None) -> None:
         self._plugins = plugins
 
-    def tell(self, event: object) -> None:
+    def send(self, event: object) -> None:
         """Send an event to all observers; log their exceptions."""
         if self._plugins is not None:
             self._plugins.notifier.notify(event)
 
     def policy_swapped(self, policy: str, previous: str | None, epoch: int) -> None:
         """Send the event of a policy swap."""
-        self.tell(PolicySwappedEvent(policy=policy, epoch=epoch, previous=previous))
+        self.send(PolicySwappedEvent(policy=policy, epoch=epoch, previous=previous))
 
     def policy_at_fault(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
         """Send the event of a policy error."""
-        self.tell(
+        self.send(
             PolicyErrorEvent(
                 policy=error.policy,
                 method=error.hook,

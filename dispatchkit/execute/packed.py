@@ -24,7 +24,7 @@ Results = Literal["token", "item"]
 #: Inputs that are computed if the step declares them: the offset of each item and the end of the
 #: last item, the length of each item, and for each token, the index of its item within the step
 #: and its position within the item.
-MADE_INPUTS: Final = ("offsets", "lengths", "item_of_token", "positions")
+COMPUTED_INPUTS: Final = ("offsets", "lengths", "item_of_token", "positions")
 
 
 class PackedRunner:
@@ -84,14 +84,16 @@ class PackedRunner:
         self._limits = PackingLimits(runner.config.sizes, axes[items].buckets[-1])
         specs: Mapping[str, StaticInput] = runner.spec.static_inputs
         self._specs = specs
-        self._made = {name: spec for name, spec in specs.items() if name in MADE_INPUTS}
+        self._made = {name: spec for name, spec in specs.items() if name in COMPUTED_INPUTS}
         self._of_tokens = [
-            name for name, spec in specs.items() if spec.batch_dim == 0 and name not in MADE_INPUTS
+            name
+            for name, spec in specs.items()
+            if spec.batch_dim == 0 and name not in COMPUTED_INPUTS
         ]
         self._of_items = [
             name
             for name, spec in specs.items()
-            if items in spec.shape[:1] and name not in MADE_INPUTS
+            if items in spec.shape[:1] and name not in COMPUTED_INPUTS
         ]
         others = set(specs) - set(self._made) - {*self._of_tokens, *self._of_items}
         if others or not self._of_tokens:
@@ -99,7 +101,7 @@ class PackedRunner:
                 "inputs",
                 sorted(others) or sorted(specs),
                 f"at least one input with tokens as rows, and others with dimension {items!r} "
-                f"first or one of the names {', '.join(MADE_INPUTS)}",
+                f"first or one of the names {', '.join(COMPUTED_INPUTS)}",
             )
         self._device = torch.device(runner.backend.torch_device)
 

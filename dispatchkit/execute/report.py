@@ -17,13 +17,13 @@ _BAR_WIDTH = 30
 Show = Callable[[int, int, "GraphKey | None"], None]
 
 
-def ladder(executors: Sequence[Executor]) -> str:
+def format_runner(executors: Sequence[Executor]) -> str:
     """Return the summary of a runner and the table of its keys."""
     first = executors[0]
     stats = RunnerStats.total(one.counters.read() for one in executors)
     num_bytes = sum(one.lane.num_bytes() for one in executors)
-    mode, asked = first.dispatcher.config.mode, first.asked_mode
-    resolved = "" if mode is asked else f" (asked: {asked})"
+    mode, requested = first.dispatcher.config.mode, first.requested_mode
+    resolved = "" if mode is requested else f" (requested: {requested})"
     can_split = first.work.step.can_split
     pieces = "FULL and PIECEWISE" if can_split else "FULL only: the step is not split"
     policy = first.dispatcher.policy_name
@@ -100,7 +100,7 @@ def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]
 
 
 @contextmanager
-def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
+def progress_display(progress: bool | Show) -> Iterator[Show | None]:
     """Provide the progress display of a capture: a function, a bar, lines or None."""
     if callable(progress):
         yield progress
@@ -112,7 +112,7 @@ def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
         yield _write_line
 
 
-def _what(key: GraphKey | None) -> str:
+def _describe(key: GraphKey | None) -> str:
     return "done" if key is None else f"{key.mode} {counted(key.num_tokens, 'token')}"
 
 
@@ -121,9 +121,9 @@ def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
     # The carriage return overwrites the previous line; the padding erases its end.
     end = "\n" if key is None else ""
-    sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_what(key):<24}{end}")
+    sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_describe(key):<24}{end}")
     sys.stderr.flush()
 
 
 def _write_line(done: int, total: int, key: GraphKey | None) -> None:
-    sys.stderr.write(f"capture {done}/{total}: {_what(key)}\n")
+    sys.stderr.write(f"capture {done}/{total}: {_describe(key)}\n")

@@ -24,7 +24,7 @@ from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.swap_requests import UNCHANGED
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.replay.plans import AGAIN
-from dispatchkit.execute.report import ladder
+from dispatchkit.execute.report import format_runner
 from dispatchkit.execute.setup import RunnerSpec
 from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.state import StepState
@@ -530,7 +530,7 @@ class GraphRunner:
         return _remake, (self._executor.spec,)
 
     def __str__(self) -> str:
-        return ladder(self.lanes)
+        return format_runner(self.lanes)
 
     def __repr__(self) -> str:
         return (

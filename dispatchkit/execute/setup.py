@@ -170,7 +170,7 @@ class RunnerSpec:
         """The plugins given together with the policy, or None."""
         return self.policy.plugins if isinstance(self.policy, PolicyWithPlugins) else None
 
-    def having_policy(self, policy: str | Policy, options: Mapping[str, Any] | None) -> RunnerSpec:
+    def with_policy(self, policy: str | Policy, options: Mapping[str, Any] | None) -> RunnerSpec:
         """Return the specification with another policy from the same plugins."""
         return attrs.evolve(
             self,
@@ -218,7 +218,7 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
     return attrs.evolve(config, **given) if given else config
 
 
-def asked_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
+def requested_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
     """Return the requested mode; by default FULL if the step is not split."""
     if config.is_mode_given:
         return config.mode
@@ -238,7 +238,7 @@ def resolve_supported_mode(
     """
     supported = mode_for_pieces(
         step.pieces,
-        asked_mode(config, step),
+        requested_mode(config, step),
         query_len=max(config.query_lens),
         captures=backend.capabilities.graphs,
     )

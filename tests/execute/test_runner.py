@@ -191,14 +191,14 @@ def test_step_that_is_not_split_has_no_piecewise(make_runner, model, backend, mo
     runner = make_runner(model, TWO, mode="PIECEWISE")
     assert not runner.lanes[0].work.step.can_split
     assert str(runner.config.mode) == "NONE"
-    assert str(runner.lanes[0].asked_mode) == "PIECEWISE"
+    assert str(runner.lanes[0].requested_mode) == "PIECEWISE"
     assert runner.capture().num_graphs == 0
     given = batch(3)
     with pytest.warns(EagerStepWarning, match="piecewise_unsupported"):
         assert_same(runner(**given), model(**given))
     assert runner.stats().eager_by_reason == {"piecewise_unsupported": 1}
     assert runner.explain(3).decision.reason == Reason.PIECEWISE_UNSUPPORTED
-    assert "asked: PIECEWISE" in str(runner)
+    assert "requested: PIECEWISE" in str(runner)
     assert "FULL only" in str(runner)
 
 
@@ -209,7 +209,7 @@ def test_step_that_is_not_split_replays_whole_unless_a_mode_is_given(backend, mo
     }
     runner = GraphRunner(model, inputs, sizes=(4, 8), backend=backend)
     assert (runner.config.mode, runner.config.is_mode_given) == (CUDAGraphMode.FULL, True)
-    assert runner.lanes[0].asked_mode is CUDAGraphMode.FULL
+    assert runner.lanes[0].requested_mode is CUDAGraphMode.FULL
     assert runner.capture().num_graphs == 2
     runner(**batch(3))
     assert runner.stats().eager_by_reason == {}

@@ -118,7 +118,7 @@ def test_owned_results_keep_their_values(make_runner, result):
 
 
 def test_plans_beyond_the_bound_are_made_again(make_runner, monkeypatch):
-    monkeypatch.setattr("dispatchkit.execute.lane.MAX_READY_PLANS", 2)
+    monkeypatch.setattr("dispatchkit.execute.lane.MAX_CACHING_PLANS", 2)
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
     for rows in (1, 2, 3, 4, 5, 6, 1, 2, 3):

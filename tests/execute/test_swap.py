@@ -178,7 +178,10 @@ def test_the_mode_is_swapped_within_what_the_step_can_do(make_runner):
     runner.swap(mode="PIECEWISE")
     assert served_by(runner, 3) == 4
     assert {key.mode.name for key in runner.registry} == {"PIECEWISE"}
-    assert (str(runner.lanes[0].asked_mode), str(runner.config.mode)) == ("PIECEWISE", "PIECEWISE")
+    assert (str(runner.lanes[0].requested_mode), str(runner.config.mode)) == (
+        "PIECEWISE",
+        "PIECEWISE",
+    )
 
 
 def test_a_policy_by_name_takes_options_alone(make_runner):
@@ -287,7 +290,11 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
         (ConfigError, "max_graphs", {"max_graphs": -1}),
         (UnknownNameError, "eviction", {"eviction": "oldest"}),
         (ConfigError, "the one in force", {"policy": runner.dispatcher.policy}),
-        (ConfigError, "given without settings", {"config": runner.config, "sizes": (1, 2)}),
+        (
+            ConfigError,
+            "without settings that it contains",
+            {"config": runner.config, "sizes": (1, 2)},
+        ),
         (ConfigError, "sizes", {"sizes": (0,)}),
     ):
         refused(runner, error, match, **change)

@@ -276,7 +276,7 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
     runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=[4], policy=policy)
     with pytest.raises(ConfigError, match="sizes must be a list"):
         runner.swap(sizes=4)
-    with pytest.raises(ConfigError, match="watcher must be None, or an object with enter"):
+    with pytest.raises(ConfigError, match="watcher must be None, or an object with methods enter"):
         runner.taps.watch_steps(print)
-    with pytest.raises(ConfigError, match="decision must be a decision of this runner's"):
+    with pytest.raises(ConfigError, match="decision must be a decision from this runner's"):
         runner.decisions.run(None, {})

@@ -239,7 +239,7 @@ class Capturer:
             self._warmups.contents_watched_once(key, snapshot),
         ):
             outputs, notes = self._warmups.run(key, snapshot)
-            self._lane.let_steps_in(WARMUP)
+            self._lane.let_steps_run(WARMUP)
             seen = None
             if self._prover is not None:
                 seen = self._prover.learn(key, snapshot, other_sizes())
@@ -402,7 +402,7 @@ class Capturer:
                 reason="too_large",
             )
         with (
-            lane.alone(),
+            lane.exclusive(),
             inference_mode(self._warmups.needs_inference_mode()),
             torch.no_grad(),
             restored(self._warmups.snapshot()) as snapshot,

@@ -143,7 +143,7 @@ class GraphMaker:
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
-            lane.let_steps_in(REHEARSAL)
+            lane.let_steps_run(REHEARSAL)
         captured = SharedOutputs(paced_step(lane, run), _targets_in(lane.outputs, slots))
         if self._unwatched is None:  # the backend watches all captures
             with lane.measuring("driver"), releasing_lock_at_end(lane, captured) as run_and_release:

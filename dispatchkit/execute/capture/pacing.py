@@ -52,7 +52,7 @@ class PacedRun(DispatchMode):
         if lane is not None:
             lane.stream.synchronize()
         if self._pacer.end_operator(self._part, func) and lane is not None:
-            lane.go_on(self._pacer)
+            lane.resume_capture(self._pacer)
         return result
 
 
@@ -80,7 +80,7 @@ def releasing_lock_at_end(lane: Lane, run: Callable[[], None]) -> Iterator[Calla
     pacer = lane.pacer
     if pacer is None or not lane.backend.capabilities.steps_during_captures:
         yield run
-        lane.let_steps_in(CAPTURE)
+        lane.let_steps_run(CAPTURE)
         return
 
     def run_and_release() -> None:
@@ -92,7 +92,7 @@ def releasing_lock_at_end(lane: Lane, run: Callable[[], None]) -> Iterator[Calla
         yield run_and_release
     finally:
         pacer.reacquire(END)
-        lane.go_on(pacer)
+        lane.resume_capture(pacer)
 
 
 def _paced(lane: Lane, run: Callable[[], _T], part: str) -> Callable[[], _T]:

@@ -144,7 +144,7 @@ class RowProver:
                     found += [] if outputs is None else [outputs]
                     if len(found) == len(_EAGER_ROWS):
                         break
-                    if self._lane.let_steps_in(WARMUP):
+                    if self._lane.let_steps_run(WARMUP):
                         self._lane.buffers_of(key).reset()
                         rows.forget()
                 is_usable = bool(found) and all(one.is_finite() for one in found)
@@ -771,7 +771,7 @@ class _Trial:
 
     def _done(self, copies: _T) -> _T:
         """Let steps run after the results of a replay were copied; return the copies."""
-        if self._lane.let_steps_in(PROOF):
+        if self._lane.let_steps_run(PROOF):
             self._lane.buffers_of(self.captured.key).reset()
             self.rows.forget()
         return copies

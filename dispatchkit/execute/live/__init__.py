@@ -1,1 +1,1 @@
-"""Changing and recording a runner while it serves."""
+"""Swap policies, run decided steps and record steps while a runner serves."""

@@ -1,4 +1,4 @@
-"""DecisionRunner: runs steps under decisions made earlier, by all ranks together."""
+"""DecisionRunner: run steps with decisions on which ranks agreed before."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ class DecisionRunner:
 
     Args:
         executor: The executor of the steps.
-        reader: The reader of their inputs.
-        taps: The taps of the steps.
-        lock: Held by each step.
+        reader: Reader that binds and validates inputs.
+        taps: Recorder, listener and watcher of steps.
+        lock: The lock that every step holds.
     """
 
     def __init__(
         self, executor: Executor, reader: CallReader, taps: StepTaps, lock: threading.RLock
     ) -> None:
         self._executor, self._reader, self._taps, self._lock = executor, reader, taps, lock
-        # Watches of values built into graphs, and the registry's change count when they were
-        # created.
+        # Watches of the values built into graphs, and registry.num_changes when they were read.
         self._watches: tuple[ValueWatch, ...] = ()
         self._found_at = -1
 
     def decide(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision for a step to run later with ``run``.
+        """Return the decision for a step that ``run`` will run.
 
         Like every decision, it is recorded and passed to listeners. Arguments and errors are those
         of ``Dispatcher.dispatch``.
@@ -48,10 +47,10 @@ class DecisionRunner:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def drop_replaced(self) -> str:
-        """Invalidate graphs whose built-in values were replaced; call it before deciding.
+        """Invalidate graphs if a value built into them was replaced.
 
-        A call detects replaced values only after its decision. Values are checked as often as in
-        calls, so most checks only compare two numbers.
+        Call it before ``decide``, because a call detects replaced values only after its decision.
+        Values are checked as often as in calls, so most calls only compare two numbers.
 
         Returns:
             The reason to run eager; empty if nothing was replaced.
@@ -70,24 +69,24 @@ class DecisionRunner:
         return ""
 
     def run(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
-        """Run one step exactly as decided, or raise.
+        """Run a step exactly as decided, or raise.
 
         Unlike a call, this method does not fall back to eager if the graph is unusable. Other ranks
-        may be in the collectives of that graph, and would wait for this rank forever.
+        may be in the collectives of the graph, and would wait for this rank forever.
 
         Args:
-            decision: A decision of this runner's dispatcher, for the number of rows of the inputs.
-            inputs: Inputs, and values of axes, by name.
+            decision: A decision returned by ``decide``, for the number of rows of the inputs.
+            inputs: Inputs and values of axes, by name.
 
         Returns:
-            The step's results for these inputs.
+            The results of the step.
 
         Raises:
-            ConfigError: The decision is not one of this runner's dispatcher.
-            InputError: An input is missing, unknown, or has a wrong dtype, device or shape; or the
-                decision is for another number of rows or other buckets. The step has not run.
-            ReplayError: The graph was evicted, was captured under other modes (autocast, training),
-                or its launch failed; or this stream is capturing.
+            ConfigError: The decision is not from this runner's dispatcher.
+            InputError: An input is missing or unknown, or has a wrong dtype, device or shape, or
+                the decision is for another number of rows or other buckets. The step has not run.
+            ReplayError: The graph was evicted, was captured under other modes (autocast, training)
+                or could not be launched, or the current stream is capturing.
         """
         executor, reader = self._executor, self._reader
         eager, backend = executor.eager, executor.work.backend
@@ -96,7 +95,7 @@ class DecisionRunner:
             raise ConfigError(
                 "decision",
                 decision,
-                "a decision of this runner's dispatcher",
+                "a decision from this runner's dispatcher",
                 "Get it from runner.decisions.decide().",
             )
         tensors, num_tokens, readable = reader.read((), dict(inputs))
@@ -105,7 +104,7 @@ class DecisionRunner:
             if buckets != own:
                 raise InputError(
                     "",
-                    f"The values of axes are in buckets {buckets}, but the decision is for {own}. "
+                    f"The axis values are in buckets {buckets}, but the decision is for {own}. "
                     "Decide again for these inputs.",
                 )
         if num_tokens != decision.num_tokens:
@@ -117,8 +116,8 @@ class DecisionRunner:
         stream = backend.current_stream_handle()
         if stream and backend.is_capturing():
             raise ReplayError(
-                "run() was called inside a capture outside the runner, which cannot contain the "
-                "decided graph. Call the step itself inside the capture."
+                "run() was called while other code captures the current stream, and a capture "
+                "cannot contain the decided graph. Call the step itself inside the capture."
             )
         with self._lock:
             watcher = self._taps.watcher
@@ -144,14 +143,14 @@ class DecisionRunner:
     def known_axis_cuts(
         self, values: Sequence[int], key: GraphKey | None
     ) -> tuple[AxisCut, ...] | None:
-        """Return the dimensions of outputs that follow an axis, as measured by captures.
+        """Return the output dimensions that follow an axis, as measured by captures.
 
         Args:
             values: The values of all axes.
-            key: The key that runs; None for eager.
+            key: The key of the graph; None for eager.
 
         Returns:
-            The cuts; None if they were not measured.
+            The output dimensions to cut; None if no capture has measured them.
         """
         return self._executor.warmups.known_axis_cuts(values, key)
 
@@ -159,10 +158,10 @@ class DecisionRunner:
         """Validate the inputs of a call and return their number of rows.
 
         Args:
-            inputs: Inputs, and values of axes, by name.
+            inputs: Inputs and values of axes, by name.
 
         Raises:
-            InputError: An input is missing, unknown, or of a wrong dtype, device, shape or number
-                of rows.
+            InputError: An input is missing or unknown, or has a wrong dtype, device, shape or
+                number of rows.
         """
         return self._reader.read((), dict(inputs))[1]

@@ -1,9 +1,9 @@
-"""Swaps while serving: change policy, options, sizes or limits without losing a step.
+"""Swapper: change policy, options, sizes or limits while serving.
 
-A swap has three stages. First the request is checked and tried, without changes. Then new graphs
-are captured ahead, one at a time between steps, hidden from the policy still in force. Finally,
-between two steps, the new policy takes over with an empty table, and everything used only by the
-old one is released. A failure before that leaves everything unchanged.
+A swap has three stages, and a failure before the last one changes nothing. First, the request is
+validated and tried. Second, new graphs are captured in advance, one at a time between steps, and
+hidden from the policy in force. Last, between two steps, the new policy is installed with an empty
+table, and keys that only the old policy used are removed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import SwapError
 from dispatchkit.execute.capture.report import largest_first
 from dispatchkit.execute.executor import Executor
-from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change
+from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change_error
 from dispatchkit.execute.live.taps import StepTaps
-from dispatchkit.execute.setup import asked_mode
+from dispatchkit.execute.setup import requested_mode
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
-# Number of rounds of captures ahead before the swap fails. Graphs can be lost again in between, if
-# weights are replaced or a byte budget is exceeded.
+# Rounds of advance captures before the swap fails. A later capture may release earlier graphs, if
+# weights were replaced or a byte budget is exceeded.
 _MAX_ROUNDS = 3
 
 
@@ -39,15 +39,15 @@ class SwapReport:
     """The report of a swap.
 
     Attributes:
-        epoch: Number of the table in force.
+        epoch: Number of the epoch in force.
         policy: Name of the policy in force.
-        previous: Name of the policy before.
-        added: Keys that are new.
+        previous: Name of the previous policy.
+        added: New keys.
         captured: New keys that have a graph.
-        removed: Keys that were removed, with their graphs.
-        seconds: Time of the whole swap.
-        paused_s: Time during which no step could run, not counting captures.
-        num_bytes: Bytes of the graphs now.
+        removed: Keys that were removed together with their graphs.
+        seconds: Duration of the swap, in seconds.
+        paused_s: Seconds during which no step could run, excluding captures.
+        num_bytes: Bytes of all graphs after the swap.
     """
 
     epoch: int
@@ -69,13 +69,13 @@ class SwapReport:
 
 
 class Swapper:
-    """Swaps policy, configuration or limits while steps run.
+    """The part of a runner that performs swaps.
 
     Args:
-        executor: The executor.
-        taps: The taps of the steps.
-        num_lanes: Number of the runner's lanes.
-        lock: Held by each step.
+        executor: The executor of the runner.
+        taps: Recorder, listener and watcher of steps.
+        num_lanes: Number of lanes of the runner.
+        lock: The lock that every step holds.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Swapper:
         self._swap_lock = threading.Lock()
 
     @property
-    def asked_config(self) -> DispatchConfig:
+    def requested_config(self) -> DispatchConfig:
         """The requested configuration; the mode in effect may be a downgrade."""
-        return self._requests.asked_config
+        return self._requests.requested_config
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return the runner's settings, by their names in a settings file.
+        """Return the runner's settings by their names in a settings file.
 
-        Settings of plugins and costs are not included. An object is represented by its name.
+        Settings of plugins and costs are not included. Objects are represented by their names.
         """
         return self._requests.settings_in_force()
 
@@ -109,7 +109,7 @@ class Swapper:
         max_num_seqs: int | None = None,
         mode: CUDAGraphMode | str | None = None,
     ) -> Proposal:
-        """Return the policy and configuration that a ``swap`` would install, without swapping.
+        """Return the policy and configuration that ``swap`` would install.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``swap``.
@@ -126,7 +126,7 @@ class Swapper:
             budget = self._executor.lifecycle.budget
             change = requests.change(policy, policy_options, asked, budget)
         if change.proposal is None:
-            raise no_change()
+            raise no_change_error()
         return change.proposal
 
     def swap(
@@ -162,7 +162,7 @@ class Swapper:
             budget = requests.budget(max_graphs, max_bytes, eviction)
             change = requests.change(policy, policy_options, asked, budget)
             if change.proposal is None and budget == lifecycle.budget:
-                raise no_change()
+                raise no_change_error()
             previous = dispatcher.policy_name
             added = self._capture_ahead(change, not lifecycle.lazy if ahead is None else ahead)
             with self._lock:
@@ -188,7 +188,7 @@ class Swapper:
     # -- new graphs ---------------------------------------------------------------------
 
     def _capture_ahead(self, change: Change, ahead: bool) -> list[GraphKey]:
-        """Declare and capture the new keys between steps; undo both on failure."""
+        """Declare and capture the new keys between steps; remove them on failure."""
         executor, lifecycle = self._executor, self._executor.lifecycle
         proposal, before = change.proposal, lifecycle.budget
         if proposal is None:
@@ -196,11 +196,11 @@ class Swapper:
         with self._lock:
             self._turns.wait()
             new = sorted(executor.dispatcher.reserve(proposal), key=largest_first)
-            lifecycle.set_budget(_wider(before, change.budget))
+            lifecycle.set_budget(_larger_limits(before, change.budget))
         try:
             if ahead:
                 self._capture_all_of(new, proposal)
-            # Earlier measurements belong to the old policy.
+            # The outcomes so far are for the old policy.
             executor.timings.drain()
         except BaseException:
             with self._lock:
@@ -236,16 +236,16 @@ class Swapper:
         why = "; ".join(f"{key}: {reason}" for key, reason in failed.items())
         in_force = self._executor.dispatcher.policy_name
         return SwapError(
-            f"Swap to policy {policy_name(proposal.policy)!r} refused, and {in_force!r} stays in "
-            "force. Fix the step, omit the size, increase max_graphs or max_bytes, or swap with "
+            f"The swap to policy {policy_name(proposal.policy)!r} failed, and {in_force!r} stays "
+            "in force. Fix the step, omit the size, increase max_graphs or max_bytes, or swap with "
             f"ahead=False. Keys without a graph: {why}",
             failed=failed,
         )
 
-    # -- the switch ---------------------------------------------------------------------
+    # -- installation -------------------------------------------------------------------
 
     def _switch(self, change: Change) -> list[GraphKey]:
-        """Install a change; the caller holds the runner's lock, so that no step runs."""
+        """Install a change; the caller holds the lock of steps."""
         executor = self._executor
         removed: list[GraphKey] = []
         if change.proposal is not None:
@@ -253,7 +253,7 @@ class Swapper:
             removed = sorted(executor.dispatcher.install(change.proposal), key=largest_first)
             executor.mode_reasons = change.mode_reasons
             asked = change.spec.options.config
-            executor.planner.asked_mode = asked_mode(asked, executor.work.step)
+            executor.planner.requested_mode = requested_mode(asked, executor.work.step)
             executor.lane.forget_plans()
             executor.lifecycle.forget(removed)
             executor.dispatcher.show_all()
@@ -267,8 +267,8 @@ def _let_steps_run() -> None:
     time.sleep(0)
 
 
-def _wider(one: MemoryOptions, other: MemoryOptions) -> MemoryOptions:
-    """Return limits that satisfy both given limits."""
+def _larger_limits(one: MemoryOptions, other: MemoryOptions) -> MemoryOptions:
+    """Return the larger of two limits, for each limit."""
 
     def larger(first: int | None, second: int | None) -> int | None:
         return None if first is None or second is None else max(first, second)

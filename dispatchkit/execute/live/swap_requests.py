@@ -1,4 +1,4 @@
-"""Swap requests: combine, validate and try settings without changing the runner."""
+"""SwapRequests: validate and try the settings of a swap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
-#: Value of a limit that a swap keeps; None removes the limit.
+#: Default of a limit that the swap keeps; None removes the limit.
 UNCHANGED: Final[Any] = object()
 
 
@@ -43,23 +43,23 @@ class SwapRequests:
     """The validator of a runner's swap requests.
 
     Args:
-        executor: The executor.
-        taps: The taps of the steps.
-        num_lanes: Number of the runner's lanes.
+        executor: The executor of the runner.
+        taps: Recorder, listener and watcher of steps.
+        num_lanes: Number of lanes of the runner.
     """
 
     def __init__(self, executor: Executor, taps: StepTaps, num_lanes: int) -> None:
         self._executor, self._taps, self._num_lanes = executor, taps, num_lanes
 
     @property
-    def asked_config(self) -> DispatchConfig:
-        """The requested configuration; the mode of ``config`` may be a downgrade."""
+    def requested_config(self) -> DispatchConfig:
+        """The requested configuration; the mode in effect may be a downgrade."""
         return self._executor.spec.options.config
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return the runner's settings, by their names in a settings file.
+        """Return the runner's settings by their names in a settings file.
 
-        Settings of plugins and costs are not included. An object is represented by its name.
+        Settings of plugins and costs are not included. Objects are represented by their names.
         """
         executor, spec = self._executor, self._executor.spec
         options = attrs.evolve(
@@ -78,10 +78,10 @@ class SwapRequests:
         }
 
     def budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> MemoryOptions:
-        """Return the current limits with the requested changes; see ``UNCHANGED``.
+        """Return the current limits with the requested changes (see ``UNCHANGED``).
 
         Raises:
-            ConfigError: A limit is invalid, or ``max_bytes`` is given and the pool is shared.
+            ConfigError: A limit is invalid, or ``max_bytes`` is given although the pool is shared.
         """
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
@@ -104,23 +104,23 @@ class SwapRequests:
         asked: DispatchConfig,
         budget: MemoryOptions,
     ) -> Change:
-        """Validate and try a change, and return it without applying it.
+        """Validate and try a change, without applying it.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``Swapper.swap``.
         """
         executor = self._executor
         if self._num_lanes > 1:
-            hint = "Each lane decides by itself. Create a new runner to change all of them."
+            hint = "Each lane decides separately. Create a new runner to change all lanes."
             raise ConfigError("lanes", self._num_lanes, "1 for a swap", hint)
         options_now = attrs.evolve(executor.spec.options, config=asked, memory=budget)
         spec = attrs.evolve(executor.spec, options=options_now)
-        if asked == self.asked_config and policy is None and options is None:
+        if asked == self.requested_config and policy is None and options is None:
             return Change(
                 mode_reasons=executor.mode_reasons, proposal=None, budget=budget, spec=spec
             )
         in_force, reasons = executor.dispatcher.config, executor.mode_reasons
-        if asked != self.asked_config:
+        if asked != self.requested_config:
             in_force, reasons = resolve_supported_mode(
                 asked, executor.work.step, executor.work.backend
             )
@@ -138,32 +138,34 @@ class SwapRequests:
                 raise ConfigError(
                     "policy", policy_name(chosen), "an object other than the one in force", hint
                 )
-            spec = spec.having_policy(policy, options)
+            spec = spec.with_policy(policy, options)
         proposal = executor.dispatcher.propose(chosen, in_force, origin)
-        self._check_room(proposal.keys)
+        self._check_buffer_rows(proposal.keys)
         return Change(mode_reasons=reasons, proposal=proposal, budget=budget, spec=spec)
 
     def config(self, config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
-        """Return the requested configuration, given as a whole or by single settings.
+        """Return the requested configuration, given as a whole or as single settings.
 
         Raises:
-            ConfigError: It is invalid, or does not match the runner's inputs.
+            ConfigError: The configuration is invalid or does not match the runner's inputs.
         """
         changes = {name: value for name, value in settings.items() if value is not None}
         if config is None:
-            config = attrs.evolve(self.asked_config, **changes) if changes else self.asked_config
+            config = (
+                attrs.evolve(self.requested_config, **changes) if changes else self.requested_config
+            )
         elif changes:
             hint = "Set them in config, or pass them without config."
             raise ConfigError(
-                "config", sorted(changes), "given without settings that are part of it", hint
+                "config", sorted(changes), "given without settings that it contains", hint
             )
         elif not isinstance(config, DispatchConfig):
             raise ConfigError("config", config, "a DispatchConfig")
-        has_others = config.axes and config.max_loras != self.asked_config.max_loras
-        if config.axes != self.asked_config.axes or has_others:
-            hint = "The inputs depend on them. Create a new runner."
+        has_others = config.axes and config.max_loras != self.requested_config.max_loras
+        if config.axes != self.requested_config.axes or has_others:
+            hint = "Create a new runner, because the inputs depend on the axes."
             raise ConfigError("axes", config.axes, "unchanged, together with max_loras", hint)
-        classes = [(one.query_lens, one.varlen_decode) for one in (config, self.asked_config)]
+        classes = [(one.query_lens, one.varlen_decode) for one in (config, self.requested_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
             hint = (
                 "Stop recording first, because recorded query classes would change their meaning."
@@ -172,18 +174,18 @@ class SwapRequests:
         return config
 
     def _policy_name(self) -> str:
-        """Return the name by which the policy was requested, or else its own name."""
+        """Return the name under which the policy was requested, or else its own name."""
         named = self._executor.spec.named_policy
         return named if isinstance(named, str) else self._executor.dispatcher.policy_name
 
     def _copied_policy(self) -> Policy:
-        """Return a copy of the policy in force, which a failed swap must not change."""
+        """Return a copy of the policy, because a failed swap must not change the original."""
         current = self._executor.dispatcher.policy
         try:
-            with self._executor.registry.lock:  # no updates of the policy
+            with self._executor.registry.lock:  # excludes updates of the policy
                 return copy.deepcopy(current)
         except Exception as error:
-            hint = f"Pass policy. copy.deepcopy() raised {type(error).__name__}: {error}"
+            hint = f"Pass policy=. copy.deepcopy() raised {type(error).__name__}: {error}"
             raise ConfigError(
                 "policy",
                 policy_name(current),
@@ -191,21 +193,21 @@ class SwapRequests:
                 hint,
             ) from error
 
-    def _check_room(self, keys: Iterable[GraphKey]) -> None:
+    def _check_buffer_rows(self, keys: Iterable[GraphKey]) -> None:
         room = self._executor.lane.buffers.num_rows
         largest = max((key.num_tokens for key in keys), default=0)
         if largest > room:
             raise ConfigError(
                 "sizes",
                 largest,
-                f"at most {room}, the rows of the static inputs",
-                "Create the runner with "
-                f"options=RunnerOptions(buffers=BufferOptions(buffer_rows={largest})) to allow it.",
+                f"at most {room}, the number of rows of the static inputs",
+                "To allow it, create the runner with "
+                f"options=RunnerOptions(buffers=BufferOptions(buffer_rows={largest})).",
             )
 
 
-def no_change() -> ConfigError:
-    """Return the error for a swap to a state that is already in force."""
+def no_change_error() -> ConfigError:
+    """Return the error for a swap that changes nothing."""
     return ConfigError(
         "swap",
         "no change",

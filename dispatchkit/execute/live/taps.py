@@ -1,4 +1,4 @@
-"""StepTaps: record and watch steps, at no cost while neither is used."""
+"""StepTaps: record and watch steps, at no cost when unused."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Dispatch = Callable[..., Decision]
 
 
 class StepWatcher(Protocol):
-    """Called when each step begins and ends, on the thread that runs it."""
+    """An object that is called when each step begins and ends, on the thread of the step."""
 
     def enter(self, decision: Decision, lane: int) -> None:
-        """Begin a step, with its decision and the number of its lane."""
+        """Begin a step; ``lane`` is the index of its lane."""
 
     def leave(self, *, failed: bool) -> None:
-        """End the step, which was launched or raised."""
+        """End the step, after it was launched or raised."""
 
 
 class StepTaps:
-    """Taps that record and watch the steps of a runner.
+    """The recorder, listener and watcher of a runner's steps.
 
-    Decisions are requested through each executor's ``decide``. Wrappers of ``Dispatcher.dispatch``
-    are installed there and removed again.
+    Steps call ``decide`` of their executor. Recording and watching replace it with wrappers of
+    ``Dispatcher.dispatch``.
 
     Args:
         executors: The executors of the steps.
-        lock: Held while wrappers change, to keep steps out.
+        lock: The lock that every step holds; also held while wrappers are replaced.
 
     Attributes:
         watcher: The watcher of steps, or None.
@@ -48,7 +48,7 @@ class StepTaps:
         self.watcher: StepWatcher | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record the arguments of each step's dispatch, replacing an earlier recording.
+        """Record the arguments of each step; replace an earlier recording.
 
         See ``GraphRunner.start_recording``.
         """
@@ -65,10 +65,10 @@ class StepTaps:
             self._connect()
 
     def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
-        """Set a function to call with the decision of each step before it runs, or None.
+        """Set a function that is called with each step's decision before the step runs, or None.
 
-        It runs in the step, under the runner's lock. It must be fast, and its exceptions propagate
-        to the caller of the step.
+        It is called under the runner's lock and must be fast. Its exceptions propagate to the
+        caller of the step.
         """
         with self._lock:
             self._listener = listener
@@ -79,16 +79,18 @@ class StepTaps:
 
         Args:
             watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or any object with ``enter``
-                and ``leave``. It runs in the step, under the runner's lock. It must be fast, and
-                its exceptions propagate to the caller of the step.
+                and ``leave``. It is called under the runner's lock and must be fast. Its exceptions
+                propagate to the caller of the step.
 
         Raises:
-            ConfigError: ``watcher`` has no callable ``enter`` or ``leave``.
+            ConfigError: The watcher has no method ``enter`` or ``leave``.
         """
         if watcher is not None:
             for name in ("enter", "leave"):
                 if not callable(getattr(watcher, name, None)):
-                    raise ConfigError("watcher", watcher, "None, or an object with enter and leave")
+                    raise ConfigError(
+                        "watcher", watcher, "None, or an object with methods enter and leave"
+                    )
         with self._lock:
             self.watcher = watcher
             self._connect()
@@ -105,28 +107,28 @@ class StepTaps:
 
         The watcher is not called, because the step has not begun.
         """
-        followed = self._followed(self._executors[0])
+        followed = self._with_taps(self._executors[0])
         return followed(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def _connect(self) -> None:
         for number, executor in enumerate(self._executors):
-            dispatch = self._followed(executor)
+            dispatch = self._with_taps(executor)
             if self.watcher is not None:
-                dispatch = _watched(
+                dispatch = _with_watcher(
                     dispatch, self.watcher, number, executor.dispatcher, executor.eager
                 )
             executor.decide = dispatch
 
-    def _followed(self, executor: Executor) -> Dispatch:
+    def _with_taps(self, executor: Executor) -> Dispatch:
         dispatch: Dispatch = executor.dispatcher.dispatch
         if self._listener is not None:
-            dispatch = _notifying(dispatch, self._listener)
+            dispatch = _with_listener(dispatch, self._listener)
         if self._recorder is not None:
             dispatch = self._recorder.recording(dispatch)
         return dispatch
 
 
-def _notifying(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Dispatch:
+def _with_listener(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Dispatch:
     def dispatch_and_notify(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
@@ -138,7 +140,7 @@ def _notifying(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Disp
 
 
 class _WatchedPlan:
-    """A plan that runs between the two calls of a watcher."""
+    """A plan that calls a watcher before and after the step."""
 
     def __init__(
         self,
@@ -167,14 +169,14 @@ class _WatchedPlan:
             self._watcher.leave(failed=failed)
 
 
-def _watched(
+def _with_watcher(
     dispatch: Dispatch,
     watcher: StepWatcher,
     lane: int,
     dispatcher: Dispatcher,
     eager: EagerRunner,
 ) -> Callable[..., Any]:
-    # Does not capture the executor, which references the returned function.
+    # Holds no reference to the executor, which references the returned function.
     def dispatch_and_watch(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Any:

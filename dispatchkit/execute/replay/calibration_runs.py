@@ -119,7 +119,7 @@ class CalibrationRuns:
                 ahead = self._replay_of(*largest)
             dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
             plan = dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
-            with self._lane.alone(), restored(self._warmups.snapshot()), self._outcomes_held():
+            with self._lane.exclusive(), restored(self._warmups.snapshot()), self._outcomes_held():
                 for _ in range(run.runs):
                     self._backend.synchronize()
                     for kind in ("idle", "queued"):

@@ -53,11 +53,11 @@ class Planner:
         inputs: The static inputs, or the inputs with axes.
         axes: Names of the axes.
         slots: The slots of steps, or None.
-        asked_mode: The requested mode; the mode in force may be a downgrade.
+        requested_mode: The requested mode; the mode in force may be a downgrade.
         is_owned: Whether each call returns new tensors.
 
     Attributes:
-        asked_mode: As given; a swap changes it.
+        requested_mode: As given; a swap changes it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Planner:
         inputs: InputSet | AxisInputs,
         axes: tuple[str, ...],
         slots: StepSlots | None,
-        asked_mode: CUDAGraphMode,
+        requested_mode: CUDAGraphMode,
         is_owned: bool,
     ) -> None:
         self._dispatcher = weakref.ref(dispatcher)
@@ -83,7 +83,7 @@ class Planner:
         self._counters, self._timings, self._checker = counters, timings, checker
         self._inputs, self._axes, self._is_owned = inputs, axes, is_owned
         self._slots = slots
-        self.asked_mode = asked_mode
+        self.requested_mode = requested_mode
 
     def plan(self, decision: Decision, batch: Batch) -> Plan | SplitPlan | LazySplitPlan | SlotPlan:
         """Return the plan of a decision; called under the dispatcher's lock."""
@@ -249,7 +249,7 @@ class Planner:
             missed: The smallest key that could have served the batch, if any.
         """
         dispatcher = self._dispatcher()
-        is_less = dispatcher is not None and dispatcher.config.mode is not self.asked_mode
+        is_less = dispatcher is not None and dispatcher.config.mode is not self.requested_mode
         if reason == Reason.MODE_NONE and is_less:
             return str(Reason.PIECEWISE_UNSUPPORTED)
         entry = None if missed is None else self._registry.get(missed)

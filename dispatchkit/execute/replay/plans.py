@@ -339,7 +339,7 @@ class GraphPlan:
             if not self._is_owned:
                 step.input_path.buffers.mark_shared_results(self._leaves)
         transport = self.transport = transport_of(step.input_path, self.num_tokens)
-        step.lane.keep_ready(self)
+        step.lane.add_caching_plan(self)
         return transport
 
     def _choose_launch(self) -> None:

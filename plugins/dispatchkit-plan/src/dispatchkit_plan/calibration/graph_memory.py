@@ -140,7 +140,7 @@ def make_measured_runner(
         ),
     )
     if every_size:
-        spec = spec.having_policy(EverySizePolicy(), None)
+        spec = spec.with_policy(EverySizePolicy(), None)
     return MeasuredRunner(
         runner=GraphRunner(**spec.arguments()),
         specs=spec.static_inputs,
