@@ -14,8 +14,10 @@ from typing import Any
 import attrs
 
 
-def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
+def nearest_names(name: Any, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
     """Return the known names closest to a misspelled name, best match first."""
+    if not isinstance(name, str):
+        return ()
     by_lower = {one.lower(): one for one in sorted(known)}
     near = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
     return tuple(by_lower[one] for one in near)
@@ -48,7 +50,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """Return a sentence that suggests the closest names; empty if no name is close."""
     near = nearest_names(name, known)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -111,16 +113,16 @@ class UnknownNameError(ConfigError, LookupError):
 
     Attributes:
         kind: Kind of name, such as ``policy``, ``backend`` or ``trace column``.
-        name: The requested name.
+        name: The requested name, or the value given in place of a name.
         known: All existing names.
         nearest: The known names closest to the requested name.
     """
 
     kind: str
-    name: str
+    name: Any
     known: tuple[str, ...]
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+    def __init__(self, kind: str, name: Any, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
         self.nearest: tuple[str, ...] = nearest_names(name, self.known)
         listing = f"one of: {', '.join(self.known) or 'none'}"

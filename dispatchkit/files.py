@@ -12,12 +12,13 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dispatchkit.errors import ConfigError, DispatchkitError
 
 __all__ = [
     "check_output",
+    "check_path",
     "create_part",
     "is_special",
     "real_target",
@@ -30,6 +31,17 @@ StrPath = str | os.PathLike[str]
 _LONGEST_STEM = 240
 
 
+def check_path(path: Any, setting: str) -> str:
+    """Return a path given for a setting as text.
+
+    Raises:
+        ConfigError: It is neither text nor a path object.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(setting, path, "the path of a file, as text or a Path")
+    return os.fsdecode(path)
+
+
 def real_target(path: StrPath) -> Path:
     """Return the absolute path of a file, following symbolic links.
 
@@ -37,9 +49,10 @@ def real_target(path: StrPath) -> Path:
     directory changes later.
 
     Raises:
+        ConfigError: The value is not a path.
         OSError: The path is relative and the working directory does not exist.
     """
-    return Path(os.path.realpath(path))
+    return Path(os.path.realpath(check_path(path, "output")))
 
 
 def check_output(
@@ -58,10 +71,10 @@ def check_output(
         hint: Sentence for the error message if the file exists.
 
     Raises:
-        ConfigError: The path is a folder, or the same file as an input; its folder is missing or
-            read-only; or the file exists and ``overwrite`` is False.
+        ConfigError: The value is not a path; it is a folder, or the same file as an input; its
+            folder is missing or read-only; or the file exists and ``overwrite`` is False.
     """
-    shown = os.fspath(path)
+    shown = check_path(path, "output")
     try:
         target = real_target(path)
         for source in inputs:

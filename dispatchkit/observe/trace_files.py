@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.files import whole_file
+from dispatchkit.files import check_path, whole_file
 from dispatchkit.keys.checks import check_count
 
 __all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "whole_text"]
@@ -40,7 +40,7 @@ def trace_name(path: StrPath | IO[bytes]) -> str:
     """Return the name of a path or open file for messages."""
     if hasattr(path, "read"):
         return str(getattr(path, "name", "<stream>"))
-    return os.fspath(path)
+    return check_path(path, "trace")
 
 
 def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -> IO[bytes]:

@@ -11,6 +11,7 @@ import pytest
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.files import check_output, whole_file, write_whole
+from dispatchkit.observe import TraceWriter, read_trace
 
 
 def hard_link(source: Path, other: Path) -> Path:
@@ -51,6 +52,21 @@ def test_a_relative_name_is_compared_too(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="a file other than its input"):
         check_output("in.csv", inputs=[tmp_path / "in.csv"])
+
+
+@pytest.mark.parametrize("path", [3, None, b"out", ["out"]])
+@pytest.mark.parametrize(
+    ("take", "setting"),
+    [
+        (check_output, "output"),
+        (lambda path: write_whole(path, "x"), "output"),
+        (TraceWriter, "trace"),
+        (read_trace, "trace"),
+    ],
+)
+def test_what_is_no_path_is_refused(take: Any, setting: str, path: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be the path of a file, as text or a"):
+        take(path)
 
 
 @pytest.mark.parametrize(

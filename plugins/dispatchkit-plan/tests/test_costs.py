@@ -103,6 +103,10 @@ def test_a_bad_file_is_named(change, message, tmp_path):
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(UnknownNameError, match="lm-decode-h100"):
         load_cost_model("lm-decode-h10")
+    with pytest.raises(ConfigError, match="cost model must be the path of a file"):
+        load_cost_model(3)
+    with pytest.raises(ConfigError, match=r"a dispatchkit_plan.CostModel, got 3"):
+        save_cost_model(3, tmp_path / "model.json")
     path = tmp_path / "model.json"
     for text, message in [("{", "JSON"), ("[1]", "format"), ("{}", "format")]:
         path.write_text(text)

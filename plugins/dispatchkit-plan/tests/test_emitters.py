@@ -75,6 +75,9 @@ def test_a_plan_is_emitted_hedged_and_by_kind():
 def test_unknown_engines_and_empty_lists_are_refused():
     with pytest.raises(UnknownNameError, match="Did you mean 'sglang'"):
         emit(SIZES, "sglan")
+    for engine in (3, ["vllm"], None):
+        with pytest.raises(UnknownNameError, match="engine must be one of: dispatchkit, sglang"):
+            emit(SIZES, engine)
     with pytest.raises(ConfigError, match="at least one size"):
         emit((), "vllm")
     with pytest.raises(ConfigError, match="query_len"):

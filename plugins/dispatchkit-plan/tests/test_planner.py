@@ -144,6 +144,13 @@ def test_alignment_restricts_every_size():
         ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "the price of the largest size"),
         ({"capture_time_s": 1.0}, "capture_s_per_graph"),
         ({"capture_time_s": 1.0, "capture_s_per_graph": -1}, "above 0"),
+        ({"graphs": 2, "cost_model": "mlp-h100"}, r"a dispatchkit_plan.CostModel, .* load_cost_"),
+        ({"graphs": 2, "dispatch": "sometimes"}, "dispatch must be 'always' or 'best'"),
+        ({"graphs": 2, "keyed": "uniforms"}, "keyed must be True, False, 'uniform' or"),
+        ({"graphs": 2, "lora_overhead": -1}, "lora_overhead must be a share of at least 0"),
+        ({"graphs": 2, "lora_overhead": "x"}, "lora_overhead must be a share"),
+        ({"graphs": 2, "separate_base": "x"}, "separate_base must be True or False"),
+        ({"graphs": 2, "max_uniform_size": 0}, "max_uniform_size must be a whole number"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings_, message):
@@ -259,6 +266,12 @@ def test_steps_without_adapters_keep_graphs_of_their_own():
     assert together.waste_pct <= plan.waste_pct
     with pytest.raises(ConfigError, match="planning by kind of step"):
         plan_sizes(trace, graphs=1, keyed=True, hedge="none")
+
+
+@pytest.mark.parametrize("own", ["x", None, 0.5, 2, -1])
+def test_a_hedge_is_shares_with_a_sum_of_1(own):
+    with pytest.raises(ConfigError, match="hedge must be shares of at least 0"):
+        Hedge(own)
 
 
 def test_a_hedge_keeps_the_total_and_fills_gaps():

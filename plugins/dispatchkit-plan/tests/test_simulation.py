@@ -353,9 +353,15 @@ def test_what_cannot_be_simulated_is_refused():
         simulate(trace, Scenario(config=DispatchConfig(max_num_tokens=64)))
     with pytest.raises(TraceError, match="no step with tokens"):
         simulate(StepTrace({"num_tokens": [0]}))
-    for bad in ({"lanes": 0}, {"max_graphs": 0}, {"eviction": "fifo"}, {"sample_every": 0}):
-        with pytest.raises(ConfigError, match=next(iter(bad))):
-            Scenario(**bad)
+    bad = {"lanes": 0, "max_graphs": 0, "eviction": "fifo", "sample_every": 0, "sizes": 8}
+    bad |= {"mode": "FUL", "seed": "x", "noise": 0.1, "config": {}, "policy_options": 3}
+    for setting, value in bad.items():
+        with pytest.raises(ConfigError, match=setting):
+            Scenario(**{setting: value})
+    with pytest.raises(ConfigError, match=r"a StepTrace, got 'a.csv'. .*read_steps\(path\)"):
+        simulate("a.csv")
+    with pytest.raises(ConfigError, match=r"a Scenario, got 'vllm'"):
+        simulate(trace, "vllm")
     with pytest.raises(ConfigError, match="sizes"):
         Scenario(sizes=[8], config=DispatchConfig())
 

@@ -27,7 +27,7 @@ from dispatchkit import (
 )
 from dispatchkit.dispatch import CalibrationRun, greedy_parts
 from dispatchkit.errors import ConfigError
-from dispatchkit.files import real_target
+from dispatchkit.files import check_path, real_target
 from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
 
@@ -404,7 +404,7 @@ class AdaptivePolicy:
             ConfigError: Neither this call nor the policy has a path, or the file cannot be
                 written.
         """
-        target = self.state_path if path is None else Path(path)
+        target = self.state_path if path is None else Path(check_path(path, "path"))
         if target is None:
             raise ConfigError("path", None, "given if the policy has no state file")
         write_state(target, self.fingerprint, self._arms.values())
@@ -414,10 +414,11 @@ class AdaptivePolicy:
         """Replace what was learned with the contents of a file.
 
         Raises:
+            ConfigError: ``path`` is not a path.
             StateError: The file cannot be read, is incomplete or not a state file, or has another
                 version or fingerprint. What was learned stays unchanged.
         """
-        read = read_state(Path(path), self.fingerprint, self.history_size)
+        read = read_state(Path(check_path(path, "path")), self.fingerprint, self.history_size)
         for arm in self._arms.values():
             arm.estimates.clear()
         for ident, regime, estimate in read:
@@ -614,8 +615,9 @@ def _at_risk_us(bucket: Bucket) -> float:
 
 
 def _state_path(state: str | Path) -> Path:
+    path = check_path(state, "state")
     try:
-        return real_target(state)
+        return real_target(path)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError("state", state, f"a file path ({error})") from error
 

@@ -32,7 +32,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.files import write_whole
+from dispatchkit.files import check_path, write_whole
 from dispatchkit.keys import whole_number
 
 __all__ = [
@@ -366,6 +366,18 @@ class CostModel:
         return found
 
 
+def check_cost_model(model: Any, setting: str) -> CostModel:
+    """Validate a cost model given as an object, and return it.
+
+    Raises:
+        ConfigError: It is not a ``CostModel`` of this package.
+    """
+    if not isinstance(model, CostModel):
+        hint = "load_cost_model(name) returns a built-in model, or one in a file."
+        raise ConfigError(setting, model, "a dispatchkit_plan.CostModel", hint)
+    return model
+
+
 def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
     """Return a built-in cost model by name, or load one from a file.
 
@@ -373,7 +385,7 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
         UnknownNameError: There is no built-in model and no file of this name.
         ConfigError: The file is not a cost model; the message contains its path.
     """
-    name = os.fspath(name_or_path)
+    name = check_path(name_or_path, "cost model")
     if name in BUILTIN_COST_MODELS:
         return BUILTIN_COST_MODELS[name]
     try:
@@ -403,8 +415,10 @@ def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
     """Write a model to a file atomically.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: ``model`` is not a ``CostModel`` of this package, or the file cannot be
+            written.
     """
+    check_cost_model(model, "model")
     write_whole(path, json.dumps(model.to_json(), indent=2) + "\n")
 
 

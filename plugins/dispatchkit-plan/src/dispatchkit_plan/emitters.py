@@ -60,10 +60,9 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
         UnknownNameError: The engine is unknown.
         ConfigError: The plan has no sizes.
     """
-    try:
-        make = EMITTERS[engine]
-    except KeyError:
-        raise UnknownNameError("engine", engine, EMITTERS) from None
+    if engine not in tuple(EMITTERS):  # a tuple, because the value may not be hashable
+        raise UnknownNameError("engine", engine, EMITTERS)
+    make = EMITTERS[engine]
     query_len = check_count(query_len, "query_len")
     notes: tuple[str, ...] = ()
     if isinstance(plan, Plan):

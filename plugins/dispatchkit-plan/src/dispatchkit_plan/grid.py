@@ -24,11 +24,11 @@ from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import check_count
 from dispatchkit.observe import StepTrace
 
-from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.costs import CostModel, check_cost_model
 from dispatchkit_plan.hedge import FALLBACK_HEDGE, NO_HEDGE, Hedge
 from dispatchkit_plan.objective import Objective, PaddingObjective, TimeObjective
 from dispatchkit_plan.optimal import BoolArray, FloatArray, IntArray, SizeCurve, size_curve
-from dispatchkit_plan.workload import FitOn
+from dispatchkit_plan.workload import FitOn, check_trace
 
 __all__ = ["GridPlan", "GridProduct", "plan_grid"]
 
@@ -173,6 +173,9 @@ def plan_grid(
 
     Sizes are in rows. Values are in the unit of the axis, such as positions.
     """
+    check_trace(trace)
+    if cost_model is not None:
+        check_cost_model(cost_model, "cost_model")
     graphs = check_count(graphs, "graphs")
     work = _Batches.of(trace, axis)
     max_size = int(work.sizes.max()) if max_size is None else check_count(max_size, "max_size")

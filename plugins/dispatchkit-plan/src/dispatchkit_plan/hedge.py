@@ -61,6 +61,8 @@ class Hedge:
 
     def __attrs_post_init__(self) -> None:
         shares = [self.own, self.prior, *(share for _, share in self.spread)]
+        if not all(isinstance(share, int | float) for share in shares):
+            raise ConfigError("hedge", shares, "shares of at least 0 with a sum of 1")
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise ConfigError("hedge", shares, "shares of at least 0 with a sum of 1")
         for width, _ in self.spread:

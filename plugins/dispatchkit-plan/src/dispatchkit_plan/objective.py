@@ -26,6 +26,9 @@ from dispatchkit_plan.optimal import (
 
 __all__ = ["Objective", "PaddingObjective", "TimeObjective", "padded_sizes", "waste_pct"]
 
+#: When a graph that is large enough is replayed, see ``TimeObjective``.
+DISPATCHES = ("always", "best")
+
 
 def padded_sizes(sizes: Sequence[int], max_size: int) -> IntArray:
     """Return the captured size that serves each batch of 0 to ``max_size`` tokens.
@@ -80,7 +83,7 @@ class TimeObjective:
     dispatch: Literal["always", "best"] = attrs.field(default="always")
 
     def __attrs_post_init__(self) -> None:
-        if self.dispatch not in ("always", "best"):
+        if self.dispatch not in DISPATCHES:
             raise ConfigError("dispatch", self.dispatch, "'always' or 'best'")
 
     @property

@@ -21,7 +21,7 @@ from dispatchkit.keys import check_count, check_counts
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import make_budget
-from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.costs import CostModel, check_cost_model
 from dispatchkit_plan.optimal import (
     FloatArray,
     IntArray,
@@ -145,6 +145,7 @@ def plan_own_sizes(
 
     Sizes are in tokens, memory is in bytes.
     """
+    check_cost_model(cost_model, "cost_model")
     kept = tuple(sorted(set(check_counts(beside, "beside"))))
     if isinstance(max_waste, bool) or not 0 <= max_waste <= 1:
         raise ConfigError("max_waste", max_waste, "a share from 0 to 1")

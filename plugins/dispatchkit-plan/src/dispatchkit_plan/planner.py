@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_flag
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import Budget, make_budget
-from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.costs import CostModel, check_cost_model
 from dispatchkit_plan.families import (
     Family,
     joint_curve,
@@ -21,7 +22,7 @@ from dispatchkit_plan.families import (
     split_families,
 )
 from dispatchkit_plan.hedge import FALLBACK_HEDGE, NO_HEDGE, Hedge, HedgeChoice, choose_hedge
-from dispatchkit_plan.objective import Objective, PaddingObjective, TimeObjective
+from dispatchkit_plan.objective import DISPATCHES, Objective, PaddingObjective, TimeObjective
 from dispatchkit_plan.optimal import FloatArray, IntArray, best_sizes_within, size_curve
 from dispatchkit_plan.results import Plan, PlannedFamily, RivalResult
 from dispatchkit_plan.rivals import rival_sizes
@@ -110,6 +111,16 @@ def plan_sizes(
     max_size = check_count(max_size, "max_size")
     if max_size > MAX_SIZE_LIMIT:
         raise ConfigError("max_size", max_size, f"at most {MAX_SIZE_LIMIT}")
+    if cost_model is not None:
+        check_cost_model(cost_model, "cost_model")
+    if dispatch not in DISPATCHES:
+        raise ConfigError("dispatch", dispatch, "'always' or 'best'")
+    if not isinstance(keyed, bool) and keyed not in ("uniform", "uniform+loras"):
+        raise ConfigError("keyed", keyed, "True, False, 'uniform' or 'uniform+loras'")
+    lora_overhead = _check_overhead(lora_overhead)
+    separate_base = check_flag(separate_base, "separate_base")
+    if max_uniform_size is not None:
+        max_uniform_size = check_count(max_uniform_size, "max_uniform_size")
     work = as_workload(data)
     fit, judged, judged_on = work.split(fit_on)
     objective: Objective = (
@@ -171,6 +182,13 @@ def plan_sizes(
         ]
         return planner.plan(exact, warnings, future=future)
     return planner.plan(choice, warnings, future=None)
+
+
+def _check_overhead(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ConfigError("lora_overhead", value, "a share of at least 0, such as 0.05")
+    return float(value)
 
 
 def _hedge_choice(

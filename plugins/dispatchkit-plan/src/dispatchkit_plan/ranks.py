@@ -33,6 +33,7 @@ from dispatchkit.plugins import PluginSet, load_plugins
 from dispatchkit_plan.lane_run import LaneRun, Steps
 from dispatchkit_plan.optimal import IntArray
 from dispatchkit_plan.scenario import Scenario
+from dispatchkit_plan.workload import check_trace
 
 __all__ = ["Exchange", "RankSimulation", "simulate_ranks"]
 
@@ -145,6 +146,7 @@ def simulate_ranks(
         UnknownNameError: The policy is not installed, or the cost model is unknown.
         PolicyError: The policy rejects the configuration.
     """
+    check_trace(trace)
     scenario, exchange = scenario or Scenario(), exchange or Exchange()
     ranks = check_count(ranks, "ranks")
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)

@@ -10,7 +10,13 @@ import attrs
 
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import DispatchConfig, check_count, check_flag
+from dispatchkit.keys import (
+    CUDAGraphMode,
+    DispatchConfig,
+    check_capture_sizes,
+    check_count,
+    check_flag,
+)
 
 from dispatchkit_plan.costs import CostModel, load_cost_model
 
@@ -37,6 +43,10 @@ class Noise:
         """Return a simulated measurement of a step that takes ``time_us``."""
         seen = time_us * max(0.2, chance.gauss(1.0, self.relative))
         return seen * self.factor if chance.random() < self.outliers else seen
+
+
+#: Types of the settings that are objects.
+_KINDS = {"policy_options": Mapping, "noise": Noise, "config": DispatchConfig}
 
 
 @attrs.frozen(kw_only=True)
@@ -73,7 +83,7 @@ class Scenario:
     policy: str | Policy = "vllm"
     policy_options: Mapping[str, Any] = attrs.field(factory=dict)
     sizes: tuple[int, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(tuple)
+        default=None, converter=attrs.converters.optional(check_capture_sizes)
     )
     mode: str = "FULL_AND_PIECEWISE"
     max_graphs: int | None = None
@@ -94,7 +104,13 @@ class Scenario:
             if getattr(self, setting) is not None:
                 # check_count also converts strings; the class is frozen.
                 object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
+        check_count(self.seed, "seed", minimum=0)
         check_flag(self.rows_independent, "rows_independent")
+        CUDAGraphMode.parse(self.mode)
+        for setting, kind in _KINDS.items():
+            value = getattr(self, setting)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(setting, value, f"a {kind.__name__}")
         if self.eviction not in ("lru", "benefit"):
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:

@@ -27,6 +27,7 @@ from dispatchkit.plugins import PluginSet, load_plugins
 from dispatchkit_plan.costs import CostModel
 from dispatchkit_plan.lane_run import PENDING, LaneRun, Steps
 from dispatchkit_plan.scenario import Scenario
+from dispatchkit_plan.workload import check_trace
 
 __all__ = ["Simulation", "simulate", "simulate_all"]
 
@@ -128,7 +129,10 @@ def simulate(
         ConfigError: A setting is invalid.
         PolicyError: The policy rejects the configuration.
     """
+    check_trace(trace)
     scenario = scenario or Scenario()
+    if not isinstance(scenario, Scenario):
+        raise ConfigError("scenario", scenario, "a Scenario", "Write Scenario(policy='vllm').")
     model = scenario.model
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
     axis = model.axis if model.axis in [axis.name for axis in config.axes] else ""

@@ -23,6 +23,7 @@ from dispatchkit.registry import GraphRegistry, KeyState
 from dispatchkit_plan.costs import CostModel
 from dispatchkit_plan.lane_run import LaneRun, Steps
 from dispatchkit_plan.scenario import Scenario
+from dispatchkit_plan.workload import check_trace
 
 if TYPE_CHECKING:
     from dispatchkit.execute import GraphRunner
@@ -136,6 +137,7 @@ def forecast_swap(
         PolicyError: The policy rejects the configuration.
         TraceError: No step has tokens, or no step is within the candidate's limit.
     """
+    check_trace(trace)
     proposal = runner.swapper.proposed(**change)
     scenario = Scenario(cost_model=cost_model)
     limit = min(proposal.config.max_num_tokens, runner.config.max_num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -86,6 +86,18 @@ class Workload:
         if not middle:
             raise TraceError(self.source, None, "has one step, which cannot be split into halves.")
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
+
+
+def check_trace(trace: Any) -> StepTrace:
+    """Validate steps that were read from a trace, and return them.
+
+    Raises:
+        ConfigError: The value is of another type, such as a path.
+    """
+    if not isinstance(trace, StepTrace):
+        hint = "Read a file with dispatchkit_plan.read_steps(path)."
+        raise ConfigError("trace", trace, "a StepTrace", hint)
+    return trace
 
 
 def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from dispatchkit.files import check_path
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.traffic import read_steps
@@ -26,7 +27,7 @@ def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | li
     Raises:
         TraceError: The file cannot be read, or contains neither.
     """
-    name = os.fspath(path)
+    name = check_path(path, "source")
     try:
         stream = Path(path).open("rb")  # noqa: SIM115 - closed below
     except (OSError, ValueError):
