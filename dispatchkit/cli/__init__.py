@@ -114,7 +114,7 @@ __getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)
 
 
 _NEEDS = ("typer", "rich")
-# Older versions accept newer versions of click, but then lose arguments.
+# Older versions can be installed with newer versions of click, but then lose arguments.
 _OLDEST_TYPER = (0, 20)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
 BAD_INPUT = 2
-READER_GONE = 141
+PIPE_CLOSED = 141
 
 # Exception classes for incorrect command lines. They are click's, which newer versions of typer
 # vendor.
@@ -71,7 +71,7 @@ class Commands(TyperGroup):
                     f"Command {name!r} ({plugins.commands[name].origin}) is skipped: "
                     "dispatchkit has a command with this name."
                 )
-            elif self._of_plugin(plugins, name) is not None:
+            elif self._plugin_command(plugins, name) is not None:
                 own.append(name)
         return own
 
@@ -79,11 +79,11 @@ class Commands(TyperGroup):
         """Return a command; plugins are loaded only if it is not built in."""
         command = super().get_command(ctx, cmd_name)
         if command is None and (plugins := self._plugins()) is not None:
-            command = self._of_plugin(plugins, cmd_name)
+            command = self._plugin_command(plugins, cmd_name)
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the requested command."""
+        """Find the requested command; an unknown name raises an error with suggestions."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             plugins = self._plugins()
@@ -95,14 +95,14 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _plugins(self) -> PluginSet | None:
-        """Load and return the plugins; None, with a message, if that fails."""
+        """Return the loaded plugins; if that fails, print the error and return None."""
         try:
             return load_installed_plugins()
         except DispatchkitError as error:
             complain(f"Plugin commands are skipped: {error}")  # help must still work
             return None
 
-    def _of_plugin(self, plugins: PluginSet, name: str) -> Any:
+    def _plugin_command(self, plugins: PluginSet, name: str) -> Any:
         """Return a plugin's command, or None if it is missing or broken."""
         of, made = self.__dict__.get("_made", (None, {}))
         if of is not plugins:
@@ -136,12 +136,12 @@ class Commands(TyperGroup):
             raise typer.Exit(STOPPED) from error
         except BrokenPipeError as error:
             _discard_stdout()
-            raise typer.Exit(READER_GONE) from error
+            raise typer.Exit(PIPE_CLOSED) from error
 
 
 def _discard_stdout() -> None:
     """Redirect stdout to the null device, because Python flushes it again at exit."""
-    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor
+    with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
         number = sys.stdout.fileno()
         try:
             sys.stdout.flush()
@@ -155,7 +155,7 @@ class Group(TyperGroup):
     """A command with subcommands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command."""
+        """Find the requested subcommand; an unknown name raises an error with suggestions."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             raise UnknownNameError("command", f"{ctx.info_name} {args[0]}", self._whole(ctx))
         return super().resolve_command(ctx, args)
@@ -211,7 +211,7 @@ def _top(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Set any setting; `dispatchkit config show` lists them.",
+            help="Change a setting; `dispatchkit config show` lists all settings.",
         ),
     ] = None,
     version: Annotated[
@@ -229,7 +229,7 @@ def _top(
     if ctx.invoked_subcommand is None:
         with contextlib.redirect_stdout(sys.stderr):
             text = ctx.get_help()
-        complain(text or "Give one of these commands.")
+        complain(text or "Choose one of these commands.")
         raise typer.Exit(BAD_INPUT)
 
 
@@ -257,7 +257,7 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        args: Arguments without the program name; by default those of the process.
+        args: Arguments without the program name; by default ``sys.argv[1:]``.
     """
     COMMON.config_file, COMMON.sets = None, ()
     for stream in (sys.stdout, sys.stderr):
@@ -272,10 +272,10 @@ def run(args: Sequence[str] | None = None) -> int:
             standalone_mode=False,
         )
     except DispatchkitError as error:
-        _refuse(error)
+        _print_error(error)
         return BAD_INPUT
     except ClickException as error:
-        _refuse(_as_ours(error))
+        _print_error(_reworded(error))
         return BAD_INPUT
     except typer.Abort:
         complain("Stopped.")
@@ -284,7 +284,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return STOPPED
     except BrokenPipeError:
         _discard_stdout()
-        return READER_GONE
+        return PIPE_CLOSED
     except OSError as error:
         _discard_stdout()
         if error.errno == errno.ENOSPC:
@@ -293,22 +293,22 @@ def run(args: Sequence[str] | None = None) -> int:
                 "run the command again."
             )
         else:
-            # An error of the operating system, which is not a bug in dispatchkit.
+            # An error of the operating system, not a bug in dispatchkit.
             where = f"{error.filename}: " if error.filename is not None else ""
             complain(f"{where}{error.strerror or error}.")
         return BAD_INPUT
     except MemoryError:
         complain("Not enough memory. Next: use smaller sizes or a shorter trace.")
         return BAD_INPUT
-    except SystemExit as done:  # raised by completion and plugin commands
-        if isinstance(done.__context__, BrokenPipeError):  # rich would exit with code 1
-            return READER_GONE
+    except SystemExit as done:  # raised by completion and by plugin commands
+        if isinstance(done.__context__, BrokenPipeError):  # raised by rich, with exit code 1
+            return PIPE_CLOSED
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return code if isinstance(code, int) else 0
 
 
 #: Allowed values by type name, which is click's (``integer``) or typer's (``int``).
-_WANTED: dict[str, str] = {
+_ALLOWED: dict[str, str] = {
     "int": "a whole number",
     "integer": "a whole number",
     "float": "a number",
@@ -333,18 +333,18 @@ def _with_value(error: Any, text: str) -> str:
     else:
         return text
     shown = shortened(repr(given))
-    if kind in _WANTED and name:
-        return f"{name} must be {_WANTED[kind]}, got {shown}"
+    if kind in _ALLOWED and name:
+        return f"{name} must be {_ALLOWED[kind]}, got {shown}"
     text = text.replace("Value error, ", "")
     return text if shown in text else f"{text}, got {shown}"
 
 
-def _refuse(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     """Print an error and its notes as one line."""
     complain(" ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-def _as_ours(error: Any) -> Exception:
+def _reworded(error: Any) -> Exception:
     """Return a usage error in the wording of dispatchkit's errors."""
     ctx = getattr(error, "ctx", None)
     if ctx is not None and type(error).__name__ == "NoSuchOption":
@@ -358,7 +358,7 @@ def _as_ours(error: Any) -> Exception:
         hint = ""
         before = ctx.find_root().command
         if any(error.option_name in one.opts for one in before.get_params(ctx.find_root())):
-            hint = f"Give it before the command: dispatchkit {error.option_name} ..."
+            hint = f"Put it before the command: dispatchkit {error.option_name} ..."
         return UnknownNameError("option", error.option_name, known, hint)
     text = _with_value(error, " ".join(error.format_message().split()).removesuffix("."))
     hint = f" Next: {ctx.command_path} --help." if ctx is not None else ""

@@ -49,9 +49,9 @@ def bench(
         return
     results: list[dict[str, Any]] = []
     failed = []
-    with progress() as tell:
+    with progress() as show_progress:
         for index, name in enumerate(chosen):
-            tell("benchmarks", index, len(chosen))
+            show_progress("benchmarks", index, len(chosen))
             done = subprocess.run(
                 [sys.executable, str(scripts[name])],
                 stdout=subprocess.PIPE,
@@ -76,7 +76,7 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
     """Return the benchmark scripts of a checkout, by name.
 
     Raises:
-        BackendUnavailableError: There are no benchmarks; installed packages do not include them.
+        BackendUnavailableError: The checkout has no benchmarks, or there is no checkout.
     """
     root = checkout or Path(__file__).resolve().parents[2]
     folder = root / "bench"

@@ -54,10 +54,10 @@ def demo(
     device: BackendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a real trace through a small decoder, eager and dispatched, and compare.
+    """Replay a real trace through a small decoder, and compare eager and dispatched steps.
 
     Exit code 1 if the results of any step differ from eager. All runner settings apply
-    (`dispatchkit config show` lists them); limits that are not given are derived from the trace.
+    (`dispatchkit config show` lists them). Limits that are not given are derived from the trace.
 
     Example: dispatchkit demo --steps 100 --device tape
 
@@ -76,8 +76,8 @@ def demo(
     options = DemoOptions(settings=settings, trace=trace, steps=steps)
     plugins = load_installed_plugins(settings)
     mention_problems(plugins)
-    with progress() as tell:
-        report = run_demo(options, plugins=plugins, progress=tell)
+    with progress() as show_progress:
+        report = run_demo(options, plugins=plugins, progress=show_progress)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -104,7 +104,7 @@ def show(report: DemoReport, out: Console) -> None:
     _heading(out, "Same results?")
     _indented(out, *_comparison_lines(report))
     _heading(out, "What the numbers mean here")
-    _indented(out, *report.meaning(), f"({report.seconds:.0f} s in all)")
+    _indented(out, *report.meaning(), f"(total time {report.seconds:.0f} s)")
 
 
 def _heading(out: Console, text: str) -> None:
@@ -193,7 +193,7 @@ def _times(report: DemoReport) -> Table:
 def _step_lines(report: DemoReport) -> Iterator[str]:
     real = sum(row.num_tokens for row in report.times if row.mode != "NONE")
     share = report.padding / real if real else 0.0
-    yield f"padding: {report.padding:,} rows, {share:.1%} of the real tokens that were replayed"
+    yield f"padding: {report.padding:,} rows, {share:.1%} of the replayed real tokens"
     reasons = ", ".join(f"{count} {reason}" for reason, count in report.eager_reasons.items())
     yield f"eager steps by reason: {reasons or 'none'}"
 

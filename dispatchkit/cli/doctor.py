@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Environment variables that dispatchkit-vllm reads inside vLLM.
 _IN_VLLM = ("DISPATCHKIT_POLICY", "DISPATCHKIT_TRACE", "DISPATCHKIT_METRICS")
 TORCH_LINE = "pip install 'dispatchkit[torch]'"
-_CHAIN = 50  # number of small kernels in the self-check, so that launch overhead dominates
+_CHAIN = 50  # small kernels in the self-check; enough for launch overhead to dominate
 
 
 class Level(enum.StrEnum):
@@ -41,23 +41,23 @@ class Level(enum.StrEnum):
 
 @attrs.frozen
 class Finding:
-    """One finding.
+    """The result of a check.
 
     Attributes:
         level: The severity.
         about: The checked component, in a word or two.
-        says: The result, and why it matters.
+        message: The result and its consequence.
         next_step: The suggested action; may be empty.
     """
 
     level: Level
     about: str
-    says: str
+    message: str
     next_step: str = ""
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check torch, driver, device and plugins; report what is broken or slow, and why.
+    """Check torch, driver, device and plugins, and report problems with their remedies.
 
     Exit code 1 if a component is broken; slow components do not count.
     """
@@ -77,12 +77,12 @@ def doctor(as_json: JsonOption = False) -> None:
                 Level.PROBLEM,
                 "settings",
                 text,
-                "correct it; `dispatchkit config show` lists the settings.",
+                "correct the setting; `dispatchkit config show` lists all settings.",
             )
         )
         plugins = load_installed_plugins(Settings())  # continue with the other checks
     findings += examine(plugins, os.environ)
-    findings = [attrs.evolve(one, says=facts.hide_home(one.says)) for one in findings]
+    findings = [attrs.evolve(one, message=facts.hide_home(one.message)) for one in findings]
     if as_json:
         print_json(
             {
@@ -105,7 +105,7 @@ def _show(findings: list[Finding]) -> None:
     for one in findings:
         head = Text(f"{one.level:<8}", style=styles[one.level])
         out.print(head + Text(one.about, style="bold"))
-        out.print(Padding(Text(one.says), (0, 0, 0, 8), expand=False))
+        out.print(Padding(Text(one.message), (0, 0, 0, 8), expand=False))
         if one.next_step:
             out.print(Padding(Text(f"Next: {one.next_step}"), (0, 0, 0, 8), expand=False))
     counts = {level: sum(one.level is level for one in findings) for level in Level}
@@ -116,7 +116,7 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings, versions first.
+    """Yield the findings of all checks, versions first.
 
     Args:
         plugins: The loaded plugins.
@@ -153,7 +153,7 @@ def _plugins(plugins: PluginSet) -> Iterator[Finding]:
                 Level.PROBLEM,
                 f"plugin {info.name}",
                 f"{info.origin} is not loaded ({state}): {info.reason}",
-                f"Fix or uninstall it, or block it: DISPATCHKIT_DISABLE={info.name}.",
+                f"fix, uninstall or block the plugin: DISPATCHKIT_DISABLE={info.name}.",
             )
 
 
@@ -167,8 +167,7 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
             Level.PROBLEM,
             "default policy",
             f"The default policy {DEFAULT_POLICY!r} is not installed.",
-            f"pip install {distribution_of('policy', DEFAULT_POLICY)}, or name another policy "
-            "with each command.",
+            f"pip install {distribution_of('policy', DEFAULT_POLICY)}, or set another policy.",
         )
         return
     try:
@@ -176,7 +175,8 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
         dispatcher = Dispatcher(rule, DispatchConfig(max_num_tokens=512), lazy=True)
         dispatcher.dispatch(13, 13, 1)
     except DispatchkitError as error:
-        yield Finding(Level.PROBLEM, "default policy", str(error), f"Reinstall {DEFAULT_POLICY}.")
+        distribution = distribution_of("policy", DEFAULT_POLICY)
+        yield Finding(Level.PROBLEM, "default policy", str(error), f"reinstall {distribution}.")
         return
     nanoseconds = _best_of(lambda: dispatcher.dispatch(13, 13, 1)) * 1e9
     yield Finding(
@@ -203,8 +203,12 @@ def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'dispatchkit']))}, or unset it.",
         )
         return
-    says = f"{', '.join(asked)} set: it" if asked else "With DISPATCHKIT_POLICY set it"
-    yield Finding(Level.OK, "vLLM", f"{version}. {says} loads dispatchkit; see its log at start.")
+    says = (
+        f"It loads dispatchkit, because {', '.join(asked)} is set; see its startup log."
+        if asked
+        else "It loads dispatchkit if DISPATCHKIT_POLICY is set."
+    )
+    yield Finding(Level.OK, "vLLM", f"{version}. {says}")
 
 
 def _torch() -> Any:
@@ -221,15 +225,15 @@ def _torch() -> Any:
         )
         return None
     if number := facts.driver():
-        yield Finding(Level.OK, "driver", f"NVIDIA's kernel module {number}.")
+        yield Finding(Level.OK, "driver", f"NVIDIA kernel module {number}.")
     cuda = torch.version.cuda
-    what = f"built for CUDA {cuda}" if cuda else "a build without CUDA"
-    yield Finding(Level.OK, "torch", f"{torch.__version__}, {what}.")
+    build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    yield Finding(Level.OK, "torch", f"{torch.__version__}, {build}.")
     return torch
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check for environment variables that slow down torch or make captures fail.
+    """Report environment variables that slow down torch or make captures fail.
 
     Source: PyTorch documentation 2.13, "CUDA environment variables".
     """
@@ -245,7 +249,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             Level.PROBLEM,
             "PYTORCH_NO_CUDA_MEMORY_CACHING",
-            "Without torch's caching allocator there are no memory pools, so captures fail.",
+            "Without torch's caching allocator, there are no memory pools, so captures fail.",
             "unset PYTORCH_NO_CUDA_MEMORY_CACHING.",
         )
 
@@ -302,15 +306,15 @@ def _devices(torch: Any) -> Any:
             yield Finding(
                 Level.SLOW,
                 f"cuda:{index} memory",
-                "Less than 10% of the memory is free, so captures of large sizes may fail, and "
-                "their steps then run eager.",
+                "Less than 10% of the memory is free, so captures of large sizes may fail. Their "
+                "steps then run eager.",
                 "free memory, or capture fewer sizes.",
             )
     return True
 
 
 def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Iterator[Finding]:
-    """Capture and replay a chain of small kernels, compare, and time both."""
+    """Compare and time a chain of small kernels, eager and replayed."""
     about = f"backend {name}"
     try:
         backend = plugins.create_backend(name, **options)
@@ -319,14 +323,15 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
     except Exception as error:  # noqa: BLE001 - a broken device may raise any exception, which becomes a finding
         known = isinstance(error, DispatchkitError)
         says = str(error) if known else f"It raised {type(error).__name__}: {error}"
-        yield Finding(Level.PROBLEM, about, says, "steps on this backend will run eager.")
+        next_step = "correct the error; until then, steps on this backend run eager."
+        yield Finding(Level.PROBLEM, about, says, next_step)
         return
     if eager_us is None or replay_us is None:
         yield Finding(
             Level.PROBLEM,
             about,
-            f"{device}: replaying a chain of small kernels gave a different result than eager.",
-            "do not use this backend here; report it with the output of `doctor --json`.",
+            f"{device}: the results of {_CHAIN} replayed kernels differ from eager.",
+            "do not use this backend here; report a bug with the output of `doctor --json`.",
         )
         return
     ratio = eager_us / replay_us
@@ -357,7 +362,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
     backend.warmup(chain, stream=stream)
     graph = backend.capture(chain, stream=stream, pool=pool)
     try:
-        number.fill_(3.0)  # different values than during the capture
+        number.fill_(3.0)  # other values than during the capture
         graph.replay()
         backend.synchronize()
         if not torch.equal(graph.outputs, chain()):
@@ -376,7 +381,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
 
 
 def _best_of(run: Callable[[], Any], *, calls: int = 2000, repeats: int = 5) -> float:
-    """Return the minimum of several means of the seconds per call."""
+    """Return the lowest mean time per call of several repetitions, in seconds."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

@@ -98,7 +98,7 @@ def explain_batch(
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which graph would run a batch, by which policy, why, and at what cost.
+    """Show how a batch or a trace would run: the graph, the reason and the cost.
 
     All graphs that the policy declares are assumed to be captured. Costs and traces need
     dispatchkit-plan.
@@ -169,12 +169,12 @@ def _cost_model(settings: Settings) -> CostModel | None:
 
 
 def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
-    """Return the configuration, with limits that are large enough for the batch."""
+    """Return the configuration, with limits large enough for the batch."""
     config = settings.dispatch_config(max_loras=loras)
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # the output reports it
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # the explanation covers it
         return settings.dispatch_config(
             max_loras=loras,
             max_num_tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""``policies`` and ``plugins``: list installed policies and plugins, and broken plugins."""
+"""``policies`` and ``plugins``: list the installed policies and plugins."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def policies(as_json: JsonOption = False) -> None:
     if not rows:
         if any(info.state is not PluginState.LOADED for info in plugins.describe()):
             complain(
-                "No policy is loaded. Next: run `dispatchkit plugins` to list the plugins that "
-                "were skipped."
+                "No policy is loaded. Next: run `dispatchkit plugins` to list the skipped plugins."
             )
         else:
             default = distribution_of("policy", DEFAULT_POLICY)
@@ -54,7 +53,7 @@ def policies(as_json: JsonOption = False) -> None:
 
 
 def plugins(as_json: JsonOption = False) -> None:
-    """List all plugins, with what they provide or why they were skipped.
+    """List all plugins, the names that they provide, and why some were skipped.
 
     Exit code 1 if a plugin could not be loaded.
     """

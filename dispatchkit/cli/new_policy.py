@@ -24,14 +24,14 @@ from dispatchkit.errors import ConfigError
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LONGEST_NAME = 100  # file systems allow 255 bytes, and package tools add a suffix
 
-#: Template -> path; ``{package}`` is replaced by the package name.
+#: Path of each template in the distribution; ``{package}`` is the name of the package.
 _FILES = {
     "pyproject.toml.in": "pyproject.toml",
     "README.md.in": "README.md",
     "__init__.py.in": "src/{package}/__init__.py",
     "plugin.py.in": "src/{package}/plugin.py",
 }
-#: The files of the rule and its tests, for policies that learn and that do not.
+#: The files of the rule and its tests, by whether the policy learns.
 _RULE = {
     False: {
         "policy.py.in": "src/{package}/policy.py",
@@ -42,10 +42,10 @@ _RULE = {
         "test_learning_policy.py.in": "tests/test_policy.py",
     },
 }
-#: Summary of the rule, and its methods.
-_WORDS = {
+#: The summary of the rule and its methods, by whether the policy learns.
+_DESCRIPTIONS = {
     False: ("Smallest graph that covers the batch", "`decide`"),
-    True: ("Smallest graph, or eager where it is faster", "`decide`, with `observe` for learning,"),
+    True: ("Smallest graph, or eager if that is faster", "`decide` and `observe`"),
 }
 
 
@@ -68,9 +68,8 @@ def new_policy(
     """
     taken = load_installed_plugins().policies.get(name)
     if taken is not None:
-        raise ConfigError(
-            "NAME", name, "a name that is not in use", f"It belongs to {taken.origin}."
-        )
+        hint = f"{taken.origin} has a policy with this name. Choose another name."
+        raise ConfigError("NAME", name, "a name that is not in use", hint)
     made = write_distribution(name, directory, learning=learning)
     steps = [
         f"cd {shlex.quote(str(made))}",
@@ -95,11 +94,11 @@ def new_policy(
 
 
 def write_distribution(name: str, directory: Path, *, learning: bool = False) -> Path:
-    """Write the files of a new distribution, and return its folder.
+    """Write the files of a new distribution and return its folder.
 
     Args:
-        name: The policy's name: lower-case letters, digits and single hyphens.
-        directory: The folder in which to create the distribution's folder.
+        name: Name of the policy: lower-case letters, digits and single hyphens.
+        directory: Folder in which to create the folder of the distribution.
         learning: Whether the policy learns from measured steps.
 
     Raises:
@@ -112,14 +111,14 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     if len(name) > _LONGEST_NAME:
         raise ConfigError("NAME", name, f"at most {_LONGEST_NAME} characters")
     if keyword.iskeyword(name):
-        raise ConfigError("NAME", name, "a word that is not a Python keyword")
+        raise ConfigError("NAME", name, "a name other than a Python keyword")
     if name.startswith("dispatchkit-"):
-        hint = f"The prefix is added for the distribution; give {name.partition('-')[2]!r}."
+        hint = f"Use {name.partition('-')[2]!r}. The distribution's name gets the prefix."
         raise ConfigError("NAME", name, "the name of the policy without the prefix", hint)
     target = directory / f"dispatchkit-{name}"
     if os.path.lexists(target):
-        hint = "Nothing is overwritten; choose another name or directory."
-        raise ConfigError("NAME", name, f"one for which {target} does not exist", hint)
+        hint = "Choose another name or --directory; existing folders are not overwritten."
+        raise ConfigError("NAME", name, f"a name for which {target} does not exist", hint)
     facts = {
         "name": name,
         "distribution": f"dispatchkit-{name}",
@@ -127,11 +126,11 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
         "class_name": "".join(part.capitalize() for part in name.split("-")) + "Policy",
         "version": __version__,
     }
-    facts["summary"], facts["methods"] = _WORDS[learning]
+    facts["summary"], facts["methods"] = _DESCRIPTIONS[learning]
     part: Path | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # A temporary folder, which is renamed when all files are written.
+        # Write to a temporary folder and rename it at the end.
         part = Path(tempfile.mkdtemp(prefix=".new-policy-", suffix=".part", dir=directory))
         part.chmod(0o777 & ~_umask())
         for template, where in (_FILES | _RULE[learning]).items():

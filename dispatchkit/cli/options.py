@@ -63,7 +63,7 @@ COMMON = Common()
 
 
 def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = None) -> Any:
-    """Return the option of a setting, whose value is text that the setting parses."""
+    """Return the command-line option of a setting; the setting parses its text."""
     setting = SETTINGS[name]
     default = shown(setting.default).strip('"') if setting.default is not None else setting.derived
     return typer.Option(
@@ -143,7 +143,7 @@ _FLAGS = {
 
 
 def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
-    """Return the name of the given policy, a plugin's choice, or the default."""
+    """Return the given policy's name, the choice of a plugin, or the default."""
     return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 
@@ -165,7 +165,7 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
         name = name.strip().replace("-", "_")
         if name in values:
             raise ConfigError(
-                name, value, "given once on the command line", f"It is also in {sources[name]}."
+                name, value, "given once on the command line", f"It is also set by {sources[name]}."
             )
         values[name], sources[name] = value, f"option --set {name}"
     settings = load_settings(values, sources=sources, file=COMMON.config_file)
@@ -188,7 +188,7 @@ def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
 
 
 def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
-    """Load the installed plugins that the settings allow, once.
+    """Return the installed plugins that the settings allow; load them only once.
 
     Args:
         settings: Settings that contain ``plugins`` and ``disable``; loaded by default.

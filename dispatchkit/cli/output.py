@@ -1,4 +1,4 @@
-"""Output helpers of all commands: consoles, tables, JSON and a progress bar."""
+"""Output of commands: console, tables, JSON and a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from dispatchkit.plugins import Origin, PluginSet
 
-Tell = Callable[[str, int, int], None]
+ShowProgress = Callable[[str, int, int], None]
 
 JsonOption = Annotated[
     bool,
@@ -78,23 +78,24 @@ def table(
 
 
 @contextmanager
-def progress() -> Iterator[Tell]:
+def progress() -> Iterator[ShowProgress]:
     """Show a temporary progress bar if standard error is a terminal.
 
     Yields:
-        A function that accepts the current activity, the completed amount and the total.
+        A function that updates the bar; its arguments are the activity, the completed amount and
+        the total.
     """
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def tell(doing: str, done: int, total: int) -> None:
+        def show_progress(doing: str, done: int, total: int) -> None:
             if doing not in tasks:
                 tasks[doing] = bars.add_task(doing)
             bars.update(tasks[doing], completed=done, total=total)
 
-        yield tell
+        yield show_progress
 
 
 def short_origin(origin: Origin) -> str:

@@ -1,4 +1,4 @@
-"""``record``: run a script and record every batch it dispatches."""
+"""``record``: run a script and record every batch that it dispatches."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def record(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a Python script, and record every batch it dispatches as a step trace.
+    """Run a Python script and record every batch that it dispatches as a step trace.
 
-    The trace contains the batches of all runners and dispatchers in the process, but not in child
-    processes. The script's standard output is redirected to standard error. The recorded steps are
-    written to OUTPUT even if the script fails or is stopped, or remain in OUTPUT.part if the
-    process is killed.
+    The trace contains the batches of all runners and dispatchers in the process, but not those of
+    child processes. The script's standard output is redirected to standard error. The recorded
+    steps are written to OUTPUT even if the script fails or is stopped. If the process is killed,
+    they remain in OUTPUT.part.
 
     Example: dispatchkit record trace.csv.gz serve.py --port 8000
 
@@ -76,7 +76,7 @@ def record(
     if not as_module:
         _check_script(target)
     writer = TraceWriter(output)
-    end = _End()
+    end = _ScriptResult()
     with writer, recording(writer) as left_out, _arguments(target, rest), _stdout_is_stderr():
         folder = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
         sys.path.insert(0, folder)
@@ -84,20 +84,22 @@ def record(
             if not as_module:
                 runpy.run_path(target, run_name="__main__")
             elif problem := _module_problem(target):
-                end = _End(refused=ConfigError("module", target, problem))
+                end = _ScriptResult(refused=ConfigError("module", target, problem))
             else:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
         except Terminated:
-            end = _End(TERMINATED)
+            end = _ScriptResult(TERMINATED)
         except SystemExit as done:
-            end = _End(done.code if isinstance(done.code, int) else int(done.code is not None))
+            end = _ScriptResult(
+                done.code if isinstance(done.code, int) else int(done.code is not None)
+            )
             if isinstance(done.code, str):
                 complain(done.code)
         except KeyboardInterrupt:
-            # This is the normal way to stop a server, so the trace is complete.
-            end = _End(STOPPED)
+            # The normal way to stop a server, so the trace is complete.
+            end = _ScriptResult(STOPPED)
         except Exception as error:  # noqa: BLE001 - an exception of the script; the recorded steps are kept
-            end = _End(1, error)
+            end = _ScriptResult(1, error)
         if not writer.num_steps and not writer.num_lost:
             writer.discard()
     steps = writer.num_steps
@@ -123,7 +125,7 @@ def record(
 
 
 @attrs.frozen
-class _End:
+class _ScriptResult:
     """The result of a script: its exit code and exception, or why it could not run."""
 
     code: int = 0
@@ -131,7 +133,9 @@ class _End:
     refused: ConfigError | None = None
 
 
-def _report(output: Path, steps: int, end: _End, left_out: Counter[str], *, as_json: bool) -> None:
+def _report(
+    output: Path, steps: int, end: _ScriptResult, left_out: Counter[str], *, as_json: bool
+) -> None:
     if as_json:
         stopped = end.code in (STOPPED, TERMINATED)
         print_json(
@@ -172,7 +176,10 @@ def _check_script(target: str) -> None:
 
 
 def _module_problem(target: str) -> str:
-    """Return the problem of a module name, or ""; imports its package."""
+    """Return the requirement that a module name does not meet, or "".
+
+    The parent package of the module is imported.
+    """
     try:
         # A relative or empty name has no parent package here.
         spec = None if target.startswith(".") or not target else importlib.util.find_spec(target)
@@ -195,25 +202,26 @@ def _print_traceback(error: Exception) -> None:
     while todo:
         one = todo.pop()
         if one is not None:
-            frames = [frame for frame in one.stack if not _is_ours(frame.filename)]
+            frames = [frame for frame in one.stack if not _is_internal(frame.filename)]
             one.stack = traceback.StackSummary.from_list(frames)
             todo += [one.__cause__, one.__context__, *(one.exceptions or ())]
     print("".join(whole.format()), end="", file=sys.stderr)
 
 
-def _is_ours(filename: str) -> bool:
+def _is_internal(filename: str) -> bool:
     return filename in (__file__, "<frozen runpy>", runpy.__file__)
 
 
 @contextmanager
 def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
-    """Record every batch dispatched in this process.
+    """Record every batch that is dispatched in this process.
 
     Args:
-        writer: An open writer, which receives the steps in dispatch order.
+        writer: An open writer; it receives the steps in the order of their dispatch.
 
     Yields:
-        The number of omitted steps by axes, which differ from the axes of the first step.
+        The number of omitted steps by the names of their axes. A step is omitted if its axes differ
+        from those of the first step.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()
@@ -247,7 +255,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
             uniform_decode=is_uniform,
             num_active_loras=variants.facts(int(loras))[0],
             t_s=time.monotonic() - start,
-            # A value above MAX_COUNT, the maximum in a trace, is outside all buckets anyway.
+            # MAX_COUNT is the largest value in a trace; larger values are outside all buckets.
             axes={
                 name: min(value, MAX_COUNT)
                 for name, value in zip(names, variants.values(loras), strict=True)
@@ -287,7 +295,7 @@ def _arguments(target: str, rest: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Redirect the script's standard output, to reserve it for the command's output."""
+    """Redirect stdout to stderr, so that stdout contains only the command's output."""
     before = sys.stdout
     sys.stdout = sys.stderr
     try:

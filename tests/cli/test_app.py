@@ -93,10 +93,10 @@ def test_a_wrong_command_line_is_bad_input(run: Any, args: list[str], says: str)
 )
 def test_a_wrong_value_is_told_alike_whichever_version_reads_it(said: str, wanted: str) -> None:
     """Versions of click and typer word it differently."""
-    from dispatchkit.cli.app import _as_ours
+    from dispatchkit.cli.app import _reworded
 
     error = typer.BadParameter(said, param_hint="'-n'")
-    assert _as_ours(error).format_message().startswith(wanted)
+    assert _reworded(error).format_message().startswith(wanted)
 
 
 def test_a_command_of_a_plugin_is_a_command(run: Any, plugins_with: Any) -> None:

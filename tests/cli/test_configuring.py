@@ -103,7 +103,7 @@ def test_a_broken_file_leaves_help_and_doctor_alive(
     assert done.code == 1
     (finding,) = json.loads(done.out)["findings"]
     assert finding["about"] == "settings"
-    assert "polcy" in finding["says"]
+    assert "polcy" in finding["message"]
 
 
 @pytest.mark.usefixtures("folder")

@@ -37,7 +37,7 @@ def test_without_torch_it_says_what_still_works_and_what_to_install(no_torch: No
     """Decisions need no torch; that is told apart from captures."""
     findings = found(load_plugins())
     assert findings["torch"].level is Level.PROBLEM
-    assert "simulations work without" in findings["torch"].says
+    assert "simulations work without" in findings["torch"].message
     assert "dispatchkit[torch]" in findings["torch"].next_step
     assert "backend tape" not in findings
 
@@ -65,9 +65,9 @@ def test_torch_and_tape_are_looked_at_and_checked() -> None:
     """A real capture is replayed with another input and compared."""
     torch = pytest.importorskip("torch")
     findings = found(load_plugins())
-    assert torch.__version__ in findings["torch"].says
+    assert torch.__version__ in findings["torch"].message
     assert findings["backend tape"].level is Level.OK
-    assert "capture and replay of 50 small kernels is correct" in findings["backend tape"].says
+    assert "capture and replay of 50 small kernels is correct" in findings["backend tape"].message
 
 
 def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
@@ -87,7 +87,7 @@ def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
     plugin = types.SimpleNamespace(dispatchkit_register_backends=dispatchkit_register_backends)
     findings = found(load_plugins(extra=[("mine", plugin)], replace=["tape"]))
     assert findings["backend tape"].level is Level.PROBLEM
-    assert "gave a different result than eager" in findings["backend tape"].says
+    assert "replayed kernels differ from eager" in findings["backend tape"].message
     assert torch is not None
 
 
@@ -105,7 +105,7 @@ def test_a_backend_that_cannot_run_is_a_problem_in_its_own_words() -> None:
     plugin = types.SimpleNamespace(dispatchkit_register_backends=dispatchkit_register_backends)
     findings = found(load_plugins(extra=[("mine", plugin)], replace=["tape"]))
     assert findings["backend tape"].level is Level.PROBLEM
-    assert "No tape today" in findings["backend tape"].says
+    assert "No tape today" in findings["backend tape"].message
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_report_holds_what_is_asked_of_whoever_reports_a_fault(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("DISPATCHKIT_MAX_NUM_SEQS", "64")
     report = json.loads(run("doctor", "--json").out)
-    says = {one["about"]: one["says"] for one in report["findings"]}
+    says = {one["about"]: one["message"] for one in report["findings"]}
     assert f"{platform.system()} {platform.release()}" in says["dispatchkit"]
     assert f"(~{os.sep}" in says["dispatchkit"]
     assert f"pluggy {version('pluggy')}" in says["libraries"]
@@ -215,4 +215,4 @@ def test_a_device_that_raises_is_a_finding_and_no_traceback() -> None:
     broken = types.SimpleNamespace(create_backend=lambda name: Broken())
     (finding,) = _self_check(broken, "cuda", {})  # type: ignore[arg-type]
     assert finding.level is Level.PROBLEM
-    assert "RuntimeError: CUDA error: unknown error" in finding.says
+    assert "RuntimeError: CUDA error: unknown error" in finding.message

@@ -59,7 +59,7 @@ def test_no_policy_at_all_is_found_wanting(
     done = run("policies", "--json")
     assert done.code == 1
     assert json.loads(done.out) == []
-    assert "run `dispatchkit plugins` to list the plugins that were skipped" in done.err
+    assert "run `dispatchkit plugins` to list the skipped plugins" in done.err
 
 
 def test_a_broken_plugin_is_shown_with_its_reason(run: Any, plugins_with: Any) -> None:

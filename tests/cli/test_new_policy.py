@@ -95,7 +95,7 @@ def test_a_policy_that_learns_keeps_the_contract_and_its_own_tests(
     tests = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)
     for replay_us, eager_us in ((50.0, 70.0), (70.0, 50.0)):
-        tests.test_it_measures_both_and_stays_with_the_faster(replay_us, eager_us)
+        tests.test_policy_measures_both_and_keeps_the_faster(replay_us, eager_us)
 
 
 def test_the_policy_is_short_and_nothing_is_left_to_fill_in(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The kit for policies, and what this one adds to it."""
+"""The test kit for policies, and the policy's own tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class TestKit(PolicyTests):
         return SmallestPolicy()
 
 
-def test_it_is_chosen_by_name() -> None:
+def test_policy_is_found_by_name() -> None:
     policy = load_plugins().create_policy("smallest")
-    table = Dispatcher(policy, DispatchConfig(sizes=(8, 16)), lazy=True, strict=True)
-    assert table.dispatch(9).padded_num_tokens == 16
-    assert table.policy_name == "smallest"
+    dispatcher = Dispatcher(policy, DispatchConfig(sizes=(8, 16)), lazy=True, strict=True)
+    assert dispatcher.dispatch(9).padded_num_tokens == 16
+    assert dispatcher.policy_name == "smallest"

@@ -1,4 +1,4 @@
-"""The policy ``smallest`` of dispatchkit."""
+"""The dispatchkit policy ``smallest``."""
 
 from __future__ import annotations
 

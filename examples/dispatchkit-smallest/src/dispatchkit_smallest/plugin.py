@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""The plugin that registers the policy ``smallest``."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from dispatchkit_smallest.policy import SmallestPolicy
 
 @hookimpl
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:
-    """Register the one policy."""
+    """Return the policies of this distribution."""
     return [PolicySpec("smallest", SmallestPolicy, summary="Smallest graph that covers the batch")]

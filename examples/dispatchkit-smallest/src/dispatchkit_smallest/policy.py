@@ -19,23 +19,23 @@ class SmallestPolicy:
     """Replay the smallest graph that covers the batch. Replace ``decide`` with your own rule."""
 
     name = "smallest"
-    # Properties that the kit tests; remove those that your rule does not have.
+    # Properties that the test kit checks. Remove those that your rule does not have.
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Return the keys that may exist: one for each capture size, for mixed batches."""
+        """Return the keys of the graphs to capture: one per size, for mixed batches."""
         if not config.mode.mixed_mode():
             return []
         mode = config.mode.mixed_mode().runtime_mode
         keys = []
         for size in config.sizes:
             num_reqs = min(size, config.max_num_seqs) if mode is RuntimeMode.FULL else None
-            facts = BatchDescriptor(size, num_reqs, num_active_loras=config.max_loras)
-            keys.append(GraphKey(mode, facts))
+            descriptor = BatchDescriptor(size, num_reqs, num_active_loras=config.max_loras)
+            keys.append(GraphKey(mode, descriptor))
         return keys
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the decision for a batch; None leaves it to other policies."""
+        """Return the decision for a batch, or None to leave it to another policy."""
         reason = graphs.why_no_key(batch)
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if not batch.allows(mode):
