@@ -37,12 +37,39 @@ def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
     return f"{text[:head]} ... {text[head - most :]} ({len(text):,} characters)"
 
 
+class _Summary(str):
+    """Text that a container prints as it is, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _summarized(value: Any, depth: int = 2) -> Any:
+    """Return a value with its tensors and arrays replaced by their type and shape."""
+    kind = type(value)
+    if kind in (list, tuple) and depth:
+        return kind(_summarized(item, depth - 1) for item in value)
+    if kind is dict and depth:
+        return {name: _summarized(item, depth - 1) for name, item in value.items()}
+    if hasattr(kind, "__array__") and getattr(value, "shape", None):
+        return _Summary(f"<{kind.__name__} of shape {tuple(value.shape)}>")
+    return value
+
+
 def _shown(value: Any) -> str:
-    """Return a value's repr for messages, shortened if it is long."""
+    """Return a value for messages: its repr, shortened if it is long.
+
+    Printing the elements of a tensor would wait for the device. Values printed over several lines,
+    such as modules, are represented by their type.
+    """
+    name = type(value).__name__
     try:
-        return shortened(repr(value))
+        text = repr(_summarized(value))
     except ValueError:  # an int with thousands of digits
-        return f"a {type(value).__name__} too large to print"
+        return f"<{name} too large to print>"
+    except Exception:  # noqa: BLE001 - a faulty __repr__ must not hide the error
+        return f"<{name} that cannot be printed>"
+    return f"<{name}>" if "\n" in text else shortened(text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -87,13 +87,15 @@ class RunnerSpec:
         options = RunnerOptions() if options is None else options
         if not isinstance(options, RunnerOptions):
             raise ConfigError("options", options, "RunnerOptions")
-        if (inputs is None) == (example is None):
-            hint = "Pass either inputs or example."
-            raise ConfigError("inputs", inputs, "given exactly once", hint)
+        if inputs is None and example is None:
+            hint = "Write inputs={'x': StaticInput((None, 16), 'float32')}, for example."
+            raise ConfigError("inputs", None, "given, or an example of them", hint)
+        if inputs is not None and example is not None:
+            raise ConfigError("example", example, "omitted if inputs are given")
         for name, by_name in (("inputs", inputs), ("example", example)):
             if by_name is not None and not isinstance(by_name, Mapping):
                 allowed = "a dictionary keyed by the names of the step's parameters"
-                raise ConfigError(name, type(by_name).__name__, allowed)
+                raise ConfigError(name, by_name, allowed)
         if outputs not in ("owned", "view"):
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
         config = merge_config(

@@ -533,10 +533,17 @@ def test_a_step_with_python_effects_runs_eager_and_says_which(make_runner):
 
 
 class TestStaticInput:
-    @pytest.mark.parametrize("shape", [(None, None), (-1,), (True,), (1.5,), ("two rows",)])
+    @pytest.mark.parametrize(
+        "shape", [(None, None), (-1,), (True,), (1.5,), ("two rows",), "rows", 1.5, {"x": 3}]
+    )
     def test_bad_shapes(self, shape):
-        with pytest.raises(ConfigError, match="shape"):
+        with pytest.raises(ConfigError, match=r"shape must be a tuple .* Write \(None, 16\)"):
             StaticInput(shape, "int64")
+
+    @pytest.mark.parametrize("host", ["no", 1, None])
+    def test_host_is_a_flag(self, host):
+        with pytest.raises(ConfigError, match="host must be True or False"):
+            StaticInput((None,), "int64", host=host)
 
     def test_bad_dtype_names_the_nearest(self):
         with pytest.raises(UnknownNameError) as caught:

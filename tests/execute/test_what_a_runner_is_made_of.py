@@ -251,7 +251,9 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"inputs": [StaticInput((None,), "int64")]}, "inputs must be a dictionary .* got 'list'"),
+        ({"inputs": [StaticInput((None,), "int64")]}, r"inputs must be a dictionary .* got \[Sta"),
+        ({"inputs": None}, "inputs must be given, or an example of them, got None. Write inputs="),
+        ({"example": {"x": torch.zeros(2)}}, "example must be omitted .* got {'x': <Tensor of sh"),
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
         ({"sizes": 8}, r"sizes must be a list .* For one size, give \[8\]"),

@@ -94,3 +94,24 @@ def test_words_are_flags_only_where_settings_are_text():
         assert read_flag(word, "lazy") is flag
         with pytest.raises(ConfigError, match="True or False"):
             check_flag(word, "lazy")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("x" * 300, r"'x+ \.\.\. x+' \(302 characters\)"),
+        (10**5000, "<int too large to print>"),
+        (np.zeros((3, 16)), r"<ndarray of shape \(3, 16\)>"),
+        ({"x": np.zeros((3, 16)), "n": 3}, r"{'x': <ndarray of shape \(3, 16\)>, 'n': 3}"),
+        (["a", (np.zeros(2),)], r"\['a', \(<ndarray of shape \(2,\)>,\)\]"),
+        (np.float32(4), r"(np.float32\()?4.0\)?"),
+        (type("Module", (), {"__repr__": lambda self: "Module(\n  3\n)"})(), "<Module>"),
+        (type("Odd", (), {"__repr__": lambda self: 1 / 0})(), "<Odd that cannot be printed>"),
+    ],
+    ids=["text", "int", "array", "dictionary", "list", "scalar", "lines", "faulty"],
+)
+def test_a_message_shows_its_value_in_short(value, shown):
+    """The elements of tensors, which may be on a device, are not printed."""
+    with pytest.raises(ConfigError, match=f"^axes must be right, got {shown}\\.$") as caught:
+        raise ConfigError("axes", value, "right")
+    assert caught.value.value is value

@@ -146,9 +146,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name in _OF_CALLS:
             allowed = "omitted, since inputs are derived from calls"
-            raise ConfigError(
-                name, type(settings[name]).__name__, allowed, "Use example= to give one."
-            )
+            raise ConfigError(name, settings[name], allowed, "Use example= to give one.")
         if name not in known:
             own = inspect.signature(graphed).parameters
             raise UnknownNameError("setting of graphed", name, known.union(own) - {"settings"})
@@ -173,14 +171,13 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
     for dim in dims:
         if dim is None or whole_number(dim) is not None or (dim is batch_dims and dim == DERIVED):
             continue
-        allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary of such by name"
-        raise ConfigError("batch_dims", batch_dims, allowed)
+        allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary by name"
+        hint = "Write {'x': 0, 'mask': None}, for example."
+        raise ConfigError("batch_dims", batch_dims, allowed, hint)
 
 
 def _check_example(example: Any) -> None:
     # A tensor is a sequence of its rows, too.
     if example is not None and not isinstance(example, tuple | list | Mapping):
         allowed = "the arguments of a call: a tuple, or a dictionary by name"
-        raise ConfigError(
-            "example", type(example).__name__, allowed, "For one argument, give (x,)."
-        )
+        raise ConfigError("example", example, allowed, "For one argument, give (x,).")

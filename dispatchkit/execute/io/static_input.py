@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
-from dispatchkit.keys.checks import refuses_unknown_names, whole_number
+from dispatchkit.keys.checks import check_flag, refuses_unknown_names, whole_number
 
 
 def parse_dtype(value: Any) -> torch.dtype:
@@ -57,15 +57,21 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
         for size in shape
         if size is not None and not (isinstance(size, str) and _OF_AXIS.fullmatch(size))
     ]
-    if any((number := whole_number(size)) is None or number < 0 for size in sizes):
+    are_sizes = all((number := whole_number(size)) is not None and number >= 0 for size in sizes)
+    # Text alone is more likely another argument, such as a name, than an axis.
+    if isinstance(value, str) or not are_sizes or shape.count(None) > 1:
         raise ConfigError(
             "shape",
             value,
-            "nonnegative whole numbers and axis names, with None for the batch dimension",
+            "a tuple of nonnegative whole numbers and axis names, with at most one None, the batch "
+            "dimension",
+            "Write (None, 16), for example.",
         )
-    if shape.count(None) > 1:
-        raise ConfigError("shape", value, "a shape with at most one None, the batch dimension")
     return shape
+
+
+def _host(value: Any) -> bool:
+    return check_flag(value, "host")
 
 
 def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
@@ -100,7 +106,7 @@ class StaticInput:
     shape: tuple[Any, ...] = attrs.field(converter=_shape)
     dtype: torch.dtype = attrs.field(converter=parse_dtype)
     fill: float | int | bool | str = 0
-    host: bool = False
+    host: bool = attrs.field(default=False, converter=_host)
 
     #: Next step that is appended to errors about values of a wrong kind; may be empty.
     next_step: ClassVar[str] = ""

@@ -370,7 +370,7 @@ class MemoryGroup:
             return cls(given, DEFAULT_GROUP)
         raise ConfigError(
             "memory",
-            type(given).__name__,
+            given,
             "a GraphMemory, or one of its groups",
             "To limit only this runner, pass options=RunnerOptions(memory=MemoryOptions(...)).",
         )

@@ -42,7 +42,7 @@ def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
     """Convert a list of tensors to a tuple; reject a tensor, which would be split into rows."""
     if isinstance(value, torch.Tensor):
         hint = f"Put the tensor into a list: {name}=[cache]."
-        raise ConfigError(name, type(value).__name__, "a list of tensors", hint)
+        raise ConfigError(name, value, "a list of tensors", hint)
     if not isinstance(value, Iterable):
         raise ConfigError(name, value, "a list of tensors")
     tensors = tuple(value)

@@ -587,13 +587,20 @@ def test_arguments_of_another_kind_are_errors(one_model):
         ):
             decoder_of(one_model, max_length=16, lengths=sizes)
     decoder = decoder_of(one_model)
-    for ids in ([[5, 6]], torch.ones(1, 2)):
-        with pytest.raises(InputError, match=r"int64 tensor of tokens \(B, T\), got"):
-            decoder.admit(ids)
-    with pytest.raises(
-        InputError, match=r"got \(2,\). For a single prompt, pass input_ids\[None\]"
+    for ids, problem in (
+        ([[5, 6]], r"int64 tensor of tokens \(B, T\), got list. For a list of tokens, pass torch"),
+        (torch.ones(1, 2), r"int64 tensor of tokens \(B, T\), got torch.float32"),
+        ({"input_ids": torch.ones(1, 2)}, r"got dict. For the result of a tokenizer .* \*\*inputs"),
+        (torch.tensor([5, 6]), r"got \(2,\). For a single prompt, pass input_ids\[None\]"),
+        (torch.ones(1, 0, dtype=torch.long), r"shape \(B, T\), T at least 1, got \(1, 0\)\.$"),
     ):
-        decoder.admit(torch.tensor([5, 6]))
+        for call in (
+            decoder.admit,
+            lambda ids: decoder.generate(ids, max_new_tokens=1),
+            lambda ids: decoder.generate(input_ids=ids, max_new_tokens=1),
+        ):
+            with pytest.raises(InputError, match=problem):
+                call(ids)
     with pytest.raises(
         DescriptorError, match=r"rows must be a list of rows, got 0. For a single row, pass \[0\]"
     ):

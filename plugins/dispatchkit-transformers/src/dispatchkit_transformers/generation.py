@@ -85,8 +85,7 @@ def check_options(given: Mapping[str, Any]) -> None:
         if value is None or value is False or (name in _COUNTS and value == 1):
             continue
         allowed = "1" if name in _COUNTS else "omitted"
-        plain = isinstance(value, str | int | float | list)
-        raise ConfigError(name, value if plain else type(value).__name__, allowed, hint)
+        raise ConfigError(name, value, allowed, hint)
     cache = given.get("cache_implementation")
     if cache is not None and str(cache).startswith(_OTHER_CACHES):
         raise ConfigError(
@@ -156,7 +155,11 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: An option is not supported.
+        InputError: The prompts are not a tensor of tokens (B, T).
     """
+    prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if prompts is not None and model.main_input_name == "input_ids":
+        check_prompts(prompts)
     # Check here: for some options, transformers decodes without calling custom_generate.
     config = kwargs.get("generation_config") or model.generation_config
     check_options({**vars(config), **kwargs})
@@ -423,25 +426,34 @@ class _Loop:
         return self.full
 
 
+def check_prompts(input_ids: Any) -> None:
+    """Check that prompts are a tensor of tokens (B, T).
+
+    Raises:
+        InputError: They are not.
+    """
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+        hint = "For a list of tokens, pass torch.tensor([tokens])."
+        if hasattr(input_ids, "keys"):
+            hint = "For the result of a tokenizer with return_tensors='pt', pass **inputs."
+        got = getattr(input_ids, "dtype", type(input_ids).__name__)
+        raise InputError(
+            "input_ids", f"input_ids must be an int64 tensor of tokens (B, T), got {got}. {hint}"
+        )
+    if input_ids.dim() != 2 or not input_ids.shape[1]:
+        hint = "For a single prompt, pass input_ids[None]." if input_ids.dim() == 1 else ""
+        shape = tuple(input_ids.shape)
+        text = f"input_ids must have shape (B, T), T at least 1, got {shape}. {hint}"
+        raise InputError("input_ids", text.strip())
+
+
 def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[int]:
     """Return the number of padding tokens before each prompt; waits for the device with a mask.
 
     Raises:
         InputError: The tokens or the mask are invalid, or padding is not on the left.
     """
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
-        got = getattr(input_ids, "dtype", type(input_ids).__name__)
-        raise InputError(
-            "input_ids",
-            f"input_ids must be an int64 tensor of tokens (B, T), got {got}. "
-            "For a list of tokens, pass torch.tensor([tokens]).",
-        )
-    if input_ids.dim() != 2 or not input_ids.shape[1]:
-        raise InputError(
-            "input_ids",
-            f"input_ids must have shape (B, T), got {tuple(input_ids.shape)}. "
-            "For a single prompt, pass input_ids[None].",
-        )
+    check_prompts(input_ids)
     rows, width = input_ids.shape
     if attention_mask is None:
         return [0] * rows
