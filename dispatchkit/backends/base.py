@@ -48,11 +48,11 @@ class Event(Protocol):
     """A point in a stream's work (torch.cuda.Event)."""
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of the work queued so far on a stream (default: the current one)."""
+        """Record the event after all work queued on a stream (default: the current stream)."""
         ...
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make later work of a stream (default: the current one) wait for this event."""
+        """Make later work of a stream (default: the current stream) wait for this event."""
         ...
 
     def query(self) -> bool:
@@ -64,7 +64,7 @@ class Event(Protocol):
         ...
 
     def elapsed_us(self, end: Event) -> float:
-        """Return microseconds from this event to a later one; both must be done."""
+        """Return the microseconds between this event and a later event; both must be done."""
         ...
 
 
@@ -118,10 +118,10 @@ class CapturedGraph(Protocol):
 
 
 class GraphBackend(Protocol):
-    """A device that captures and replays.
+    """A device that captures and replays graphs.
 
-    Thread safety: every method may be called from any thread. ``capture`` holds a process-wide lock
-    per device, so that one capture runs at a time.
+    Thread safety: every method may be called from any thread. ``capture`` holds a lock per device,
+    so only one capture runs at a time.
     """
 
     @property
@@ -176,7 +176,7 @@ class GraphBackend(Protocol):
         ...
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes that the pool currently reserves; 0 once it is unused."""
+        """Return the bytes that the pool currently reserves; 0 if no graph uses it."""
         ...
 
     # -- graphs -------------------------------------------------------------------------
@@ -199,15 +199,15 @@ class GraphBackend(Protocol):
     ) -> CapturedGraph:
         """Capture the callable on a stream into a pool.
 
-        The callable has no effects on the device during capture: random generators and storages
-        outside the graph do not change. Nested captures are refused. Intermediates that user code
-        stores stay alive with the graph.
+        A capture does not change random generators or storages outside the graph. Nested captures
+        are refused. Intermediates that user code stores stay alive with the graph.
 
-        The stream must come from ``new_stream()``: the default stream cannot be captured.
+        The stream must come from ``new_stream()``, because the default stream cannot be captured.
 
         Raises:
             CaptureError: The capture failed. ``__cause__`` is the original exception. The current
-                stream, generators, garbage collector and outside storages are restored.
+                stream, the generators, the garbage collector and storages outside the graph are
+                restored.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Create the CaptureError for an exception raised in a capture, on any device."""
+"""Convert exceptions raised in a capture to CaptureError, on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
 # Messages of CUDA errors 900, 901 and 907, which invalidate the capture, and of torch's check of
-# copies, which does not.
+# copies, which leaves it valid.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
     "previous error during capture",
@@ -25,9 +25,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames in an error's traceback.
 
-    Otherwise an error that is stored for a failed key would keep all tensors in these variables
-    alive. The frames still reference their functions and closures, so that the traceback shows
-    where the error occurred; see ``clear_traceback``.
+    The error of a failed key is stored, and would keep all tensors in these variables alive. The
+    frames still reference their functions and closures, so the traceback shows where the error
+    occurred; see ``clear_traceback``.
 
     Args:
         error: The error of the capture.
@@ -39,10 +39,10 @@ def clear_frames(error: BaseException, handled: BaseException | None) -> None:
 
 
 def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
-    """Remove the traceback of an error that is not reported, to free its objects.
+    """Remove the traceback of an error that is not reported, and free its objects.
 
-    A cleared frame still references its function and closure (CPython 3.11 and later), and the
-    callable may keep the exception alive.
+    Clearing the frames is not enough: a cleared frame still references its function and closure
+    (CPython 3.11 and later), and the callable may keep the exception alive.
 
     Args:
         error: The error of the capture.
@@ -71,9 +71,9 @@ def _chain(error: BaseException, handled: BaseException | None) -> list[BaseExce
 def origin_of(error: BaseException) -> str:
     """Return the location of an error, such as ``model.py:12 (forward)``.
 
-    This is the innermost frame of the callable outside torch and dispatchkit, or else the innermost
-    frame in a public module of torch, because private modules only forward calls. Empty for an
-    error without a traceback.
+    The location is the innermost frame outside torch and dispatchkit. If there is none, it is the
+    innermost frame in a public module of torch, because private modules only forward calls. It is
+    empty for an error without a traceback.
     """
     found = ""
     for module, place in _places(error):
@@ -105,7 +105,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _calls_steps(frame: FrameType) -> bool:
-    """Return whether a frame belongs to dispatchkit, excluding its backends."""
+    """Return whether a frame belongs to dispatchkit outside its backends."""
     package, _, inside = _module(frame).partition(".")
     return package == "dispatchkit" and not inside.startswith("backends.")
 

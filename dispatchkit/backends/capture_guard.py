@@ -1,8 +1,8 @@
 """Process-wide state of captures on all devices, without torch.
 
 Only one capture per device runs at a time, and captures in a thread cannot be nested. The garbage
-collector is disabled during captures, because a collection may destroy an old graph, and the
-required driver calls are not allowed while a stream is capturing.
+collector is disabled during captures, because a collection may destroy an old graph, whose driver
+calls are not allowed while a stream is capturing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _T = TypeVar("_T")
 
 
 class HostSyncError(RuntimeError):
-    """A call waits for the device during a capture.
+    """Raised for a call that waits for the device during a capture.
 
     Args:
         call: Name of the call.
         why: Reason why the call waits.
-        next_step: Suggested change, as a sentence.
+        next_step: Sentence that suggests a change.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ def _lock_of(device: str) -> threading.Lock:
 class _CollectorHold:
     """Disables the garbage collector during captures.
 
-    Captures on different devices may overlap: the first capture saves the setting, and the last
-    restores it.
+    Captures on different devices may overlap. The first capture saves the collector's setting, and
+    the last capture restores it.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _CollectorHold:
             gc.disable()
 
     def leave(self, holder: object) -> None:
-        """Remove a holder, and restore the setting after the last; a second call has no effect."""
+        """Remove a holder, if present; removing the last holder restores the setting."""
         with self._guard:
             if holder not in self._holders:
                 return
@@ -148,8 +148,8 @@ def resume_capture() -> None:
 def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
     """Run a capture, holding the device's lock and with the garbage collector disabled.
 
-    A signal handler may raise at any instruction, even at the beginning of the cleanup. The lock
-    therefore has its own ``with`` statement, and the cleanup is called twice.
+    A signal handler may raise at any instruction, including the first of the cleanup. Therefore,
+    the lock has a separate ``with`` statement, and the cleanup is called twice.
 
     Raises:
         CaptureError: This thread is already capturing (reason ``nested``).
@@ -173,12 +173,12 @@ def _end_capture(holder: object) -> None:
     _collector.leave(holder)
 
 
-# Locks of runners. At a fork, a thread that does not exist in the child may hold them.
+# Locks of runners. At a fork, they may be held by threads that do not exist in the child.
 _free_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def free_in_children(*locks: Any) -> None:
-    """Release re-entrant locks in a forked process, unless the forking thread holds them."""
+    """Register re-entrant locks to release in forked processes, except in the holding thread."""
     _free_in_children.update(locks)
 
 

@@ -1,12 +1,12 @@
-"""Optional backend protocols beyond ``GraphBackend``, and which of them a backend offers.
+"""Optional backend protocols, and ``features_of``, which returns the offered protocols.
 
-A backend implements the protocols that its device supports. It offers a protocol by having the
-methods; if only the arguments of a required method differ, a field of ``BackendCapabilities``
-indicates it. Only ``features_of`` checks this.
+A backend implements the protocols that its device supports. It offers a protocol by defining the
+methods. If a protocol only adds arguments to a required method, a field of ``BackendCapabilities``
+declares it.
 
-If a protocol is missing, the runner uses an alternative: a warmup instead of a rehearsal,
-``replay`` instead of a direct launch, copies by torch instead of a copy node. ``BackendTests``
-tests all offered protocols.
+Without a protocol, the runner uses an alternative: a warmup instead of a rehearsal, ``replay``
+instead of a direct launch, or copies by torch instead of a copy node. ``BackendTests`` tests all
+offered protocols.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
 _T = TypeVar("_T")
 
 #: Function of the device's runtime that launches a graph on a stream. Its arguments are the graph
-#: handle from ``direct_launch`` and the stream's raw handle as ``ctypes.c_void_p``. It returns 0 or
-#: None, or an error code if the launch failed.
+#: handle from ``direct_launch`` and the stream's raw handle as ``ctypes.c_void_p``. It returns an
+#: error code, or 0 or None for success.
 LaunchCall = Callable[[Any, Any], int | None]
 
 
 class RehearsingBackend(Protocol):
     """A backend that measures the memory of a capture in advance.
 
-    Without it, memory budgets use the memory of the first warmup as an estimate, and evict a larger
-    graph after its capture.
+    Without it, memory budgets use the memory of the first warmup as an estimate. A graph that turns
+    out to be larger is evicted after its capture.
     """
 
     def rehearse(
@@ -43,11 +43,11 @@ class RehearsingBackend(Protocol):
     ) -> int:
         """Return an upper bound for the pool's growth in a capture, in bytes.
 
-        The callable runs once on the stream, like a warmup: the caller restores what it changes.
-        The pool does not change.
+        The callable runs once on the stream, as in a warmup, and the caller restores the state that
+        it changes. The pool does not change.
 
         Raises:
-            CaptureError: The callable cannot be captured, as far as a rehearsal reveals.
+            CaptureError: The rehearsal failed for a reason that would also make a capture fail.
         """
         ...
 
@@ -62,9 +62,9 @@ class PriorityBackend(Protocol):
         """Return a stream.
 
         Args:
-            priority: Priority of its work, at least 0. Larger numbers run first; numbers above the
-                device's range are reduced to the maximum. A graph keeps the priority of the stream
-                that captured it.
+            priority: Priority of the stream, at least 0. Work with larger numbers runs first, and
+                numbers above the device's range are reduced to its maximum. A graph keeps the
+                priority of the stream that captured it.
 
         Raises:
             ConfigError: All streams of the device are in use. The message states the limit.
@@ -75,15 +75,15 @@ class PriorityBackend(Protocol):
 class DirectLaunchBackend(Protocol):
     """A backend that launches graphs through the device's runtime, bypassing ``replay``.
 
-    Without it, ``replay`` launches each graph. Graphs with random state are never launched
-    directly, because their replays must advance generators.
+    Without it, ``replay`` launches each graph. Graphs with random state always use ``replay``,
+    which advances their generators.
     """
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
         """Return the launch function and the graph's handle, or None if unsupported.
 
-        The result is valid until the graph is released. The function runs once per step: it must
-        not take a lock or create an object.
+        The result is valid until the graph is released. The function is called in every step, so it
+        must not acquire a lock or create an object.
 
         Args:
             graph: A graph of this backend, or another object with ``replay()``.
@@ -110,15 +110,15 @@ class UploadingBackend(Protocol):
 
 
 class WarmupNotes(Protocol):
-    """Facts about operations, collected in a warmup for the capture that follows."""
+    """Facts about operations, recorded in a warmup for the next capture."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operations can be captured with these notes instead of a watch."""
+        """Whether a capture can use these notes instead of a watch."""
         ...
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note an operation before it runs; arguments as for ``__torch_dispatch__``."""
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record an operation before it runs; arguments as for ``__torch_dispatch__``."""
         ...
 
 
@@ -132,7 +132,7 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def host_tensors(self) -> list[Any]:
-        """Host memory that the graph copies from or to, separate for each capture."""
+        """Host tensors that the graph reads or writes; each capture has its own."""
         ...
 
     @property
@@ -187,25 +187,25 @@ class UnwatchedCaptureBackend(Protocol):
 
 
 class SegmentGraph(CapturedGraph, Protocol):
-    """A graph of one segment, without outputs of its own."""
+    """The graph of one segment, without outputs."""
 
     @property
     def num_operations(self) -> int:
-        """Number of kernels, copies and fills that a replay queues; 0 if a replay does nothing."""
+        """Number of kernels, copies and fills that a replay queues; 0 if there are none."""
         ...
 
 
 class SegmentedCapture(Protocol):
-    """The interface with which a captured callable ends and begins segments."""
+    """The object with which a captured callable ends and begins segments."""
 
     def end(self) -> SegmentGraph:
         """End the segment; later calls run immediately.
 
-        The operations in the segment have not run; a replay computes them. Live tensors keep their
+        The operations of the segment run only when its graph is replayed. Live tensors keep their
         memory.
 
         Raises:
-            CaptureError: No segment is open, or it cannot be ended.
+            CaptureError: No segment is open, or the device cannot end it.
         """
         ...
 
@@ -213,17 +213,17 @@ class SegmentedCapture(Protocol):
         """Begin the next segment.
 
         Raises:
-            CaptureError: A segment is already open, or the device refuses.
+            CaptureError: A segment is already open, or the device cannot begin one.
         """
         ...
 
     def keeps(self, tensor: Any) -> bool:
         """Return whether a tensor's memory was allocated in a segment of this capture.
 
-        Called between segments. The pool keeps this memory as long as a graph of the capture
-        exists, even if the tensor is freed. Later captures into the pool may then reuse the memory,
-        and each replay writes it again at its point in the sequence. Memory allocated before the
-        capture or between segments is not kept in the pool.
+        Call it between segments. The pool keeps this memory as long as a graph of the capture
+        exists, even if the tensor is freed. Later captures into the pool may reuse it, because each
+        replay of the segment writes it again. Memory allocated before the capture or between
+        segments is not kept in the pool.
         """
         ...
 
@@ -246,13 +246,14 @@ class SegmentingBackend(Protocol):
     ) -> _T:
         """Capture a callable in segments, and return its result.
 
-        The first segment is open when the callable is called. ``end`` returns each graph. The
-        callable must not return with an open segment, because its graph would be lost. Calls
-        between segments take effect immediately. Otherwise as for ``GraphBackend.capture``.
+        The first segment is open when the callable is called. ``end`` returns the graph of a
+        segment. The callable must not return with an open segment, whose graph would be lost. Calls
+        between segments take effect immediately. Otherwise, the rules of ``GraphBackend.capture``
+        apply.
 
         Args:
             run: The callable.
-            stream: A stream from ``new_stream()``, which must be current at each end.
+            stream: A stream from ``new_stream()``, which must be current when a segment ends.
             pool: The pool for the memory of all segments.
             generators: Random generators other than the default one.
             compiled: Whether the callable calls functions of torch.compile, which must run
@@ -260,7 +261,7 @@ class SegmentingBackend(Protocol):
             draws: Whether the callable may draw random numbers.
 
         Raises:
-            CaptureError: As for ``GraphBackend.capture``. All its graphs are released.
+            CaptureError: As for ``GraphBackend.capture``. All graphs of the callable are released.
         """
         ...
 
@@ -302,7 +303,7 @@ class SleepingBackend(Protocol):
     """
 
     def sleep_problem(self) -> str:
-        """Return why memory cannot sleep here; ``""`` if it can."""
+        """Return the reason why memory cannot sleep, or ``""`` if it can."""
         ...
 
     def new_sleeping_pool(self) -> Any:
@@ -314,13 +315,10 @@ class SleepingBackend(Protocol):
         ...
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Release the memory of pools after all work of the device is done.
+        """Wait for the device, release the memory of pools, and return its bytes.
 
-        Until ``wake``, the memory must not be used, and the pools accept no captures. A replay
-        raises on the tape, but may crash the process on a device. Graphs may be released.
-
-        Returns:
-            The bytes released.
+        Until ``wake``, the memory must not be used, and nothing can be captured into the pools. A
+        replay raises on the tape, but may crash the process on a device. Graphs may be released.
         """
         ...
 
@@ -352,12 +350,12 @@ class CopyRegion(NamedTuple):
 class CopyNode(Protocol):
     """The first node of a graph, which copies inputs to its static buffers.
 
-    It copies nothing until its parameters are set. Each launch uses the parameters set last.
+    It copies nothing until its parameters are set. Each launch uses the latest parameters.
     """
 
     @property
     def data(self) -> Any:
-        """Writable buffer in host memory, whose contents are copied when the node is set."""
+        """Host buffer for the rows of host inputs, which is read when the node is set."""
         ...
 
     def record(self, stream: int) -> None:
@@ -365,7 +363,7 @@ class CopyNode(Protocol):
         ...
 
     def attach(self, graph: CapturedGraph) -> str:
-        """Find the node in its captured graph; return an error message or ``""``."""
+        """Find the node in its captured graph; return the problem, or ``""``."""
         ...
 
     def setter(
@@ -373,15 +371,15 @@ class CopyNode(Protocol):
     ) -> Callable[[Sequence[Any]], int]:
         """Return a function that sets the node for batches of one size.
 
-        The function accepts contiguous tensors, one for each region except the last
-        ``len(offsets)`` regions, whose rows are in ``data`` at these offsets. The graph reads the
-        tensors when it runs; ``data`` may be overwritten immediately. A tensor at its target
-        address is not copied. The function returns an error code, 0 for success.
+        Pass it one contiguous tensor per region, except for the last ``len(offsets)`` regions,
+        whose rows are in ``data`` at these offsets. The graph reads the tensors when it runs, but
+        ``data`` may be overwritten after the call. A tensor that is already at its target address
+        is not copied. The function returns an error code, or 0 for success.
         """
         ...
 
     def stop(self) -> int:
-        """Make later launches copy nothing; return an error code, 0 for success."""
+        """Make later launches copy nothing; return an error code, or 0 for success."""
         ...
 
 
@@ -397,14 +395,16 @@ class CopyNodeBackend(Protocol):
         Args:
             num_regions: Number of inputs to copy.
             num_bytes: Size of the largest input in bytes.
-            data_bytes: Total size in bytes of the inputs in the node's ``data``.
+            data_bytes: Total size in bytes of the host inputs.
         """
         ...
 
 
 @attrs.frozen
 class BackendFeatures:
-    """The optional protocols of a backend: the backend itself if offered, else None.
+    """The optional protocols that a backend offers.
+
+    Each attribute is the backend itself, or None if it does not offer the protocol.
 
     Attributes:
         rehearsals: Measures the memory of a capture in advance.

@@ -23,21 +23,21 @@ def resolve_backend(
     device: Any = None,
     registered: Mapping[str, Callable[..., GraphBackend]] | None = None,
 ) -> GraphBackend:
-    """Return the backend for a name, or the object given.
+    """Return the backend for a name; a backend object is returned unchanged.
 
     Args:
-        spec: ``"auto"`` (cuda if torch finds a device, else tape; the choice is logged), a built-in
-            name, a device such as ``"cuda:1"`` or ``"cpu"``, a registered name, or a backend, which
-            is returned unchanged.
+        spec: A backend object, a built-in or registered name, a device such as ``"cuda:1"`` or
+            ``"cpu"``, or ``"auto"``, which selects and logs ``cuda`` if torch finds a device, and
+            ``tape`` otherwise.
         device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
             torch.device; None for the current device.
         registered: Factories of plugin backends by name, which accept ``device=``. A factory with a
-            built-in name replaces the built-in backend, even if ``"auto"`` or a device resolves to
-            that name.
+            built-in name replaces the built-in backend, including for ``"auto"`` and devices that
+            resolve to this name.
 
     Raises:
-        UnknownNameError: No backend has that name.
-        ConfigError: The object is not a backend, or name and device contradict each other.
+        UnknownNameError: No backend has this name.
+        ConfigError: The object is not a backend, or the name and ``device`` conflict.
         BackendUnavailableError: torch, a driver or the device is missing.
     """
     if not isinstance(spec, str):
@@ -66,7 +66,7 @@ def resolve_backend(
 
 
 def _choose(device: Any) -> str:
-    """Return the name of the backend that "auto" selects on this machine."""
+    """Return the name of the backend that "auto" selects."""
     torch = _torch()
     wanted = None if device is None else str(device)
     if wanted is not None:
@@ -82,7 +82,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise BackendUnavailableError(
-            f"Backends need torch, which cannot be imported ({error}). Run: pip install "
+            f"Backends require torch, which cannot be imported ({error}). Run: pip install "
             "'dispatchkit[torch]'."
         ) from error
     return torch

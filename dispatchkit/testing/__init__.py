@@ -8,12 +8,12 @@ Three lines test a policy::
         def make_policy(self):
             return HalfFull()
 
-or, without pytest, ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
-``run_lane_policy_conformance`` test lane policies, ``BackendTests`` backends, and ``RunnerTests`` a
-policy, backend or step in a GraphRunner. ``SmallestPolicy`` and ``OneBucketPolicy`` are simple
-policies for tests of other components.
+Without pytest, use ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
+``run_lane_policy_conformance`` test lane policies, ``BackendTests`` tests backends, and
+``RunnerTests`` tests a policy, backend or step in a GraphRunner. ``SmallestPolicy`` and
+``OneBucketPolicy`` are simple policies for tests of other components.
 
-Names are imported on first use, so that a kit does not import the other kits.
+Names are imported on first use, so a kit does not import the other kits.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         if error.name in {"hypothesis", "pytest"}:
-            error.add_note("The test kit requires it. Run: pip install 'dispatchkit[testing]'")
+            error.add_note(
+                f"dispatchkit.testing requires {error.name}. Run: pip install "
+                "'dispatchkit[testing]'"
+            )
         raise
     globals()[name] = value
     return value

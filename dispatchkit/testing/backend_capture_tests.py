@@ -22,10 +22,10 @@ NOT_POISONED = "Outputs must contain poison before the first replay."
 class CaptureTests:
     """A replay computes the results of eager at fixed addresses, without Python."""
 
-    # -- what it is ---------------------------------------------------------------------
+    # -- attributes ---------------------------------------------------------------------
 
     def test_it_names_itself_and_its_device(self, rig: Rig) -> None:
-        """Reports and look-ups by name require both."""
+        """Reports and lookups by name require both."""
         assert rig.backend.name
         assert rig.zeros(1).device == rig.torch.device(rig.backend.torch_device)
         assert isinstance(rig.backend.capabilities, BackendCapabilities)
@@ -34,7 +34,7 @@ class CaptureTests:
         assert info["torch"] == rig.torch.__version__
 
     def test_its_objects_fit_the_protocols(self, rig: Rig) -> None:
-        """The runner uses only what the Protocols define."""
+        """The runner uses only the members that the protocols define."""
         graph = rig.capture(lambda: rig.zeros(1) + 1)
         assert isinstance(rig.stream, Stream)
         assert isinstance(rig.backend.current_stream(), Stream)
@@ -49,7 +49,7 @@ class CaptureTests:
     def test_replay_equals_eager_on_changed_inputs(
         self, rig: Rig, function: Callable[[Any, Any], Any], mode: str
     ) -> None:
-        """Inputs change before each replay, because equal inputs would hide stale results."""
+        """Inputs change before each replay; with equal inputs, stale results would pass."""
         x = rig.randn(4, 8)
         with getattr(rig.torch, mode)():
             graph = rig.warm_capture(lambda: function(rig.torch, x))
@@ -59,18 +59,18 @@ class CaptureTests:
                 rig.torch.testing.assert_close(rig.replayed(graph), expected, rtol=1e-5, atol=1e-5)
 
     def test_outputs_keep_their_addresses(self, rig: Rig) -> None:
-        """Otherwise precomputed views of the outputs would become invalid."""
+        """Otherwise, precomputed views of the outputs would become invalid."""
         x = rig.randn(4, 8)
         graph = rig.capture(lambda: (x * 2, [x + 1]))
         outputs = graph.outputs
         addresses = [outputs[0].data_ptr(), outputs[1][0].data_ptr()]
         for _ in range(3):
             graph.replay()
-            assert graph.outputs is outputs, "outputs are different tensors after a replay."
+            assert graph.outputs is outputs, "A replay changed ``outputs`` to another object."
             assert [outputs[0].data_ptr(), outputs[1][0].data_ptr()] == addresses
 
     def test_replay_overwrites_the_outputs(self, rig: Rig) -> None:
-        """An output that is kept across a replay contains the new result."""
+        """A kept reference to an output contains the result of the latest replay."""
         x = rig.zeros(3)
         graph = rig.capture(lambda: x + 1)
         graph.replay()
@@ -95,7 +95,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == [1.0, 1.0]
 
     def test_python_of_a_custom_operator_runs_once(self, rig: Rig) -> None:
-        """The operator's kernels are captured, not the Python call."""
+        """The operator's kernels are captured, not its Python code."""
         torch = rig.torch
         runs: list[int] = []
         name = f"dispatchkit_backend_tests::scale_{id(runs)}"
@@ -145,7 +145,7 @@ class CaptureTests:
         assert outputs["c"][0] is x
 
     def test_an_output_may_be_a_view_of_another(self, rig: Rig) -> None:
-        """Views must contain the new data after a replay, without work of their own."""
+        """After a replay, views contain the new data without additional work."""
         x = rig.zeros(4)
 
         def run() -> Any:
@@ -170,7 +170,7 @@ class CaptureTests:
         "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
     )
     def test_outputs_are_not_computed_at_capture(self, rig: Rig, dtype: str) -> None:
-        """A read before the first replay must be detectable."""
+        """Reads before the first replay must be detectable."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
         graph = rig.capture(x.clone)
@@ -191,14 +191,14 @@ class CaptureTests:
             assert set(tensor.tolist()) <= {limits.min, limits.max} - {0}, NOT_POISONED
 
     def test_new_values_of_weights_are_seen_by_the_next_replay(self, rig: Rig) -> None:
-        """Weights are read from their memory, not copied into the graph."""
+        """A replay reads weights from their memory instead of a copy in the graph."""
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph = rig.warm_capture(lambda: x @ weight)
         weight.copy_(rig.randn(8, 8))
         rig.torch.testing.assert_close(
             rig.replayed(graph),
             x @ weight,
-            msg=lambda text: f"The replay used weight values from the time of the capture. {text}",
+            msg=lambda text: f"The replay used the values of weights during the capture. {text}",
         )
 
     def test_intermediates_that_the_callable_stashed_stay(self, rig: Rig) -> None:
@@ -221,7 +221,7 @@ class CaptureTests:
         assert rig.read(stash["hidden"]) == [3.0] * 64
 
     def test_outputs_of_a_graph_survive_the_replays_of_another(self, rig: Rig) -> None:
-        """Graphs of a pool share memory for intermediates, but not for live outputs."""
+        """Graphs in a pool share the memory of intermediates, but not of live outputs."""
         x = rig.zeros(256)
         first = rig.capture(lambda: ((x + 1) * 2 + 1) * 2)
         second = rig.capture(lambda: ((x - 5) * 3 - 5) * 3)
@@ -243,11 +243,11 @@ class CaptureTests:
             with mode():
                 rig.capture(run)
         assert seen == [(False, False), (False, True), (True, False)], (
-            "The autograd mode inside the capture differs from the caller's, as (grad, inference)."
+            "The autograd modes (grad, inference) inside captures differ from the caller's modes."
         )
 
     def test_a_graph_captured_in_inference_mode_replays_outside(self, rig: Rig) -> None:
-        """The autograd mode during a replay has no effect."""
+        """The autograd mode has no effect on replays."""
         torch = rig.torch
         with torch.inference_mode():
             state = rig.zeros(3)
@@ -300,7 +300,7 @@ class CaptureTests:
     # -- state outside the graph ----------------------------------------------------------
 
     def test_a_capture_changes_no_state_and_each_replay_does_once(self, rig: Rig) -> None:
-        """Counters and caches must not change when a graph is captured."""
+        """A capture must not change counters and caches."""
         counter, cache = rig.zeros(1), rig.zeros(8, 2)
         position = rig.zeros(1, dtype=rig.torch.int64)
 
@@ -312,7 +312,7 @@ class CaptureTests:
             return cache * 1
 
         graph = rig.capture(run)
-        assert rig.read(counter) == [0.0], "The capture changed state that it must leave unchanged."
+        assert rig.read(counter) == [0.0], "The capture changed state outside the graph."
         assert rig.read(cache) == [[0.0, 0.0]] * 8
         assert rig.read(position) == [0]
         for _ in range(3):
@@ -323,7 +323,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == expected
 
     def test_running_statistics_are_left_alone_by_a_capture(self, rig: Rig) -> None:
-        """Batch norm writes its statistics, although its schema does not declare it."""
+        """Batch norm writes its running statistics, although its schema does not declare it."""
         torch = rig.torch
         norm = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)
         twin = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)

@@ -13,16 +13,16 @@ from dispatchkit.testing.backend_rig import HOST_SYNCS, PlannedError, Rig
 
 
 class FailureTests:
-    """A failed capture reports a reason and has no side effects."""
+    """Tests that a failed capture reports a reason and has no side effects."""
 
     def release_unused_memory(self, rig: Rig) -> None:
         """Return unused memory to the device; see BackendTests."""
         raise NotImplementedError
 
-    # -- captures that fail ---------------------------------------------------------------
+    # -- failed captures ------------------------------------------------------------------
 
     def _program(self, rig: Rig, state: Any, generator: Any) -> list[Callable[[], Any]]:
-        """Return operations of every kind, after any of which a callable may fail."""
+        """Return operations of every kind; a callable may fail after each of them."""
         device = rig.backend.torch_device
         torch = rig.torch
         return [
@@ -42,7 +42,7 @@ class FailureTests:
     def test_a_capture_that_fails_leaves_everything_as_before(
         self, rig: Rig, num_steps: int
     ) -> None:
-        """This applies to state, generators, stream, garbage collector and other graphs."""
+        """State, generators, stream, garbage collector and other graphs must not change."""
         backend, torch = rig.backend, rig.torch
         state, generator = rig.randn(8), rig.generator()
         x = rig.zeros(8)
@@ -79,7 +79,7 @@ class FailureTests:
 
     @pytest.mark.parametrize("name", HOST_SYNCS)
     def test_calls_that_wait_for_the_device_are_refused(self, rig: Rig, name: str) -> None:
-        """The refusal has a reason to count, and does not affect later work."""
+        """The error has the reason ``host_sync``, and later work is not affected."""
         x = rig.torch.ones(4, 8, device=rig.backend.torch_device)
         before = rig.default_generator().get_state()
         error = rig.refused(name, lambda: HOST_SYNCS[name](rig.torch, x + 1), reason="host_sync")
@@ -89,13 +89,13 @@ class FailureTests:
         assert rig.read(rig.replayed(graph)[0]) == [2.0] * 8
 
     def test_a_refused_call_is_named(self, rig: Rig) -> None:
-        """The user must be able to find the call in a large model."""
+        """Users must be able to find the call in a large model."""
         x = rig.zeros(3)
         with pytest.raises(CaptureError, match=r"Tensor\.item"):
             rig.capture(lambda: x.sum().item())
 
     def test_a_refused_call_that_the_callable_catches_still_fails(self, rig: Rig) -> None:
-        """The capture is invalid, so it must not appear to succeed."""
+        """The capture is invalid, so it must fail even if the error is caught."""
         x = rig.zeros(3)
 
         def run() -> Any:
@@ -120,19 +120,19 @@ class FailureTests:
     def test_waits_through_the_backend_are_refused(
         self, rig: Rig, wait: Callable[[Rig], Any]
     ) -> None:
-        """Devices do not allow them during a capture, so every backend must refuse them."""
+        """Devices do not allow waits during a capture, so every backend must refuse them."""
         rig.refused("A wait", lambda: wait(rig), reason="host_sync")
         assert rig.read(rig.replayed(rig.capture(lambda: rig.zeros(1) + 1))) == [1.0]
 
     def test_captures_do_not_nest(self, rig: Rig) -> None:
-        """Only the outer capture may run; the inner function must be called directly."""
+        """Inside a capture, a function must be called instead of captured."""
         x = rig.zeros(2)
         inner = "A capture inside a capture"
         rig.refused(inner, lambda: rig.capture(lambda: x + 1), reason="nested")
         assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0, 1.0]
 
     def test_running_out_of_memory_is_reported_as_such(self, rig: Rig) -> None:
-        """The key runs eager for this reason, and other graphs stay valid."""
+        """The error has the reason ``out_of_memory``, and other graphs stay valid."""
         x = rig.zeros(4)
         healthy = rig.capture(lambda: x + 1)
 
@@ -143,7 +143,7 @@ class FailureTests:
         assert rig.read(rig.replayed(healthy)) == [1.0] * 4
 
     def test_an_interrupt_passes_through_and_leaves_everything_as_before(self, rig: Rig) -> None:
-        """Ctrl-C is not a capture error, and must not break the device."""
+        """Ctrl-C is not a capture error, and must leave the device usable."""
         state = rig.zeros(2)
 
         def run() -> None:
@@ -164,7 +164,7 @@ class FailureTests:
         assert rig.read(rig.replayed(rig.capture(lambda: state + 1))) == [1.0, 1.0]
 
     def test_failing_captures_reserve_no_memory(self, rig: Rig) -> None:
-        """The size of the pool is unchanged after twenty failures of several kinds."""
+        """After twenty failures of several kinds, the size of the pool is unchanged."""
         x = rig.zeros(1024)
         rig.capture(lambda: (x + 1) * 2)
         kinds: list[Callable[[], Any]] = [
@@ -186,7 +186,7 @@ class FailureTests:
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("fails", [True, False])
     def test_the_collector_is_held_and_put_back(self, rig: Rig, enabled: bool, fails: bool) -> None:
-        """A collection during a capture may destroy an old graph. The setting is restored."""
+        """A collection during a capture could destroy an old graph and invalidate the capture."""
         seen: list[bool] = []
 
         def run() -> Any:
@@ -203,16 +203,16 @@ class FailureTests:
                     rig.capture(run)
             else:
                 rig.capture(run)
-            ended = "failed" if fails else "whole"
+            ended = "failed" if fails else "successful"
             assert gc.isenabled() == enabled, (
-                f"The garbage collector's setting differs after a {ended} capture."
+                f"The garbage collector's setting changed after a {ended} capture."
             )
         finally:
             gc.enable()
         assert seen == [False], "The garbage collector was enabled during the capture."
 
     def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
-        """Code uses it to bypass wrappers inside a capture."""
+        """Wrappers check it, and call the wrapped function directly inside a capture."""
         seen: list[bool] = []
 
         def run() -> Any:

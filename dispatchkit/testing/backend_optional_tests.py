@@ -1,4 +1,4 @@
-"""Tests of optional protocols, for BackendTests; missing protocols are skipped."""
+"""Tests of the optional protocols, for BackendTests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dispatchkit.testing.backend_rig import Rig
 
 
 def offered(rig: Rig, part: str) -> Any:
-    """Return an optional protocol by its field in ``BackendFeatures``, or skip."""
+    """Return the protocol of a field of ``BackendFeatures``; skip the test without it."""
     found = getattr(features_of(rig.backend), part)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} does not offer {part.replace('_', ' ')}.")
@@ -28,7 +28,7 @@ def offered(rig: Rig, part: str) -> Any:
 
 
 def direct_launch(rig: Rig, graph: Any) -> tuple[LaunchCall, Any]:
-    """Return a graph's direct launch; skip if only ``replay`` can launch it."""
+    """Return a graph's direct launch; skip the test if only ``replay`` can launch it."""
     found = offered(rig, "direct_launches").direct_launch(graph)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} launches this graph only through replay.")
@@ -45,12 +45,12 @@ def assert_refused(ask: Callable[[], Any], problem: str) -> None:
 
 
 class OptionalTests:
-    """Optional protocols that a backend offers are implemented correctly."""
+    """Tests of the optional protocols; those that a backend does not offer are skipped."""
 
     # -- rehearsals -----------------------------------------------------------------------
 
     def test_a_rehearsal_measures_the_growth_of_the_pool(self, rig: Rig) -> None:
-        """Memory budgets use this number before memory is allocated."""
+        """Memory budgets use this number before the memory is allocated."""
         rehearsals = offered(rig, "rehearsals")
         x = rig.zeros(1 << 18)
 
@@ -71,7 +71,7 @@ class OptionalTests:
     # -- meters ---------------------------------------------------------------------------
 
     def test_a_meter_sees_what_graphs_take(self, rig: Rig) -> None:
-        """In a memory report, pools must be part of the memory in use."""
+        """Memory reports must include pools in the memory in use."""
         meter = offered(rig, "meters")
         x = rig.zeros(1 << 20)
         run = lambda: ((x + 1) * 2).sum() + x  # noqa: E731
@@ -101,10 +101,10 @@ class OptionalTests:
         assert meter.workspace_bytes(stream) > 0, "The stream's workspaces are not counted."
         graph.release()
 
-    # -- memory that sleeps ---------------------------------------------------------------
+    # -- sleeping memory ------------------------------------------------------------------
 
     def test_graphs_whose_memory_slept_replay_at_their_addresses(self, rig: Rig) -> None:
-        """Graphs are not recaptured, and earlier memory contents are not used."""
+        """Graphs stay valid, although the contents of their memory are lost."""
         sleeper = self._sleeper(rig)
         graphs, tensors = sleeper.new_sleeping_pool(), sleeper.new_sleeping_pool()
         x = sleeper.allocate(tensors, lambda: rig.zeros(1 << 20))
@@ -130,7 +130,7 @@ class OptionalTests:
         graph.release()
 
     def test_a_graph_may_be_released_while_its_memory_sleeps(self, rig: Rig) -> None:
-        """A runner may be dropped at any time."""
+        """A runner may be released at any time."""
         sleeper = self._sleeper(rig)
         pool, x = sleeper.new_sleeping_pool(), rig.zeros(1 << 20)
         rig.backend.warmup(lambda: x + 1, stream=rig.stream)
@@ -153,7 +153,7 @@ class OptionalTests:
     # -- priorities -----------------------------------------------------------------------
 
     def test_streams_of_every_priority_are_distinct_and_capture(self, rig: Rig) -> None:
-        """Lanes must not share a queue, even with priorities beyond the device's range."""
+        """Lanes must not share a stream, even with priorities beyond the device's range."""
         priorities = offered(rig, "priorities")
         streams = [priorities.new_stream(priority=priority) for priority in (0, 1, 1, 99)]
         handles = {one.handle for one in (*streams, rig.stream)}
@@ -171,10 +171,10 @@ class OptionalTests:
     # -- direct launches ------------------------------------------------------------------
 
     def test_a_direct_launch_does_what_a_replay_does(self, rig: Rig) -> None:
-        """Each launch runs the graph once, on the given stream."""
+        """Each direct launch runs the graph once, on the given stream."""
         x, count = rig.zeros(4), rig.zeros(1)
         graph = rig.warm_capture(lambda: (count.add_(1), x * 2 + 1))
-        graph.replay()  # before the first replay, a graph may not know whether it draws
+        graph.replay()  # the first replay may determine whether the graph draws
         assert not graph.has_random_state
         launch, handle = direct_launch(rig, graph)
         count.zero_()
@@ -189,7 +189,7 @@ class OptionalTests:
         assert rig.read(count) == [2.0], "Two direct launches did not run the graph twice."
 
     def test_a_graph_of_somebody_else_has_no_direct_launch(self, rig: Rig) -> None:
-        """A runner also accepts graphs captured by other code, which only have ``replay``."""
+        """A runner also accepts graphs of other code, which offer only ``replay``."""
         launches = offered(rig, "direct_launches")
 
         class Foreign:
@@ -203,7 +203,7 @@ class OptionalTests:
         assert launches.direct_launch(Foreign()) is None
 
     def test_a_released_graph_has_no_direct_launch(self, rig: Rig) -> None:
-        """The handle may belong to another graph."""
+        """After the release, the handle may identify another graph."""
         launches = offered(rig, "direct_launches")
         x = rig.zeros(2)
         graph = rig.capture(lambda: x + 1)
@@ -228,7 +228,7 @@ class OptionalTests:
         assert rig.read(rig.replayed(graph)) == [1.0]
 
     def test_a_released_graph_is_not_uploaded(self, rig: Rig) -> None:
-        """The handle may belong to another graph."""
+        """After the release, the handle may identify another graph."""
         uploads = offered(rig, "uploads")
         x = rig.zeros(2)
         graph = rig.capture(lambda: x + 1)
@@ -240,7 +240,7 @@ class OptionalTests:
     # -- copy nodes -----------------------------------------------------------------------
 
     def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
-        """A graph reads the rows of the current batch followed by fill, never earlier rows."""
+        """A graph reads the rows of the current batch and then fill, never earlier rows."""
         torch = rig.torch
         x, host = rig.zeros(8, 4), rig.zeros(8)
         node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
@@ -272,7 +272,7 @@ class OptionalTests:
             data.copy_(torch.arange(3.0))
             code = set_node([batch])
             assert not code, f"The node was not set: error code {code}."
-            data.fill_(-1)  # read already
+            data.fill_(-1)  # no effect, because the data was read when the node was set
             graph.replay()
             assert rig.equal(graph.outputs[0][:3], batch * 2), (
                 "The graph did not read the rows of the batch."
@@ -300,7 +300,7 @@ class OptionalTests:
     def test_captures_give_the_same_graph_watched_or_not(
         self, rig: Rig, options: dict[str, bool]
     ) -> None:
-        """Captured operations do not depend on whether they are watched."""
+        """Watching operations does not change the captured graph."""
         offered(rig, "unwatched_captures")
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph: Any = rig.warm_capture(lambda: (x @ weight).relu() + 1, **options)
@@ -310,7 +310,7 @@ class OptionalTests:
         rig.torch.testing.assert_close(rig.replayed(graph), (x @ weight).relu() + 1)
 
     def test_a_watched_graph_holds_what_it_reads_until_release(self, rig: Rig) -> None:
-        """The graph still reads the address of a weight that the model has replaced."""
+        """The graph still reads the address of a weight after the model has replaced it."""
         offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
         graph: Any = rig.warm_capture(lambda: x + weights[0])
@@ -319,7 +319,7 @@ class OptionalTests:
         assert graph.holds == [], "A released graph still holds memory."
 
     def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
-        """With notes, the first capture of a step is as fast as later captures."""
+        """With notes, the first capture of a step needs no watch."""
         unwatched = offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
 
@@ -334,22 +334,22 @@ class OptionalTests:
 
     @staticmethod
     def _noted(rig: Rig, unwatched: UnwatchedCaptureBackend, run: Callable[[], Any]) -> Any:
-        """Return the notes of a warmup; skip if unsupported."""
+        """Return the notes of a warmup; skip the test if notes are not supported."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         notes: Any = unwatched.new_notes()
         if notes is None:
             pytest.skip(f"Backend {rig.backend.name!r} does not support notes.")
 
-        class Showing(TorchDispatchMode):
+        class RecordingMode(TorchDispatchMode):
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
-                notes.see(func, args, kwargs or {})
+                notes.record(func, args, kwargs or {})
                 return func(*args, **(kwargs or {}))
 
         def noted() -> Any:
-            with Showing():  # type: ignore[no-untyped-call]
+            with RecordingMode():  # type: ignore[no-untyped-call]
                 return run()
 
         rig.backend.warmup(noted, stream=rig.stream)
@@ -357,7 +357,7 @@ class OptionalTests:
 
     @staticmethod
     def _assert_holds(rig: Rig, graph: Any, x: Any, weights: list[Any]) -> None:
-        """Check that a graph that reads ``weights[0]`` keeps the weight alive."""
+        """Check that a graph that reads ``weights[0]`` keeps this weight alive."""
         address = weights[0].untyped_storage().data_ptr()
         held = {storage.data_ptr() for storage in graph.holds}
         assert address in held, "The graph does not keep alive a weight that it reads."

@@ -13,7 +13,7 @@ from dispatchkit.testing.backend_rig import DRAWS, Rig
 
 
 def drawing(rig: Rig, generator: Any = None, work: int = 0) -> Callable[[], Any]:
-    """Return a callable that draws random numbers after some work."""
+    """Return a callable that draws 16 random numbers after some work."""
     device = rig.backend.torch_device
 
     def run() -> Any:
@@ -23,8 +23,8 @@ def drawing(rig: Rig, generator: Any = None, work: int = 0) -> Callable[[], Any]
     return run
 
 
-def capture_apart(rig: Rig, run: Callable[[], Any], generator: Any = None) -> CapturedGraph:
-    """Capture into a separate pool, so that the graph may run concurrently with others."""
+def capture_into_new_pool(rig: Rig, run: Callable[[], Any], generator: Any = None) -> CapturedGraph:
+    """Capture into a new pool, so that the graph may run concurrently with others."""
     return rig.backend.capture(
         run,
         stream=rig.stream,
@@ -33,13 +33,13 @@ def capture_apart(rig: Rig, run: Callable[[], Any], generator: Any = None) -> Ca
     )
 
 
-def draws_as(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list[bool]:
-    """Synchronize, and return which draws are as expected."""
+def equal_draws(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list[bool]:
+    """Synchronize, and return for each draw whether it is as expected."""
     return [rig.equal(one, other) for one, other in zip(drawn, expected, strict=True)]
 
 
 class RandomTests:
-    """Replays draw the same numbers as eager, and captures draw nothing."""
+    """Tests that replays draw the same numbers as eager, and captures draw no numbers."""
 
     # -- random numbers -------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class RandomTests:
     def test_replays_draw_the_sequence_of_eager(
         self, rig: Rig, name: str, own_generator: bool
     ) -> None:
-        """Mixing eager steps and replays neither repeats nor skips numbers."""
+        """A mix of eager steps and replays neither repeats nor skips numbers."""
         device = rig.backend.torch_device
         generator = rig.generator() if own_generator else None
         source = generator if generator is not None else rig.default_generator()
@@ -67,7 +67,7 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
 
     def test_dropout_draws_the_sequence_of_eager(self, rig: Rig) -> None:
-        """Models use it in training."""
+        """Models use dropout in training."""
         x = rig.torch.ones(64, device=rig.backend.torch_device)
 
         def drop() -> Any:
@@ -81,25 +81,25 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 3
 
     def test_seeding_again_repeats_the_replays(self, rig: Rig) -> None:
-        """Replays use the current seed, not the seed during the capture."""
+        """Replays use the current seed instead of the seed during the capture."""
         graph = rig.capture(lambda: rig.torch.rand(8, device=rig.backend.torch_device))
         rig.default_generator().manual_seed(5)
         first = rig.replayed(graph)
         rig.default_generator().manual_seed(5)
         assert rig.equal(rig.replayed(graph), first)
         assert not rig.equal(rig.replayed(graph), first), (
-            "Two replays in a row drew the same numbers twice."
+            "Two consecutive replays drew the same numbers."
         )
 
     def test_a_graph_says_whether_it_draws(self, rig: Rig) -> None:
-        """Graphs without random state may be launched more directly."""
+        """Graphs without random state may be launched directly."""
         x = rig.zeros(4)
         quiet = rig.capture(lambda: x + 1)
         drawing = rig.capture(lambda: rig.torch.rand(4, device=rig.backend.torch_device))
         quiet.replay()
         drawing.replay()
-        assert not quiet.has_random_state, "A graph that draws nothing reports that it draws."
-        assert drawing.has_random_state, "A graph that draws reports that it does not."
+        assert not quiet.has_random_state, "has_random_state is True for a graph without draws."
+        assert drawing.has_random_state, "has_random_state is False for a graph that draws."
 
     # -- several streams ------------------------------------------------------------------
 
@@ -113,8 +113,10 @@ class RandomTests:
         source.manual_seed(11)
         eager = drawing(rig, generator)
         expected = [eager().clone() for _ in range(8)]
-        # One graph draws long after the other is launched.
-        graphs = [capture_apart(rig, drawing(rig, generator, work), generator) for work in (1, 0)]
+        # The first graph draws long after the second graph is launched.
+        graphs = [
+            capture_into_new_pool(rig, drawing(rig, generator, work), generator) for work in (1, 0)
+        ]
         streams = [rig.backend.new_stream() for _ in graphs]
         rig.backend.synchronize()
         source.manual_seed(11)
@@ -124,11 +126,11 @@ class RandomTests:
                 with rig.backend.use_stream(stream):
                     graph.replay()
                     drawn.append(graph.outputs.clone())
-        right = draws_as(rig, drawn, expected)
-        assert right == [True] * 8, f"Replays on two streams drew each other's numbers: {right}"
+        right = equal_draws(rig, drawn, expected)
+        assert right == [True] * 8, f"Replays on two streams drew other numbers than eager: {right}"
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
-        """The streams have no other order if the numbers are written to the caller's memory."""
+        """The backend must order the streams even if the graph has no outputs."""
         source = rig.default_generator()
         place = rig.zeros(4, 16)
         turn = rig.zeros(1, dtype=rig.torch.int64)
@@ -147,15 +149,15 @@ class RandomTests:
         for number in range(4):
             with rig.backend.use_stream(streams[number % 2]):
                 graph.replay()
-        right = draws_as(rig, list(place), expected)
-        assert right == [True] * 4, f"One graph on two streams drew numbers twice: {right}"
+        right = equal_draws(rig, list(place), expected)
+        assert right == [True] * 4, f"A graph on two streams drew other numbers than eager: {right}"
 
     def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
-        """The setup of a capture must wait until the numbers are drawn."""
+        """The setup of a capture must not change the seed before replays in flight read it."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
         source.manual_seed(6)
         expected = [drawing(rig)().clone() for _ in range(3)]
-        graph = capture_apart(rig, drawing(rig, work=3))
+        graph = capture_into_new_pool(rig, drawing(rig, work=3))
         rig.backend.synchronize()
         source.manual_seed(6)
         drawn = [drawing(rig)().clone()]
@@ -163,23 +165,23 @@ class RandomTests:
         with rig.backend.use_stream(stream):
             graph.replay()
             drawn.append(graph.outputs.clone())
-        other = capture_apart(rig, drawing(rig))
+        other = capture_into_new_pool(rig, drawing(rig))
         other.replay()
         drawn.append(other.outputs.clone())
-        right = draws_as(rig, drawn, expected)
-        assert right == [True] * 3, f"A capture changed what a replay in flight drew: {right}"
+        right = equal_draws(rig, drawn, expected)
+        assert right == [True] * 3, f"A capture changed the draws of a replay in flight: {right}"
 
     def test_a_replay_after_a_capture_draws_with_its_own_seed(self, rig: Rig) -> None:
-        """This holds even if the stream has not reached the capture yet."""
+        """The work queued before the capture may still be running when the replay is launched."""
         source, stream = rig.default_generator(), rig.backend.new_stream()
-        graph = capture_apart(rig, drawing(rig, work=4))
+        graph = capture_into_new_pool(rig, drawing(rig, work=4))
         source.manual_seed(9)
         expected = drawing(rig)().clone()
         source.manual_seed(8)
         rig.backend.synchronize()
         with rig.backend.use_stream(rig.stream):
             rig.occupy(2)
-        other = capture_apart(rig, drawing(rig))
+        other = capture_into_new_pool(rig, drawing(rig))
         source.manual_seed(9)
         with rig.backend.use_stream(stream):
             graph.replay()
@@ -188,7 +190,7 @@ class RandomTests:
         other.release()
 
     def test_release_right_after_a_replay_that_draws_is_safe(self, rig: Rig) -> None:
-        """The memory of the seed is not reused before the replay has read it."""
+        """The memory of the seed must not be reused before the replay has read it."""
         source, target = rig.default_generator(), rig.zeros(16)
         source.manual_seed(2)
         expected = drawing(rig)().clone()
@@ -209,11 +211,11 @@ class RandomTests:
         )
 
     def test_threads_draw_no_number_twice(self, rig: Rig) -> None:
-        """In any order, the replays together draw the same numbers as eager."""
+        """All replays together draw the same numbers as eager, in any order."""
         source = rig.default_generator()
         source.manual_seed(12)
         expected = [drawing(rig)().clone() for _ in range(16)]
-        graphs = [capture_apart(rig, drawing(rig)) for _ in range(2)]
+        graphs = [capture_into_new_pool(rig, drawing(rig)) for _ in range(2)]
         streams = [rig.backend.new_stream() for _ in graphs]
         for graph in graphs:
             graph.replay()  # determines whether it draws

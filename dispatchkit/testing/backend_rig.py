@@ -18,8 +18,8 @@ class Rig:
     Attributes:
         torch: The torch module.
         backend: The backend under test.
-        stream: The stream of captures.
-        pool: The pool of captures.
+        stream: Stream for captures.
+        pool: Pool for captures.
     """
 
     torch: Any
@@ -36,7 +36,7 @@ class Rig:
         return self.torch.randn(*shape, device=self.backend.torch_device)
 
     def occupy(self, times: int = 1) -> None:
-        """Queue work of about 10 ms per unit on the current stream, even inside a capture."""
+        """Queue about 10 ms of work ``times`` times on the current stream; allowed in captures."""
         for _ in range(times):
             if self.backend.torch_device == "cpu":
                 self.zeros(8, 8).add_(1).mul_(2)
@@ -56,22 +56,22 @@ class Rig:
         ]
 
     def capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
-        """Capture on the rig's stream, into its pool."""
+        """Capture a callable on the rig's stream into its pool."""
         return self.backend.capture(run, stream=self.stream, pool=self.pool, **options)
 
     def refused(self, what: str, run: Callable[[], Any], *, reason: str = "") -> CaptureError:
-        """Check that a capture is refused with the given reason, and return the error."""
+        """Check that a capture fails with the given reason, and return the error."""
         try:
             self.capture(run)
         except CaptureError as error:
             if reason and error.reason != reason:
-                problem = f"{what}: refused with the reason {error.reason!r}, not {reason!r}."
+                problem = f"{what}: the reason is {error.reason!r}, but must be {reason!r}."
                 raise AssertionError(problem) from error
             return error
-        raise AssertionError(f"{what}: the capture was not refused.")
+        raise AssertionError(f"{what}: the capture did not raise CaptureError.")
 
     def warm_capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
-        """Capture after a warmup, for callables whose first run initializes a library."""
+        """Capture after a warmup, because the first run may initialize a library."""
         self.backend.warmup(run, stream=self.stream)
         return self.capture(run, **options)
 
@@ -81,7 +81,7 @@ class Rig:
         return tensor.tolist()
 
     def replayed(self, graph: CapturedGraph) -> Any:
-        """Replay and return a copy of a tensor output."""
+        """Replay a graph, and return a copy of its output tensor."""
         graph.replay()
         self.backend.synchronize()
         return graph.outputs.clone()
@@ -103,7 +103,7 @@ class PlannedError(Exception):
     """Raised by callables that fail on purpose."""
 
 
-# -- pure functions of one float tensor (4, 8) --------------------------------------------------
+# -- pure functions of a float tensor of shape (4, 8) -------------------------------------------
 
 
 def _chain(torch: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests of captures with breaks, for BackendTests; skipped if unsupported."""
+"""Tests of captures in segments, for BackendTests."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def in_segments(rig: Rig, run: Any, **options: Any) -> Any:
-    """Capture a callable in segments with the rig's stream and pool; skip if unsupported."""
+    """Capture a callable in segments; skip the test if the backend does not support it."""
     segments = features_of(rig.backend).segments
     if segments is None:
-        pytest.skip(f"Backend {rig.backend.name!r} has no captures in segments.")
+        pytest.skip(f"Backend {rig.backend.name!r} does not support captures in segments.")
     return segments.capture_segments(run, stream=rig.stream, pool=rig.pool, **options)
 
 
 class SegmentTests:
-    """Segments compute the results of eager, in the same order."""
+    """Tests of captures in segments; skipped if the backend does not support them."""
 
     def test_segments_and_what_runs_between_them_are_eager(self, rig: Rig) -> None:
-        """The host can read results of a segment after it."""
+        """After a segment, the host can read its results."""
         x, seen = rig.zeros(4).add_(1), []
 
         def run(capture: Any) -> Any:
@@ -41,7 +41,7 @@ class SegmentTests:
 
         rig.backend.warmup(lambda: x * 2 + 1, stream=rig.stream)
         first, last, hidden, between, result = in_segments(rig, run)
-        assert seen == [8.0], f"The host read {seen[0]} between two segments; eager reads 8."
+        assert seen == [8.0], f"The host read {seen[0]} between two segments, but eager reads 8."
         assert rig.read(result) == [5.0] * 4
         x.fill_(3)
         first.replay()
@@ -52,7 +52,7 @@ class SegmentTests:
         assert last.num_operations > 0, "A segment with kernels reports no operations."
 
     def test_a_segment_changes_nothing_until_it_is_replayed(self, rig: Rig) -> None:
-        """Each replay changes state once, and captures do not change it."""
+        """Only replays change state, and each replay changes it once."""
         state, seen = rig.zeros(4), []
 
         def run(capture: Any) -> Any:
@@ -74,7 +74,7 @@ class SegmentTests:
         assert rig.read(state) == [3.0] * 4
 
     def test_what_crosses_a_break_outlives_other_captures(self, rig: Rig) -> None:
-        """Live memory of one segment is not reused by others of the capture."""
+        """Other segments of a capture do not reuse the live memory of a segment."""
         x = rig.zeros(1 << 12).add_(1)
 
         def run(capture: Any) -> Any:
@@ -98,7 +98,7 @@ class SegmentTests:
         assert rig.read(result[:2]) == [7.0] * 2, "A segment was overwritten by a later one."
 
     def test_memory_from_elsewhere_is_not_kept(self, rig: Rig) -> None:
-        """Memory of the caller, of earlier captures and between segments is not kept."""
+        """``keeps`` is False for memory allocated before the capture or between segments."""
         x = rig.zeros(1 << 12).add_(1)
 
         def earlier(capture: Any) -> Any:
@@ -139,7 +139,7 @@ class SegmentTests:
             return empty, capture.end(), result
 
         empty, last, result = in_segments(rig, run)
-        assert empty.num_operations == 0, "A segment of views has operations."
+        assert empty.num_operations == 0, "A segment that only creates views reports operations."
         assert last.num_operations > 0
         empty.replay()
         last.replay()
@@ -165,12 +165,12 @@ class SegmentTests:
             assert not rig.backend.is_capturing()
         assert rig.read(state) == [0.0] * 4, "A segment that was never replayed changed the state."
         for graph in ended:
-            assert_refused(graph.replay, "The segments of a failed capture can be replayed.")
+            assert_refused(graph.replay, "A segment of a failed capture can still be replayed.")
         graph = rig.capture(lambda: state + 1)
         assert rig.read(rig.replayed(graph)) == [1.0] * 4
 
     def test_the_host_waits_between_segments_alone(self, rig: Rig) -> None:
-        """Calls that wait for the device are refused by name."""
+        """Inside a segment, calls that wait for the device are refused."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:
@@ -181,10 +181,10 @@ class SegmentTests:
 
         with pytest.raises(CaptureError) as caught:
             in_segments(rig, run)
-        assert caught.value.reason == "host_sync", f"refused as {caught.value.reason!r}"
+        assert caught.value.reason == "host_sync", f"The reason is {caught.value.reason!r}."
 
     def test_segments_draw_as_eager_draws(self, rig: Rig) -> None:
-        """Draws in and between segments are in the same order as in eager."""
+        """Draws in and between segments have the same order as in eager."""
         torch, device = rig.torch, rig.backend.torch_device
         generator = rig.default_generator()
 
@@ -206,10 +206,10 @@ class SegmentTests:
         got = [rig.read(one), rig.read(draw())]
         last.replay()
         got.append(rig.read(two))
-        assert got == want, f"Segments draw {got}, and eager draws {want}."
+        assert got == want, f"Segments draw {got}, but eager draws {want}."
 
     def test_captures_do_not_nest_between_segments(self, rig: Rig) -> None:
-        """The thread is still inside a capture."""
+        """Between segments, the thread is still inside the outer capture."""
         x = rig.zeros(4)
 
         def run(capture: Any) -> Any:

@@ -14,16 +14,16 @@ from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
 def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> None:
-    """Fail with the problem unless a call raises the error."""
+    """Check that a call raises an error; otherwise fail with the problem."""
     try:
         call()
     except error:
         return
-    raise AssertionError(f"{problem}; it must raise {error.__name__}.")
+    raise AssertionError(f"{problem}, but must raise {error.__name__}.")
 
 
 class StreamTests:
-    """Released memory is freed, and waits order work."""
+    """Tests that released memory is freed, and that waits order work."""
 
     def release_unused_memory(self, rig: Rig) -> None:
         """Return unused memory to the device; see BackendTests."""
@@ -32,7 +32,7 @@ class StreamTests:
     # -- release --------------------------------------------------------------------------
 
     def test_a_released_graph_refuses_to_replay(self, rig: Rig) -> None:
-        """The replay would use memory of other graphs."""
+        """The replay would use memory that may belong to other graphs."""
         x = rig.zeros(2)
         graph, other = rig.capture(lambda: x + 1), rig.capture(lambda: x + 2)
         graph.replay()
@@ -61,13 +61,14 @@ class StreamTests:
             sizes.append(rig.backend.pool_bytes(rig.pool))
             graph.release()
         grown = (
-            f"The pool grew from {sizes[0]} to {max(sizes)} bytes, though each graph was released."
+            f"The pool grew from {sizes[0]} to {max(sizes)} bytes, although each graph was "
+            "released."
         )
         assert max(sizes) == sizes[0], grown
         del graph
         self.release_unused_memory(rig)
         left = rig.backend.pool_bytes(rig.pool)
-        assert left == 0, f"The pool holds {left} bytes after every graph was released."
+        assert left == 0, f"The pool reserves {left} bytes after all graphs were released."
 
     # -- pools ----------------------------------------------------------------------------
 
@@ -77,7 +78,9 @@ class StreamTests:
         x = rig.zeros(1 << 16)
         graph = rig.capture(lambda: (x + 1) * 2)
         counted = rig.backend.pool_bytes(rig.pool)
-        assert counted >= x.nbytes, f"The pool counts {counted} bytes, less than its output alone."
+        assert counted >= x.nbytes, (
+            f"pool_bytes is {counted}, but the output alone has {x.nbytes} bytes."
+        )
         graph.release()
         self.release_unused_memory(rig)
         assert rig.backend.pool_bytes(rig.pool) == 0
@@ -108,7 +111,7 @@ class StreamTests:
     # -- streams and events ---------------------------------------------------------------
 
     def test_use_stream_sets_and_restores_the_current_stream(self, rig: Rig) -> None:
-        """This holds even if the block raises or blocks are nested."""
+        """Nested blocks, and blocks that raise, restore the previous stream."""
         backend = rig.backend
         other = backend.new_stream()
         start = backend.current_stream_handle()
@@ -124,7 +127,7 @@ class StreamTests:
         assert backend.current_stream_handle() == start
 
     def test_the_current_stream_is_the_threads_own(self, rig: Rig) -> None:
-        """The current stream of a thread does not affect other threads."""
+        """Each thread has its own current stream."""
         seen: list[int] = []
         start = rig.backend.current_stream_handle()
         with rig.backend.use_stream(rig.stream):
@@ -136,13 +139,13 @@ class StreamTests:
         assert seen == [start], "use_stream changed another thread's current stream."
 
     def test_streams_are_distinct_up_to_the_limit(self, rig: Rig) -> None:
-        """Two lanes that share a stream would silently wait for each other."""
+        """Lanes that share a stream would wait for each other without an error."""
         limit = rig.backend.capabilities.max_streams
         if limit is None:
-            pytest.skip("the backend does not report a stream limit")
+            pytest.skip(f"Backend {rig.backend.name!r} reports no limit of streams.")
         streams = [rig.stream, *(rig.backend.new_stream() for _ in range(limit - 1))]
         distinct = len({stream.handle for stream in streams})
-        assert distinct == limit, f"Streams are not distinct: {distinct} of {limit}."
+        assert distinct == limit, f"Only {distinct} of {limit} streams are distinct."
         with pytest.raises(ConfigError, match=str(limit)):
             rig.backend.new_stream()
         streams.pop()
@@ -150,7 +153,7 @@ class StreamTests:
         assert rig.backend.new_stream().handle
 
     def test_a_graph_replays_on_any_stream(self, rig: Rig) -> None:
-        """The graph is launched on the caller's stream."""
+        """A replay runs on the caller's current stream."""
         x = rig.zeros(4)
         graph = rig.capture(lambda: x * 2)
         for value in range(5):
@@ -159,7 +162,7 @@ class StreamTests:
             assert rig.read(graph.outputs.clone()) == [2.0 * value] * 4
 
     def test_work_ordered_by_waits_gives_the_right_data(self, rig: Rig) -> None:
-        """The caller's stream writes the lane's inputs and reads its results."""
+        """The caller's stream writes the inputs of another stream and reads its results."""
         backend = rig.backend
         caller = backend.new_stream()
         x = rig.zeros(1 << 12)
@@ -168,7 +171,7 @@ class StreamTests:
         backend.synchronize()
         for value in range(12):
             with backend.use_stream(caller):
-                # Without this wait, the next input would overwrite the input that is being read.
+                # Otherwise, the next input would overwrite an input that is still being read.
                 caller.wait_stream(rig.stream)
                 x.fill_(value)
                 rig.stream.wait_stream(caller)
@@ -182,7 +185,7 @@ class StreamTests:
         ]
 
     def test_events_order_two_streams(self, rig: Rig) -> None:
-        """The event is recorded on one stream, waited for on the other, and reused."""
+        """The event is recorded on one stream, the other waits for it, and it is reused."""
         backend = rig.backend
         other, event = backend.new_stream(), backend.new_event()
         x = rig.zeros(1 << 12)
@@ -201,7 +204,7 @@ class StreamTests:
             assert result.unique().tolist() == [2.0 * value]
 
     def test_events_tell_when_work_is_done(self, rig: Rig) -> None:
-        """Waiting for an unrecorded event has no effect."""
+        """An event that was never recorded is done."""
         event = rig.backend.new_event()
         assert event.query()
         event.record(rig.stream)
@@ -221,7 +224,7 @@ class StreamTests:
         assert start.elapsed_us(end) > 0.0
 
     def test_events_without_timing_refuse_to_measure(self, rig: Rig) -> None:
-        """Returning zero would look like a fast step."""
+        """A time of zero would look like a fast step."""
         start, end = rig.backend.new_event(), rig.backend.new_event(timing=True)
         start.record()
         end.record()
@@ -230,16 +233,16 @@ class StreamTests:
         refuses(problem, ConfigError, lambda: start.elapsed_us(end))
 
     def test_a_time_that_was_never_taken_is_an_error(self, rig: Rig) -> None:
-        """Both events must have been recorded."""
+        """Both events must be recorded before the time is read."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         start.record()
-        problem = "An unmeasured time was returned"
+        problem = "The time to an event that was never recorded was returned"
         refuses(problem, ReplayError, lambda: start.elapsed_us(end))
 
-    # -- warm-up --------------------------------------------------------------------------
+    # -- warmup ---------------------------------------------------------------------------
 
     def test_warmup_runs_on_the_given_stream_in_the_callers_order(self, rig: Rig) -> None:
-        """The warmup runs after the caller's earlier work and before its later work."""
+        """A warmup runs after the caller's earlier work and before its later work."""
         seen: list[int] = []
         x = rig.zeros(1 << 12)
         start = rig.backend.current_stream_handle()
@@ -256,7 +259,7 @@ class StreamTests:
         assert rig.backend.current_stream_handle() == start
 
     def test_a_failing_warmup_raises_what_the_callable_raised(self, rig: Rig) -> None:
-        """The step itself fails, independent of captures."""
+        """The step itself failed, so the error is not a CaptureError."""
         start = rig.backend.current_stream_handle()
 
         def run() -> None:
@@ -269,7 +272,7 @@ class StreamTests:
     # -- threads --------------------------------------------------------------------------
 
     def test_threads_capture_and_replay_without_harm_to_each_other(self, rig: Rig) -> None:
-        """One capture runs at a time per device; replays continue meanwhile."""
+        """Each device runs one capture at a time, while other threads replay graphs."""
         backend = rig.backend
         results: dict[int, list[float]] = {}
         errors: list[BaseException] = []

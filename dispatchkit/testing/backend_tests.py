@@ -1,11 +1,10 @@
-"""Tests to subclass for every GraphBackend.
+"""BackendTests, the test kit for backends.
 
     class TestMyBackend(BackendTests):
         def make_backend(self):
             return MyBackend()
 
-The tape and cuda backends pass the same tests. The tests import torch when they run; this module
-does not.
+The tape and cuda backends pass these tests. This module does not import torch; only the tests do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-# Register the modules with the tests, so that pytest rewrites their asserts to show values.
+# pytest rewrites asserts to show values only in registered modules.
 _PARTS = (
     "capture_tests",
     "failure_tests",
@@ -41,14 +40,14 @@ __all__ = ["BackendTests", "Rig"]
 class BackendTests(
     CaptureTests, RandomTests, FailureTests, StreamTests, OptionalTests, SegmentTests
 ):
-    """Tests of GraphBackend and of the optional protocols that a backend offers.
+    """Test kit for a GraphBackend and the optional protocols that it offers.
 
     Subclass it and define ``make_backend``.
     """
 
     def make_backend(self) -> GraphBackend:
         """Return a new backend."""
-        raise NotImplementedError("Define make_backend() in the subclass of BackendTests.")
+        raise NotImplementedError(f"{type(self).__name__} must define make_backend().")
 
     def release_unused_memory(self, rig: Rig) -> None:
         """Return unused memory to the device, if the backend caches it."""

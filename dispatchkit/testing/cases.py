@@ -24,16 +24,16 @@ from dispatchkit.testing.samples import graph_view
 
 @attrs.define
 class Case:
-    """A random case: a policy with a configuration and graphs in random states.
+    """A policy with a random configuration and graphs in random states.
 
     Attributes:
         policy: A fresh policy.
         config: The configuration.
         keys: The keys that the policy declares.
-        registry: The registry with the graphs.
+        registry: The registry of the keys and their graphs.
         graphs: The policy's view of the graphs.
         make_policy: Function that returns a fresh policy.
-        rng: Random generator of batches, changes and outcomes.
+        rng: Random number generator for batches, changes and outcomes.
     """
 
     policy: Policy
@@ -45,26 +45,26 @@ class Case:
     rng: random.Random
 
     def batches(self, count: int = 20, *, known_reqs: bool = True) -> Iterator[Batch]:
-        """Yield batches at and around the edges of buckets."""
+        """Yield batches, most of them within one token of a capture size."""
         for _ in range(count):
             yield strategies.sample_batch(self.config, self.rng, known_reqs=known_reqs)
 
     def change(self, keys: list[GraphKey], kinds: Sequence[str]) -> strategies.Change | None:
-        """Change the state of a random graph; return the change, or None if impossible."""
+        """Change the state of a random graph; return the change, or None if it is impossible."""
         change = strategies.Change(self.rng.choice(kinds), self.rng.choice(keys))
         return change if strategies.apply_change(self.registry, change) else None
 
     def decide(self, batch: Batch, policy: Policy | None = None) -> Decision:
-        """Return the policy's decision, which is eager if it returns None."""
+        """Return the policy's decision; None counts as a decision to run eager."""
         asked = self.policy if policy is None else policy
         try:
             answer = asked.decide(batch, self.graphs)
-        except Exception as error:  # noqa: BLE001 - whatever a policy raises is a finding
+        except Exception as error:  # noqa: BLE001 - any exception is a finding
             self.fail(f"decide raised {type(error).__name__}: {error}", batch, cause=error)
         if answer is None:
             return Decision.eager(Reason.NO_ANSWER)
         if not isinstance(answer, Decision):
-            self.fail(f"decide returned {answer!r}; return a Decision or None", batch)
+            self.fail(f"decide returned {answer!r}, but must return a Decision or None", batch)
         return answer
 
     def declare(self, policy: Policy) -> list[GraphKey]:
@@ -74,7 +74,7 @@ class Case:
     def fail(
         self, problem: str, batch: Batch | None = None, *, cause: Exception | None = None
     ) -> NoReturn:
-        """Raise AssertionError with the problem and the facts to reproduce it."""
+        """Raise AssertionError with the problem and the state that reproduces it."""
         lines = [problem]
         if batch is not None:
             lines.append(f"  batch:  {_short(batch)}")
@@ -88,14 +88,14 @@ class Case:
         raise AssertionError("\n".join(lines)) from cause
 
     def admissible(self, batch: Batch) -> Iterator[GraphKey]:
-        """Yield the graphs that can run now and cover the batch, in allowed modes."""
+        """Yield the keys of ready graphs that may serve the batch."""
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if batch.allows(mode):
                 yield from filter(self.graphs.is_ready, self.graphs.covering(batch, mode))
 
 
 def _short(batch: Batch) -> str:
-    """Describe a batch by its properties that differ from the defaults."""
+    """Describe a batch by the attributes that differ from their defaults."""
     parts = [
         f"{field.name}={value!s}"
         for field in attrs.fields(Batch)
@@ -114,17 +114,18 @@ def for_all_cases(
     all_captured: bool = False,
     share: float = 1.0,
 ) -> Callable[[_Check], Callable[[Any], None]]:
-    """Convert a check of one case to a test of many cases.
+    """Decorate a check of one case to make it a test of many cases.
 
     Args:
         trait: Skip the test if the policy does not claim this trait.
         learning: Skip the test if the policy has no ``observe``.
         all_captured: Use only cases with all graphs captured and all modes supported.
-        share: Fraction of the number of examples to run, for slow checks.
+        share: Fraction of the examples to run; less than 1 for slow checks.
     """
 
     def wrap(check: _Check) -> Callable[[Any], None]:
-        # No functools.wraps: pytest would follow __wrapped__ and treat ``case`` as a fixture.
+        # Not functools.wraps, because pytest would follow __wrapped__ and treat ``case`` as a
+        # fixture.
         def test(self: CaseRunner) -> None:
             self.skip_unless(trait, learning=learning)
             self.for_all(functools.partial(check, self), all_captured=all_captured, share=share)
@@ -137,7 +138,7 @@ def for_all_cases(
 
 
 class CaseRunner:
-    """Base class of ``PolicyTests``, which runs checks on cases of a policy.
+    """Base class of ``PolicyTests``, which runs checks on random cases.
 
     Attributes:
         seed: Seed of the random cases; the same seed gives the same cases.
@@ -149,14 +150,14 @@ class CaseRunner:
     max_examples: int = 60
 
     def make_policy(self) -> Policy:
-        """Return a policy without history."""
+        """Return a fresh policy."""
         raise NotImplementedError(f"{type(self).__name__} must define make_policy().")
 
     def configs(self) -> st.SearchStrategy[DispatchConfig]:
-        """Return the configurations to try.
+        """Return the configurations to test.
 
-        A policy may reject some by raising ConfigError in ``declare``; a policy that supports only
-        a few should override this.
+        ``declare`` may reject a configuration by raising ConfigError. Override this method if a
+        policy supports only a few configurations.
         """
         return strategies.configs()
 
@@ -173,8 +174,8 @@ class CaseRunner:
     def for_all(self, check: Callable[[Case], None], *, all_captured: bool, share: float) -> None:
         """Run a check on random cases, which the seed determines.
 
-        The configurations are drawn once for all properties, each with a seed for the rest of its
-        case (graph states, batches, changes).
+        The configurations are drawn once for all properties. Each has a seed for the other parts of
+        its case (graph states, batches, changes).
         """
         wanted = hypothesis.settings.default
         usual = 100 if wanted is None else wanted.max_examples
@@ -199,7 +200,7 @@ class CaseRunner:
             answer: Any = policy.declare(config)
             keys: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
         except ConfigError:
-            return None  # its right
+            return None  # a policy may reject configurations
         except Exception as error:
             problem = f"declare raised {type(error).__name__}: {error}"
             raise AssertionError(f"{problem}\n  config: {config!r}") from error
@@ -225,7 +226,7 @@ class CaseRunner:
         return case
 
 
-# Drawn configurations, by test class, seed and number.
+# Drawn configurations and seeds, by test class, seed and number of configurations.
 _drawn: weakref.WeakKeyDictionary[
     type[CaseRunner], dict[tuple[int, int], list[tuple[DispatchConfig, int]]]
 ] = weakref.WeakKeyDictionary()

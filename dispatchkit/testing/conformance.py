@@ -28,14 +28,14 @@ _HOLDS, _FAILS, _SKIPPED = "holds", "FAILS", "not tested"
 
 @attrs.frozen
 class Finding:
-    """The result of one property.
+    """The test result of one property.
 
     Attributes:
         name: Name of the property.
-        holds: Whether it holds; None if it was not tested.
-        trait: The trait that requires it; "" for the core set.
-        message: The violation, or the reason why it was not tested.
-        why: The reason for the property.
+        holds: Whether the property holds; None if it was not tested.
+        trait: The trait that requires the property; "" for the core set.
+        message: The violation, or the reason why the property was not tested.
+        why: The harm of violating the property.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Verdict:
         return tuple(sorted(self._traits - set(self.claimed)))
 
     def raise_if_failed(self) -> None:
-        """Raise AssertionError with the full text if the policy failed."""
+        """Raise AssertionError with the printed results unless the policy passed."""
         if not self.passed:
             raise AssertionError(str(self))
 
@@ -106,7 +106,7 @@ class Verdict:
         if self.unknown:
             known = ", ".join(sorted(self._traits))
             lines.append(
-                f"    claimed, but not a trait: {', '.join(self.unknown)} (traits: {known})"
+                f"    unknown traits claimed: {', '.join(self.unknown)} (known traits: {known})"
             )
         return "\n".join(lines)
 
@@ -121,11 +121,12 @@ def run_policy_conformance(
     """Test a policy for the core set and its claimed traits.
 
     Args:
-        policy: A policy without history, or a factory (its class, a function). If an instance is
-            given, deep copies are tested and it does not change.
+        policy: A fresh policy, or a factory, such as its class. If it is an instance, deep copies
+            are tested, and the instance does not change.
         seed: Seed of the random cases; the same seed gives the same verdict.
-        max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
-        configs: Configurations to test, if the policy supports only some.
+        max_examples: Number of cases per property, scaled with the hypothesis profile's
+            ``max_examples`` (relative to 100).
+        configs: Strategy of configurations to test; None for all kinds of configurations.
 
     Returns:
         The verdict. A faulty policy does not raise; call ``raise_if_failed`` for that.
@@ -155,10 +156,10 @@ def run_lane_policy_conformance(
     """Test a lane policy for the core set and its claimed traits.
 
     Args:
-        policy: A lane policy without history, or a factory (its class, a function). If an instance
-            is given, deep copies are tested and it does not change.
+        policy: A fresh lane policy, or a factory, such as its class. If it is an instance, deep
+            copies are tested, and the instance does not change.
         seed: Seed of the random schedules; the same seed gives the same verdict.
-        max_examples: Schedules per property.
+        max_examples: Number of schedules per property.
 
     Returns:
         The verdict. A faulty lane policy does not raise; call ``raise_if_failed`` for that.
@@ -176,7 +177,7 @@ def run_lane_policy_conformance(
     return _verdict(tests, LanePolicyTests, policy_name(first), claimed, "lane policy")
 
 
-#: The method, name and test function of each kind.
+#: Required method, name and test function of each kind of policy.
 _KINDS = (
     ("decide", "a policy", "run_policy_conformance"),
     ("choose", "a lane policy", "run_lane_policy_conformance"),
@@ -184,7 +185,11 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Return a factory of policies of the kind with the method ``asked``."""
+    """Return a factory of policies that have the method ``asked``.
+
+    Raises:
+        TypeError: The policies are of another kind.
+    """
     if not inspect.isclass(policy) and any(hasattr(policy, method) for method, *_ in _KINDS):
         first, make = policy, lambda: copy.deepcopy(policy)
     elif callable(policy):
@@ -194,8 +199,10 @@ def _factory(policy: Any, asked: str) -> Callable[[], Any]:
     if make is not None and hasattr(first, asked):
         return make
     wanted = next(kind for method, kind, _ in _KINDS if method == asked)
-    hints = [f" It is {kind}; use {by}." for method, kind, by in _KINDS if hasattr(first, method)]
-    raise TypeError(f"policy must be {wanted} or a factory of one, got {first!r}.{''.join(hints)}")
+    hints = [f" For {kind}, use {test}." for method, kind, test in _KINDS if hasattr(first, method)]
+    raise TypeError(
+        f"policy must be {wanted} or a factory that returns one, got {first!r}.{''.join(hints)}"
+    )
 
 
 def _verdict(

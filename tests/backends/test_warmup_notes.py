@@ -20,7 +20,7 @@ class Showing(DispatchMode):
         self.notes = notes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.notes.see(func, args, kwargs or {})
+        self.notes.record(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -33,7 +33,7 @@ def notes_of(run):
 
 def test_backend_of_a_device_makes_notes():
     assert isinstance(CudaBackend.__new__(CudaBackend).new_notes(), CudaNotes)
-    assert CudaNotes.see.__code__.co_varnames[:4] == WarmupNotes.see.__code__.co_varnames[:4]
+    assert CudaNotes.record.__code__.co_varnames[:4] == WarmupNotes.record.__code__.co_varnames[:4]
 
 
 def test_copies_between_devices_leave_the_watching_to_the_capture():
@@ -63,8 +63,8 @@ def test_storages_are_noted_without_being_kept():
 
     gone = torch.ones(3) * 2
     kept.append(torch.ones(3) * 3)
-    assert notes._given.note((on_device(weight), [on_device(gone), 4], on_device(kept[0])))
-    assert not notes._given.note((weight, [weight], "text"))
+    assert notes._storages.record((on_device(weight), [on_device(gone), 4], on_device(kept[0])))
+    assert not notes._storages.record((weight, [weight], "text"))
     del gone
     found = {storage._cdata for storage in notes.outside(())}
     assert found == {one.untyped_storage()._cdata for one in (weight, kept[0])}

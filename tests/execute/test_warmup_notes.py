@@ -27,7 +27,7 @@ class Notes:
     def __init__(self, *, is_plain):
         self.is_plain, self.given = is_plain, {}
 
-    def see(self, func, args, kwargs):
+    def record(self, func, args, kwargs):
         for tensor in tensors_in((*args, *kwargs.values())):
             storage = tensor.untyped_storage()
             self.given.setdefault(storage._cdata, StorageWeakRef(storage))

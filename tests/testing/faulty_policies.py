@@ -236,7 +236,7 @@ class RunsOffTheLadderPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("every batch gets an answer", r"return a Decision or None")
+@planted("every batch gets an answer", r"must return a Decision or None")
 class AnswersATuplePolicy(SmallestPolicy):
     """Answers as another project's dispatcher does."""
 

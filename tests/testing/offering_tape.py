@@ -21,7 +21,7 @@ class Notes:
     def __init__(self):
         self.given = {}
 
-    def see(self, func, args, kwargs):
+    def record(self, func, args, kwargs):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
@@ -36,7 +36,7 @@ class Watch(TorchDispatchMode):
         self.notes = notes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.notes.see(func, args, kwargs or {})
+        self.notes.record(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

@@ -72,7 +72,9 @@ def test_verdict_names_a_claim_that_is_no_trait_of_lane_policies():
     verdict = run_lane_policy_conformance(Claims, max_examples=2)
     assert verdict.unknown == ("monotone",)
     assert not verdict.passed
-    assert "claimed, but not a trait: monotone (traits: balances, spreads, sticky)" in str(verdict)
+    assert "unknown traits claimed: monotone (known traits: balances, spreads, sticky)" in str(
+        verdict
+    )
 
 
 def test_tested_instance_is_left_as_it_was():
@@ -83,7 +85,9 @@ def test_tested_instance_is_left_as_it_was():
 
 
 def test_verdicts_on_the_other_kind_are_refused_with_the_call_that_is_right():
-    with pytest.raises(TypeError, match="It is a lane policy; use run_lane_policy_conformance"):
+    with pytest.raises(TypeError, match="For a lane policy, use run_lane_policy_conformance"):
         run_policy_conformance(InTurn)
-    with pytest.raises(TypeError, match="must be a lane policy or a factory of one, got 7"):
+    with pytest.raises(
+        TypeError, match="must be a lane policy or a factory that returns one, got 7"
+    ):
         run_lane_policy_conformance(7)

@@ -160,7 +160,7 @@ def test_trait_that_does_not_exist_fails_the_verdict():
     verdict = run_policy_conformance(Claims, max_examples=5)
     assert verdict.unknown == ("fastest",)
     assert not verdict.passed
-    assert "claimed, but not a trait: fastest" in str(verdict)
+    assert "unknown traits claimed: fastest" in str(verdict)
 
 
 def test_trait_not_claimed_is_skipped_by_name():
@@ -179,7 +179,7 @@ def test_instance_is_left_as_it_was():
 
 
 def test_what_is_no_policy_is_refused():
-    with pytest.raises(TypeError, match="must be a policy or a factory of one, got 7"):
+    with pytest.raises(TypeError, match="must be a policy or a factory that returns one, got 7"):
         run_policy_conformance(7)
 
 

@@ -1,7 +1,7 @@
 """CUDA graphs, streams and events, through torch.
 
-Sources for what a graph may contain: torch's documentation, "CUDA semantics", section "CUDA
-Graphs"; torch/cuda/graphs.py of torch 2.11 to 2.13.
+Sources for the constraints on captured operations: torch's documentation, "CUDA semantics", section
+"CUDA Graphs"; torch/cuda/graphs.py of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ from dispatchkit.errors import CaptureError, ConfigError, ReplayError
 
 _T = TypeVar("_T")
 
-# Torch's message for a captured kernel that draws from a generator not registered with the graph.
+# torch's message for a captured kernel that draws from a generator not registered with the graph.
 _NOT_REGISTERED = "generator not in capture mode"
 
 CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
 
 
 class CudaBackend:
-    """Captures and replays on one CUDA device.
+    """A backend that captures and replays graphs on one CUDA device.
 
     Args:
-        device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None: the current device.
-        capture_error_mode: Which calls other threads may make during a capture; see
-            torch.cuda.graph. ``"thread_local"`` allows them to copy, allocate and poll.
+        device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
+        capture_error_mode: Calls that other threads may make during a capture; see
+            ``torch.cuda.graph``. ``"thread_local"`` allows them to copy, allocate and poll.
         refuse_host_syncs: Whether to refuse calls that wait for the device, with their names,
             before the driver invalidates the capture. Set it to False for functions that do not
-            work under a dispatch mode (functions of torch.compile do). Then torch or the driver
+            work under a dispatch mode (functions of torch.compile do). torch or the driver then
             refuses these calls without naming them, and errors of torch that the function catches
-            go unnoticed. Recovery from failures is the same.
+            are not detected. Failed captures are cleaned up in either case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if it is available.
-            Otherwise torch copies device inputs before each launch, and graphs copy host inputs
+            Otherwise, torch copies device inputs before each launch, and graphs copy host inputs
             from pinned memory.
 
     Raises:
-        BackendUnavailableError: torch has no CUDA support, or there is no device.
+        BackendUnavailableError: torch has no CUDA support, or finds no device.
         ConfigError: The device does not exist, or the mode is unknown.
 
     Attributes:
@@ -104,14 +104,14 @@ class CudaBackend:
         self._has_copy_node = copy_node
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         self._streams_guard = threading.Lock()
-        # Called in every step, so it is torch's C function without a Python wrapper.
+        # torch's C function without a Python wrapper, because it is called in every step.
         self.current_stream_handle: Callable[[], int] = partial(
             torch._C._cuda_getCurrentRawStream, self._index
         )
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the backend."""
         return "cuda"
 
     @property
@@ -147,15 +147,15 @@ class CudaBackend:
     # -- streams and events -------------------------------------------------------------
 
     def current_stream(self) -> CudaStream:
-        """Return the current stream of this thread; torch takes 4 us."""
+        """Return the current stream of this thread, which takes 4 us."""
         return CudaStream(torch.cuda.current_stream(self._index))
 
     def new_stream(self, *, priority: int = 0) -> CudaStream:
-        """Return a stream whose queue is not shared with another live stream of this backend.
+        """Return a stream that is independent of all other live streams of this backend.
 
         Args:
-            priority: Priority of its work: 0 is normal, and larger numbers run first, up to the
-                device's range. Graphs inherit the priority of the stream that captured them.
+            priority: Priority of the stream: 0 is normal, and work with larger numbers runs first,
+                up to the device's range. A graph keeps the priority of the stream that captured it.
 
         Raises:
             ConfigError: All of the device's streams are in use.
@@ -171,7 +171,7 @@ class CudaBackend:
             "number of streams",
             len(self._streams) + 1,
             f"at most {MAX_STREAMS} at a time on this device",
-            "Use fewer lanes, or release streams that are not needed.",
+            "Use fewer lanes, or release unused streams.",
         )
 
     def use_stream(self, stream: Any) -> UseStream:
@@ -228,16 +228,16 @@ class CudaBackend:
         return CudaPool()
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes that the pool currently reserves; 0 once it is unused.
+        """Return the bytes that the pool currently reserves; 0 if no graph uses it.
 
-        torch keeps the memory of unused pools for later allocations. This call returns it to the
-        device, unless a capture is running, so it must not be called in every step.
+        This also returns the memory of unused pools, which torch keeps for later allocations, to
+        the device, unless a capture is running. Do not call it in every step.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
 
     def sleep_problem(self) -> str:
-        """Return why memory cannot sleep here; ``""`` if it can."""
+        """Return the reason why memory cannot sleep, or ``""`` if it can."""
         try:
             load_allocator()
         except UnavailableError as error:
@@ -248,7 +248,7 @@ class CudaBackend:
         """Return a pool for captures, or for ``allocate``, that can sleep.
 
         Raises:
-            UnavailableError: Memory cannot sleep here.
+            UnavailableError: Memory cannot sleep on this machine.
         """
         return SleepingPool(load_allocator())
 
@@ -258,16 +258,16 @@ class CudaBackend:
         return made
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Return the memory of pools to the device, keeping their addresses."""
+        """Wait for the device, release the memory of pools, and return its bytes."""
         self.synchronize()
         free_idle_memory()
         return sum(pool.sleep(self._index) for pool in pools)
 
     def wake(self, pools: Sequence[Any]) -> None:
-        """Map memory to the addresses of pools again; earlier contents are lost.
+        """Map new memory to the addresses of pools; earlier contents are lost.
 
         Raises:
-            ReplayError: There is not enough memory; all of it stays asleep.
+            ReplayError: There is not enough memory. All pools stay asleep.
         """
         free_idle_memory()
         awake: list[Any] = []
@@ -283,8 +283,8 @@ class CudaBackend:
     def device_memory(self) -> DeviceMemory:
         """Return the device memory in use, and the part held by torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._index)
-        # torch.cuda.memory_reserved() calls memory_stats(), each call of which creates a reference
-        # cycle with 120 numbers for the garbage collector (2.11 to 2.13).
+        # Not torch.cuda.memory_reserved(): each call of its memory_stats() creates a reference
+        # cycle with 120 numbers (torch 2.11 to 2.13).
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         reserved, allocated = (
             int(stats[name]["all"]["current"]) for name in ("reserved_bytes", "allocated_bytes")
@@ -321,12 +321,12 @@ class CudaBackend:
         caller = torch.cuda.current_stream(self._index)
         try:
             return run_warmup(self, run, stream, iterations)
-        finally:  # a signal handler may have raised before the stream was restored
+        finally:  # because a signal handler may have raised before the stream was restored
             if self.current_stream_handle() != caller.cuda_stream:
                 make_current(caller)
 
     def new_notes(self) -> WarmupNotes:
-        """Return notes for a warmup to fill in, for use by ``capture``."""
+        """Return empty notes, which a warmup fills for ``capture``."""
         return WarmupNotes()
 
     def capture(
@@ -355,8 +355,8 @@ class CudaBackend:
             pool: The pool for the graph's memory.
             generators: Random generators other than the default one.
             watched: Whether to watch each operation, which takes several microseconds per
-                operation. Not needed if the same operations were watched in an earlier capture.
-                Without it, unsupported operations fail with the driver's error.
+                operation. It is not required if an earlier capture watched the same operations.
+                Unwatched operations that cannot be captured fail with the driver's error.
             notes: Notes of a warmup of the same operations, which replace the watch.
             compiled: Whether the callable calls functions of torch.compile. If True, no function
                 mode is used, because it would cause recompilation.
@@ -388,7 +388,7 @@ class CudaBackend:
             except CaptureError as error:
                 if draws or _NOT_REGISTERED not in str(error.__cause__):
                     raise
-            # It draws random numbers in a way that the warmup did not reveal.
+            # The callable drew random numbers, although the warmup did not.
             return run_as_capture(self.torch_device, ordered(True))
         finally:
             destroy_pending()
@@ -470,7 +470,7 @@ class CudaBackend:
             generators,
             watch,
             holds=[] if seen is None else seen.outside(pool.segments(self._index)),
-            # Not all operations were watched: the first replay reveals whether they draw.
+            # If not all operations were watched, the first replay determines whether they draw.
             draws=draws and (watch.draws or not watched or compiled),
         )
 
@@ -519,7 +519,7 @@ class CudaBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Capture a callable in segments, which it ends and begins itself.
+        """Capture a callable, which ends and begins segments, and return its result.
 
         Raises:
             CaptureError: As for ``capture``. All graphs of the callable are released.
@@ -581,11 +581,10 @@ class CudaBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return the number of bytes by which a capture would increase the pool.
+        """Return the number of bytes that a capture would add to the pool; see rehearsal.py.
 
-        Runs the callable once in a temporary copy of the pool, so that the result includes the
-        allocator's rounding. This temporarily needs the memory of a warmup and of the pool. See
-        rehearsal.py.
+        The callable runs once in a temporary copy of the pool, so the result includes the
+        allocator's rounding. This temporarily requires the memory of a warmup and of the pool.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)
@@ -603,6 +602,6 @@ class CudaBackend:
         """Return whether this thread is inside a capture, including captures by other code."""
         if capturing_device():
             return True
-        # Check the handle first, because querying the driver is slower: the default stream (0)
-        # cannot be captured.
+        # The default stream (handle 0) cannot be captured. Checking the handle is faster than
+        # querying the driver.
         return self.current_stream_handle() != 0 and torch.cuda.is_current_stream_capturing()

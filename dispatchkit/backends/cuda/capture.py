@@ -27,18 +27,19 @@ class _State(enum.Enum):
 
 
 class CaptureAttempt:
-    """One capture on the current stream, from beginning to end, successful or not.
+    """An attempt to capture a graph on the current stream.
 
     Args:
-        stream: The stream, which must be the current one.
+        stream: The stream, which must be the current stream.
         pool: The pool for the graph's memory.
-        generators: Generators to register, other than the default one.
+        generators: Random generators to register, except the default generator.
         mode: The capture error mode.
-        begin_by: Wraps the call of torch's ``capture_begin``.
+        begin_by: Function that calls its argument, torch's ``capture_begin``. None to call
+            ``capture_begin`` directly.
 
     Attributes:
-        graph: The graph.
-        handle: Torch's handle of the pool, once begun.
+        graph: torch's graph.
+        handle: torch's handle of the pool; None before ``begin``.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CaptureAttempt:
             self.graph.register_generator_state(generator)
 
     def begin(self) -> BaseException | None:
-        """Begin; return the error on failure, in which case there is nothing to end."""
+        """Begin the capture; return None, or the error if no capture has begun."""
         with self._pool.guard:
             self._state = _State.BEGINNING
             self.handle = self._pool.take()
@@ -87,11 +88,11 @@ class CaptureAttempt:
     def end(
         self, failure: BaseException | None, *, may_be_empty: bool = False
     ) -> BaseException | None:
-        """End and instantiate the graph; return the first error.
+        """End the capture and instantiate the graph; return the first error, or None.
 
         Args:
-            failure: The exception raised by the callable.
-            may_be_empty: Do not warn about an empty graph.
+            failure: The exception raised by the callable, or None.
+            may_be_empty: Whether to suppress torch's warning about an empty graph.
         """
         if self._state is _State.OVER:
             return failure
@@ -104,7 +105,7 @@ class CaptureAttempt:
             self._state = _State.OVER
             self._close_voided()
             return failure or error
-        except Warning as warning:  # for an empty graph, if warnings are errors
+        except Warning as warning:  # torch's warning about an empty graph, raised as an error
             failure = failure or warning
         self._state = _State.OVER
         if failure is None:
@@ -117,7 +118,7 @@ class CaptureAttempt:
         return failure
 
     def close(self, interrupt: BaseException) -> None:
-        """End what an exception from a signal handler left open at any point above."""
+        """End the capture after a signal handler raised in this class; no effect if it is over."""
         if self._state is _State.NEW or self._state is _State.OVER:
             return
         if torch.cuda.is_current_stream_capturing():

@@ -1,12 +1,12 @@
-// The kernel of a copy node: it copies the inputs of one graph to where the graph reads them, and
-// fills behind them. copy.py loads it as copy.ptx, which scripts/copy_kernel.py makes of this file.
+// The kernel of a copy node. It copies the inputs of a graph to the graph's static buffers, and
+// writes fill after the rows. copy.py loads copy.ptx, which scripts/copy_kernel.py generates.
 
 #define MAX_REGIONS 16
-#define CAPACITY 29696  // bytes of data at most; copy.py loads it with less room, too
+#define CAPACITY 29696  // maximum bytes of host data; copy.py also loads smaller capacities
 
 typedef unsigned long long Address;
 
-struct Work {  // as copy.py lays it out; one input is one blockIdx.y
+struct Work {  // the layout of Work in copy.py; blockIdx.y is the index of the input
     Address sources[MAX_REGIONS], targets[MAX_REGIONS], fills[MAX_REGIONS];
     unsigned num_bytes[MAX_REGIONS], tail_bytes[MAX_REGIONS];
 };
@@ -15,7 +15,7 @@ struct __align__(16) Data {
     unsigned char bytes[CAPACITY];
 };
 
-// For each word of a type, spread over all threads of the input.
+// A loop over the words of an input, distributed over all threads of the input.
 #define WORDS(Word, num_bytes) \
     _Pragma("unroll 1") \
     for (unsigned at = first * sizeof(Word); at < num_bytes; at += all * sizeof(Word))
@@ -28,8 +28,8 @@ extern "C" __global__ void dispatchkit_copy(const __grid_constant__ Work work,
     const unsigned size = work.num_bytes[blockIdx.y], tail = work.tail_bytes[blockIdx.y];
     const Address fill = work.fills[blockIdx.y];
     Address source = work.sources[blockIdx.y], target = work.targets[blockIdx.y];
-    if (source != target) {                                    // else its rows are in place
-        if (source < CAPACITY) source += (Address)data.bytes;  // an offset into the data
+    if (source != target) {                                    // otherwise, the rows are in place
+        if (source < CAPACITY) source += (Address)data.bytes;  // an offset into the host data
         const Address widths = source | target | size;
         if (widths % 16 == 0) COPY(uint4);
         else if (widths % 8 == 0) COPY(Address);

@@ -1,21 +1,22 @@
-"""CopyNode on CUDA: a kernel, the first node of a graph, that copies small inputs in.
+"""CopyNode on CUDA: a kernel at the beginning of a graph that copies small inputs.
 
-A copy by torch before each launch takes longer on the host than the launch itself. Setting the
-parameters of a kernel node takes one call, which copies them by value.
+Copying an input with torch before each launch takes more host time than the launch itself. Setting
+the parameters of a kernel node takes one call, which copies them by value.
 
-Host inputs are part of the parameters, so that their memory may be overwritten immediately. The
-time of the call grows with the kernel's capacity for data, used or not, so there are kernels with
-several ``CAPACITIES``. A kernel that the driver cannot load is not used.
+Host inputs are part of the parameters, so their memory may be overwritten after the call. The time
+of the call grows with the kernel's capacity for host data, even if the capacity is not used.
+Therefore, there is one kernel for each of several ``CAPACITIES``. A kernel that the driver cannot
+load is not used.
 
-``copy.cu`` is the kernel's source, and ``copy.ptx`` is loaded: the driver compiles it for its
-device and caches the result for later processes. NVRTC would take longer in every process
-(``bench/floors.py``, group "kernel"). ``blockIdx.y`` is the index of the input. Each input is
-copied in the widest words that its addresses and length allow.
+``copy.cu`` is the source of the kernel. The driver compiles ``copy.ptx`` for its device, and caches
+the result for later processes; NVRTC would compile in every process (``bench/floors.py``, group
+"kernel"). ``blockIdx.y`` is the index of the input. Each input is copied in the widest words that
+its addresses and length allow.
 
-Measured on one H200 (torch 2.11, driver 580), three host inputs written by numpy, parameters set
-and graph launched: 4.0 us with up to 2 KiB of data, 4.5 with 8, 5.3 with 16, 6.5 with 29. A graph
-that copies from pinned memory instead, guarded by an event, takes 8.2 us, and a step must wait for
-the previous one.
+Measured on one H200 (torch 2.11, driver 580): writing three host inputs with numpy, setting the
+parameters and launching the graph takes 4.0 us with up to 2 KiB of data, 4.5 us with 8 KiB, 5.3 us
+with 16 KiB and 6.5 us with 29 KiB. With copies from pinned memory, guarded by an event, it takes
+8.2 us, and each step must wait for the previous step.
 
 Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management".
 """
@@ -35,20 +36,23 @@ import torch
 from dispatchkit.backends.cuda.driver import DriverCallError, driver_library
 from dispatchkit.backends.optional import CopyRegion
 
-#: Capacities of the kernels for data, in bytes. CUDA allows 32,764 bytes of parameters in total.
+#: Capacities of the kernels for host data, in bytes. CUDA limits all parameters to 32,764 bytes.
 CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
-#: Most inputs of one node.
+#: Maximum number of inputs of a node.
 MAX_REGIONS = 16
-#: Bytes of parameters that every driver allows; more need PTX ISA 8.1, i.e. CUDA 12.1.
+#: Bytes of parameters that every driver allows. More bytes require PTX ISA 8.1 (CUDA 12.1).
 _PLAIN_PARAMETERS = 4096
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
-# Options of the PTX compiler: the buffer for its log, and the buffer's size.
+# Options of the PTX compiler for its log buffer and the buffer's size.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 
 
 class Work(ctypes.Structure):
-    """The kernel's first argument: one entry per input; fill repeats every eight bytes."""
+    """The kernel's first argument, with one entry per input.
+
+    Each fill is a pattern of eight bytes.
+    """
 
     _fields_ = (
         ("sources", ctypes.c_uint64 * MAX_REGIONS),
@@ -89,16 +93,17 @@ class NodeParams(ctypes.Structure):
 
 @attrs.frozen
 class CopyKernel:
-    """The kernel, loaded on one device, with the driver functions it needs.
+    """The copy kernel on one device, with the driver functions that it requires.
 
     Attributes:
-        function: The kernel.
+        function: Handle of the kernel.
         launch: ``cuLaunchKernelEx``.
         change: ``cuGraphExecKernelNodeSetParams_v2``.
-        find: Returns the first node of a raw graph, or why it is not this kernel.
-        enter: Makes the device's context current in this thread.
-        capacity: Bytes of its second argument, the data.
-        thread: Whether this thread has a context, as ``has_context``.
+        find: Function that returns the first node of a raw graph, or the reason why the node is not
+            this kernel.
+        enter: Function that makes the device's context current in this thread.
+        capacity: Size in bytes of the kernel's second argument, the host data.
+        thread: Thread-local state; ``has_context`` is set in threads with a current context.
     """
 
     function: ctypes.c_void_p
@@ -110,7 +115,7 @@ class CopyKernel:
     thread: threading.local = attrs.field(factory=threading.local, repr=False)
 
     def ensure_context(self) -> None:
-        """Give this thread a context if it has none; without one ``change`` ends the process."""
+        """Make a context current in this thread; without one, ``change`` crashes the process."""
         if not hasattr(self.thread, "has_context"):
             self.enter()
             self.thread.has_context = True
@@ -119,15 +124,15 @@ class CopyKernel:
 class CopyNode:
     """The copy kernel at the beginning of one graph; see ``backends.optional.CopyNode``.
 
-    Set it and launch the graph under one lock: a launch uses the last parameters set.
+    A launch uses the latest parameters, so hold a lock while setting them and launching the graph.
 
     Args:
         kernel: The kernel.
         num_regions: Number of inputs to copy, at most ``MAX_REGIONS``.
-        num_bytes: Bytes of the largest.
+        num_bytes: Size of the largest input in bytes.
 
     Attributes:
-        data: Host memory whose contents are read when the node is set.
+        data: Host buffer that is read when the node is set.
     """
 
     def __init__(self, kernel: CopyKernel, num_regions: int, num_bytes: int) -> None:
@@ -139,11 +144,11 @@ class CopyNode:
         self._exec, self._node = ctypes.c_void_p(), ctypes.c_void_p()
         self._problem = ""
         self._idle = ctypes.c_void_p()
-        # What the next launch does, if known and independent of host data.
+        # Current parameters of the node; None if unknown or if host data is copied.
         self._work: Work | None = None
 
     def record(self, stream: int) -> None:
-        """Queue the node on a stream (its raw handle), before anything else in a capture."""
+        """Queue the node on a capturing stream (a raw handle), before any other work."""
         code = launch_once(self._kernel, self._grid, self._nothing, stream, self.data)
         if code:
             self._problem = f"its capture failed with CUDA error {code}"
@@ -161,7 +166,7 @@ class CopyNode:
         return ""
 
     def stop(self) -> int:
-        """Make later launches copy nothing; return CUDA's error code."""
+        """Make later launches copy nothing; return the CUDA error code."""
         self._work = None
         self._kernel.ensure_context()
         return self._kernel.change(self._exec, self._node, self._idle)
@@ -171,14 +176,13 @@ class CopyNode:
     ) -> Callable[[Sequence[torch.Tensor]], int]:
         """Return a function that sets the node for batches of one size.
 
-        It takes contiguous tensors and returns CUDA's error code. The tensors are read when the
-        graph runs, in stream order; ``data`` is read before the function returns. If a node without
-        data was last set by the same function for tensors at the same addresses, it is up to date
-        and CUDA is not called.
+        The function accepts contiguous tensors and returns the CUDA error code. The tensors are
+        read in stream order when the graph runs. ``data`` is read before the function returns.
+        Without ``offsets``, consecutive calls for tensors at the same addresses call CUDA once.
 
         Args:
-            regions: What to copy and fill, one region per tensor and offset.
-            offsets: Offsets in ``data`` of the rows of the last regions.
+            regions: Regions of the tensors, followed by the regions of host inputs.
+            offsets: Offsets of the host inputs in ``data``.
         """
         work = Work()
         for index, region in enumerate(regions):
@@ -189,20 +193,20 @@ class CopyNode:
         params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
         ensure_context, keeps = self._kernel.ensure_context, not offsets
-        addresses = [0] * MAX_REGIONS  # reading from a list takes half the time
+        addresses = [0] * MAX_REGIONS  # reading a list takes half the time of a ctypes array
 
         def set_node(values: Sequence[torch.Tensor]) -> int:
-            # One by one takes half the time of struct, which requests a buffer from ctypes each
-            # time.
+            # Separate assignments take half the time of struct, which requests a buffer from ctypes
+            # in each call.
             for index, value in enumerate(values):
                 address = value.data_ptr()
                 if address != addresses[index]:
-                    self._work = None  # first: an interrupt may occur before it is set again
+                    self._work = None  # first, because an interrupt may occur at any point below
                     sources[index] = addresses[index] = address
             if self._work is work:
                 return 0
             self._work = None
-            if not hasattr(thread, "has_context"):  # inlined, since a call takes longer
+            if not hasattr(thread, "has_context"):  # inlined, because a call takes longer
                 ensure_context()
             code = change(handle, node, params)
             if keeps and not code:
@@ -212,7 +216,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return the address of node parameters for the given regions; keeps them alive."""
+        """Return the address of node parameters, which keeps them and their arguments alive."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)
@@ -229,7 +233,7 @@ def _arguments(work: Work, data: Any) -> Any:
 def launch_once(
     kernel: CopyKernel, grid: tuple[int, int, int], work: Work, stream: int, data: Any
 ) -> int:
-    """Queue the kernel on a stream; return CUDA's error code."""
+    """Queue the kernel on a stream; return the CUDA error code."""
     config = LaunchConfig(grid, (_THREADS, 1, 1))
     config.stream = stream
     arguments = _arguments(work, data)
@@ -239,23 +243,26 @@ def launch_once(
 
 
 def copy_node(device_index: int, num_regions: int, num_bytes: int, data: int) -> CopyNode | str:
-    """Return a node with capacity for ``data`` bytes of data, or why there is none."""
+    """Return a node with capacity for ``data`` bytes of host data, or why it is unavailable."""
     capacity = next((one for one in CAPACITIES if one >= data), None)
     if capacity is None:
-        return f"{data} bytes of data exceed the maximum of {CAPACITIES[-1]}"
+        return f"{data} bytes of host data exceed the maximum of {CAPACITIES[-1]}"
     kernel = copy_kernel(device_index, capacity)
     return kernel if isinstance(kernel, str) else CopyNode(kernel, num_regions, num_bytes)
 
 
 @lru_cache(maxsize=64)
 def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel | str:
-    """Return the kernel, loaded on a device, or why it cannot be loaded. Not inside a capture."""
+    """Load the kernel on a device; return it, or why it cannot be loaded.
+
+    Do not call it inside a capture.
+    """
     try:
         with torch.cuda.device(device_index):
-            torch.cuda.current_stream().synchronize()  # gives this thread a context
+            torch.cuda.current_stream().synchronize()  # creates a context for this thread
             kernel = _loaded(driver_library(), device_index, capacity)
             stream = torch.cuda.current_stream().cuda_stream
-            # The setup of a first launch must not happen inside a capture.
+            # The driver's setup for the first launch must not happen inside a capture.
             code = launch_once(kernel, (1, 1, 1), Work(), stream, (ctypes.c_ubyte * capacity)())
     except (DriverCallError, AttributeError, RuntimeError) as error:
         return f"the kernel cannot be loaded: {error}"
@@ -263,7 +270,7 @@ def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel 
 
 
 def kernel_text(capacity: int) -> str:
-    """Return the kernel's PTX, with capacity for ``capacity`` bytes of data."""
+    """Return the kernel's PTX for a capacity in bytes."""
     text = Path(__file__).with_name("copy.ptx").read_text(encoding="ascii")
     if ctypes.sizeof(Work) + capacity > _PLAIN_PARAMETERS:
         text = text.replace(".version 7.7", ".version 8.1")
@@ -273,7 +280,7 @@ def kernel_text(capacity: int) -> str:
 def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel:
     launch = driver.cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
-    # Called only with ctypes.c_void_p, which needs no conversion: see ``launch.direct_launch``.
+    # No argtypes, because all arguments are ctypes.c_void_p; see ``launch.direct_launch``.
     change = driver.cuGraphExecKernelNodeSetParams_v2
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     log = ctypes.create_string_buffer(_LOG_BYTES)
@@ -299,7 +306,7 @@ def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel
 
 
 def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> int | str:
-    """Return the root node of a graph if it is the copy kernel, else the problem."""
+    """Return the root node of a graph if it is the copy kernel, or else the problem."""
     node, count, kind = ctypes.c_void_p(), ctypes.c_size_t(0), ctypes.c_int(-1)
     raw, params = ctypes.c_void_p(graph), NodeParams()
     code = driver.cuGraphGetRootNodes(raw, None, ctypes.byref(count))
@@ -310,7 +317,7 @@ def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> i
     if code or kind.value != _KERNEL_NODE:
         return f"the graph begins with a node of kind {kind.value} (CUDA error {code})"
     code = driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params))
-    # Another kernel must never receive this kernel's argument.
+    # No other kernel may receive this kernel's arguments.
     if code or params.function != function.value:
         return f"the graph begins with another kernel (CUDA error {code})"
     return node.value or 0

@@ -1,16 +1,17 @@
-"""Begin a capture without draws, leaving the default generator to other threads.
+"""Begin a capture without draws, so that other threads can use the default generator.
 
-Up to torch 2.12, beginning a capture registers the default generator's state with the graph and
-marks it as captured until the end, whether or not anything is drawn. Eager draws in the meantime
-raise "Offset increment outside graph capture encountered unexpectedly"
+Up to torch 2.12, the beginning of a capture registers the state of the default generator with the
+graph, and marks it as captured until the end, even if no random numbers are drawn. Meanwhile, eager
+draws raise "Offset increment outside graph capture encountered unexpectedly"
 (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGeneratorImpl.cpp, ``capture_prologue``
-and ``increase``). Later torch registers a state when it is drawn from in a capture
+and ``increase``). Later versions register a state when a captured operation draws from it
 (pytorch/pytorch#176753).
 
-So a second state with the same seed and offset takes its place while torch looks up the state to
-register. For a state without graphs, torch first allocates memory and only then marks the state. A
-dispatch mode sees that allocation and restores the first state, advanced to the second one's
-offset. Numbers drawn by others in between are the ones they would have drawn anyway.
+Therefore, this module replaces the state with a second state, with the same seed and offset, while
+torch looks up the state to register. torch allocates memory for a state without graphs before it
+marks the state. A dispatch mode intercepts this allocation and restores the first state, advanced
+to the offset of the second. Draws by other threads in the meantime return the same numbers as
+without the replacement.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 from dispatchkit.backends.cuda.streams import UseStream
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 
-# The process has one default generator, so one exchange at a time.
+# Only one exchange may run at a time, because threads share the default generators.
 _lock = threading.Lock()
-# Whether torch registers the default generator; unknown before the first exchange.
+# Whether torch registers the default generator; empty before the first exchange.
 _registers: dict[str, bool] = {}
 
 
@@ -34,8 +35,8 @@ def begin_allowing_draws(begin: Callable[[], None], device_index: int) -> None:
     """Begin a capture on the current stream without marking the default generator.
 
     Args:
-        begin: Begins the capture.
-        device_index: The device, which must be the current one.
+        begin: Function that begins the capture.
+        device_index: Index of the device, which must be the current device.
     """
     if not _registers.get("default", True):
         begin()
@@ -49,13 +50,13 @@ def begin_allowing_draws(begin: Callable[[], None], device_index: int) -> None:
                     begin()
             finally:
                 _restore(exchange, device_index)
-        finally:  # again: a signal handler may have raised in the first
+        finally:  # repeated, because a signal handler may have raised in the first call
             _restore(exchange, device_index)
         _registers["default"] = exchange.was_registered
 
 
 def _restore(exchange: _Exchange, device_index: int) -> None:
-    if exchange.is_on:  # torch registered nothing, or failed before
+    if exchange.is_on:  # torch registered no state, or failed before registering it
         # A generator can be read and set only while the current stream is not capturing.
         with UseStream(torch.cuda.default_stream(device_index)):
             exchange.end()
@@ -68,8 +69,8 @@ class _Exchange(DispatchMode):
         generator: The generator.
 
     Attributes:
-        is_on: The replacement is in place.
-        was_registered: Torch allocated memory for the replacement.
+        is_on: Whether the replacement is in use.
+        was_registered: Whether torch allocated memory for the replacement.
     """
 
     def __init__(self, generator: Any) -> None:
@@ -82,22 +83,22 @@ class _Exchange(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: no part of the step runs meanwhile."""
+        """Return True, because no function of the step runs under this mode."""
         return True
 
     def begin(self) -> None:
-        """Install the replacement."""
+        """Replace the state of the generator."""
         own, other = self._own, self._other
         other.set_state(own.get_state())
         start = own.get_offset()
         other.set_offset(start)
         self.is_on = True
         self._generator.graphsafe_set_state(other)
-        if own.get_offset() != start:  # drawn by another thread just before
+        if own.get_offset() != start:  # another thread drew numbers before the replacement
             other.set_offset(max(own.get_offset(), other.get_offset()))
 
     def end(self) -> None:
-        """Restore the original state, at the offset that the replacement reached."""
+        """Restore the original state, with the offset of the replacement."""
         own, other = self._own, self._other
         own.set_state(other.get_state())
         reached = other.get_offset()

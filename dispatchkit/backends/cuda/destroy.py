@@ -1,4 +1,4 @@
-"""Destroy CUDA graphs and free their memory, deferred while a capture runs."""
+"""Destroy CUDA graphs and free their memory when no capture runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class PendingDestroy(NamedTuple):
-    """A released graph that awaits destruction, and its pool.
+    """A released graph that is not destroyed yet.
 
     Attributes:
-        graph: The graph.
-        pool: The pool.
-        handle: Torch's handle of the pool.
-        order: The order of draws it takes part in; None if it does not draw.
+        graph: torch's graph.
+        pool: Pool of the graph.
+        handle: torch's handle of the pool.
+        order: DrawOrder of the device; None if the graph draws no random numbers.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -33,20 +33,21 @@ class PendingDestroy(NamedTuple):
     def destroy(self) -> None:
         """Destroy the graph."""
         if self.order is not None:
-            # The memory of the seed that a replay reads is freed with the graph, and the allocator
-            # could reuse it immediately.
+            # Replays read a seed from memory that is freed with the graph. Wait for them, because
+            # the allocator could reuse the memory immediately.
             self.order.synchronize()
         with self.pool.guard:
             self.graph.reset()
             self.pool.give_back(self.handle)
 
 
-# Destroying a graph calls the driver, which could invalidate a running capture.
+# Released graphs to destroy after all captures, because the required driver calls could invalidate
+# a capture.
 _pending: deque[PendingDestroy] = deque()
 
 
 def destroy_later(graph: PendingDestroy) -> None:
-    """Destroy a graph as soon as no capture runs."""
+    """Destroy a graph, or defer it while a capture is running."""
     _pending.append(graph)
     destroy_pending()
 
@@ -64,12 +65,13 @@ def destroy_pending() -> None:
 def free_idle_memory() -> None:
     """Return the memory of unused pools to the device, unless a capture is running.
 
-    Torch does so itself when memory runs out, but not during a capture. It waits for the device.
+    This synchronizes with the device. When memory runs out, torch also returns it, except during a
+    capture.
     """
     destroy_pending()
     if not idle_memory.is_there or is_any_capturing():
         return
     try:
         idle_memory.free()
-    except RuntimeError as error:  # other code captures, outside this package
+    except RuntimeError as error:  # other code is capturing
         _logger.debug("Memory of unused graph pools cannot be freed yet: %s", error)

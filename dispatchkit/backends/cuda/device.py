@@ -1,4 +1,4 @@
-"""Check for CUDA devices, and resolve which one is meant."""
+"""Check that CUDA is available, and resolve a device to its index."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ def require_cuda() -> None:
     """Raise BackendUnavailableError if torch cannot use a CUDA device."""
     if not torch.backends.cuda.is_built():
         raise BackendUnavailableError(
-            f"The backend 'cuda' needs a torch with CUDA; {torch.__version__} is built without "
-            "it. Install a CUDA build of torch, or choose the backend 'tape'."
+            f"The backend 'cuda' requires a build of torch with CUDA, but {torch.__version__} is "
+            "built without it. Install a CUDA build, or use the backend 'tape'."
         )
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
         raise BackendUnavailableError(
-            "The backend 'cuda' needs a CUDA device; torch finds no driver or no device."
-            f"{hidden} Check nvidia-smi, or choose the backend 'tape'."
+            "The backend 'cuda' requires a CUDA device, but torch found no driver or no device."
+            f"{hidden} Check nvidia-smi, or use the backend 'tape'."
         )
 
 
 def device_index(device: Any) -> int:
-    """Return the index of an existing CUDA device.
+    """Return the index of a CUDA device; None is the current device.
 
     Raises:
-        ConfigError: It is not a CUDA device, or no device has that index.
+        ConfigError: The value is not a CUDA device, or no device has this index.
     """
     count = torch.cuda.device_count()
     allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
@@ -46,5 +46,5 @@ def device_index(device: Any) -> int:
         if parsed.type == "cuda":
             index = parsed.index
     if index is None or not 0 <= index < count:
-        raise ConfigError("device", device, f"a CUDA device that exists here, {allowed}")
+        raise ConfigError("device", device, f"an existing CUDA device, {allowed}")
     return index

@@ -1,14 +1,14 @@
 """Order graphs that draw random numbers on one CUDA device.
 
-Such a graph reads seed and offset from device memory. torch fills it on the current stream before
-each launch, but does not order the streams. Up to torch 2.11 all graphs of a generator share that
-memory, and the beginning of a capture also fills it, on its own stream. Later each graph has its
-own memory (2.13), which two replays of one graph still share. So a launch could read values filled
-in by another stream's launch or by a capture, and numbers would be drawn twice or from an old seed.
-Here all of these run one after the other, regardless of stream.
+Such a graph reads its seed and offset from device memory, which torch writes on the current stream
+before each launch. torch does not order launches on different streams. Up to torch 2.11, all graphs
+of a generator share this memory, and the beginning of a capture also writes it. In torch 2.13, each
+graph has its own memory, but replays of the same graph share it. Without further ordering, a launch
+could read values written for another launch or capture, and draw numbers twice or from an old seed.
+Therefore, this module runs these launches and captures one after the other.
 
-Eager draws get seed and offset as kernel arguments and need no ordering. Graphs captured outside
-this package are not ordered.
+Eager operations receive the seed and offset as kernel arguments, so they need no ordering. Graphs
+captured by other code are not ordered.
 
 Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``capture_prologue``, ``replay_prologue``.
 """
@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 
 
 class DrawOrder:
-    """Serializes access to the generators' memory by captures and graphs that draw.
+    """Serializes captures and graphs that draw random numbers.
 
-    Thread safety: one lock around everything a thread queues in one turn. A capture that may draw
-    holds it throughout, since torch 2.11 refuses draws of graphs meanwhile.
+    Thread safety: all methods may be called from any thread, and hold one lock. A capture that may
+    draw holds the lock until its end, because torch 2.11 rejects draws of graphs during a capture.
 
     Args:
-        device_index: The device.
+        device_index: Index of the device.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -44,51 +44,56 @@ class DrawOrder:
         self._stream: torch.cuda.Stream | None = None
 
     def replay(self, launch: Callable[[], None]) -> None:
-        """Launch on the current stream, after all earlier turns.
+        """Launch a graph on the current stream, after all earlier launches and captures.
 
-        An event is recorded after each turn, since by the next turn the stream may be gone or
-        capturing.
+        An event is recorded after each launch, because the stream may no longer exist, or may be
+        capturing, at the next launch.
 
         Raises:
-            ReplayError: The current stream is capturing: it cannot wait for outside work, and seed
-                and offset would become part of that graph.
+            ReplayError: The current stream is capturing. It cannot wait for work outside the
+                capture, and the seed and offset would become part of the graph.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ReplayError(
-                "A graph that draws random numbers, or was never replayed and may draw, was "
-                "replayed inside a capture. The captured graph would draw the same numbers in "
-                "every replay. Call the captured function itself there."
+                "A graph that may draw random numbers was replayed inside a capture, whose graph "
+                "would draw the same numbers in every replay. Call the captured function instead "
+                "of replaying its graph."
             )
         with self._lock:
             if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:
                 self._switch_to(torch.cuda.current_stream(self._index))
             try:
                 launch()
-            finally:  # a failed one may have filled the memory
+            finally:  # a failed launch may have written the seed and offset
                 self._last.record(self._stream)
 
     def capture(self, stream: torch.cuda.Stream, run: Callable[[], _T]) -> _T:
-        """Run a capture on a stream, the current one, in turn."""
+        """Run a capture on the current stream, after all earlier launches and captures.
+
+        Args:
+            stream: The current stream.
+            run: Function that captures.
+        """
         with self._lock:
             self._switch_to(stream)
             try:
                 return run()
             finally:
-                # Still capturing: the capture could not be ended, so no event can be recorded.
+                # If the capture could not be ended, the stream cannot record an event.
                 if not torch.cuda.is_current_stream_capturing():
                     self._last.record(stream)
 
     def pause(self, run: Callable[[], _T]) -> _T:
-        """Call a function while no graph that draws is launched."""
+        """Call a function while no graph that draws can be launched."""
         with self._lock:
             return run()
 
     def synchronize(self) -> None:
-        """Block until all turns so far have finished."""
+        """Block the host until all earlier launches and captures are done."""
         self._last.synchronize()
 
     def _switch_to(self, stream: torch.cuda.Stream) -> None:
-        """Make a stream wait for the last turn; further turns on the stream are in stream order."""
+        """Make a stream wait for the last event; later launches on it are in stream order."""
         self._last.wait(stream)
         self._stream = stream
         self._handle = stream.cuda_stream if _has_permanent_handle(stream) else _NONE
@@ -99,10 +104,11 @@ _NONE = -1
 
 
 def _has_permanent_handle(stream: torch.cuda.Stream) -> bool:
-    """Return whether a handle permanently identifies its stream: the default's and torch's own do.
+    """Return whether a stream's handle is never reused for another stream.
 
-    A stream created by other code may be destroyed and its handle reused. The IDs of such streams
-    are their addresses; those of torch's own are odd (c10/cuda/CUDAStream.cpp).
+    This is true for the default stream, whose ID is 0, and for torch's streams, whose IDs are odd
+    (c10/cuda/CUDAStream.cpp). The IDs of other streams are their addresses. Other code may destroy
+    its streams, and their handles may then be reused.
     """
     return stream.stream_id == 0 or stream.stream_id % 2 == 1
 
@@ -111,5 +117,5 @@ _orders: dict[int, DrawOrder] = {}
 
 
 def draw_order(device_index: int) -> DrawOrder:
-    """Return the order of a device, shared by all backends of the process."""
+    """Return the DrawOrder of a device, which all backends of the process share."""
     return _orders.setdefault(device_index, DrawOrder(device_index))

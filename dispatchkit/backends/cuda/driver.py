@@ -1,8 +1,8 @@
-"""Driver calls that bypass torch: begin and abandon captures, and count nodes.
+"""Driver calls that torch does not offer: begin and discard captures, and count nodes.
 
-Torch ends a capture together with its own bookkeeping. If the driver refuses to end an invalidated
-capture, that bookkeeping stays open. An empty capture begun in its place gives torch something to
-end.
+When torch ends a capture, it also updates its own state. If the driver cannot end an invalidated
+capture, torch skips these updates. repair.py therefore discards the invalidated capture and begins
+an empty one, which torch can end.
 
 Source: CUDA Driver API, "Stream Management", "Graph Management".
 """
@@ -17,32 +17,32 @@ _MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 
 
 class DriverCallError(RuntimeError):
-    """The driver's library is missing, or one of its calls failed."""
+    """The driver library cannot be loaded, or a driver call failed."""
 
 
 @lru_cache(maxsize=1)
 def driver_library() -> ctypes.CDLL:
-    """Return the driver's library.
+    """Return the driver library.
 
     Raises:
-        DriverCallError: It cannot be loaded.
+        DriverCallError: The library cannot be loaded.
     """
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise DriverCallError(f"The driver's library {name} cannot be loaded: {error}") from error
+        raise DriverCallError(f"The driver library {name} cannot be loaded: {error}") from error
 
 
 def begin_stream_capture(stream: int, mode: str) -> None:
     """Begin a capture on a stream that is not capturing.
 
     Args:
-        stream: The raw handle.
+        stream: Raw handle of the stream.
         mode: ``"global"``, ``"thread_local"`` or ``"relaxed"``.
 
     Raises:
-        DriverCallError: The driver refused, or is missing.
+        DriverCallError: The call failed, or the driver library cannot be loaded.
     """
     call = driver_library().cuStreamBeginCapture_v2
     result = call(ctypes.c_void_p(stream), ctypes.c_int(_MODES[mode]))
@@ -51,12 +51,12 @@ def begin_stream_capture(stream: int, mode: str) -> None:
 
 
 def leave_stream_capture(stream: int) -> None:
-    """End the capture of a stream, valid or invalidated, and discard it.
+    """End and discard the capture of a stream, even if the capture was invalidated.
 
-    Does nothing if the stream is not capturing.
+    This has no effect if the stream is not capturing.
 
     Raises:
-        DriverCallError: The driver is missing.
+        DriverCallError: The driver library cannot be loaded.
     """
     driver = driver_library()
     status = ctypes.c_int(0)
@@ -65,20 +65,20 @@ def leave_stream_capture(stream: int) -> None:
     if status.value == 0:
         return
     graph = ctypes.c_void_p()
-    # Its result reports that the capture was invalidated, which is known.
+    # The result is ignored: it is an error code if the capture was invalidated.
     driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
     if graph.value:
         driver.cuGraphDestroy(graph)
 
 
 def count_nodes(graph: int) -> int:
-    """Return the number of nodes of a graph: kernels, copies and fills.
+    """Return the number of nodes (kernels, copies and fills) of a graph.
 
     Args:
-        graph: The raw handle of the captured graph, not of its instance.
+        graph: Raw handle of the captured graph, not of the instantiated graph.
 
     Raises:
-        DriverCallError: The driver refused, or is missing.
+        DriverCallError: The call failed, or the driver library cannot be loaded.
     """
     number = ctypes.c_size_t(0)
     call = driver_library().cuGraphGetNodes

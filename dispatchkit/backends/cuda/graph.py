@@ -17,21 +17,19 @@ from dispatchkit.errors import ReplayError
 
 
 def _refuse_replay() -> None:
-    raise ReplayError(
-        "A released graph was replayed. Capture it again, or release it after its last use."
-    )
+    raise ReplayError("The graph was released. Capture it again, or release it after its last use.")
 
 
 class CudaGraph:
     """One captured and instantiated CUDA graph.
 
-    It keeps its outputs alive, the host memory of its copies, and all device inputs, weights and
-    state that the watch of its capture recorded. It shares the memory of its pool with the pool's
-    other graphs.
+    It keeps alive its outputs, the host tensors of its copies, and all device storages (inputs,
+    weights and state) that the watch of its capture recorded. It shares the memory of its pool with
+    the pool's other graphs.
 
     Attributes:
         holds: Device storages to keep alive.
-        host_tensors: Host memory to keep alive, separate for each capture.
+        host_tensors: Host tensors to keep alive; each capture has its own.
         num_plain_operations: Number of watched operations in functions of torch.compile that were
             captured uncompiled.
     """
@@ -77,8 +75,8 @@ class CudaGraph:
     def has_random_state(self) -> bool:
         """Whether a replay draws from a random generator.
 
-        Before the first replay, True if a recorded operation may draw. The first replay determines
-        it from the generators' offsets.
+        Before the first replay, it is True if a captured operation may draw. The first replay
+        determines it from the offsets of the generators.
         """
         return self._draws
 
@@ -96,7 +94,7 @@ class CudaGraph:
 
     @property
     def raw_graph_handle(self) -> int:
-        """The instantiated ``cudaGraph_t``, whose nodes identify the nodes of the instance.
+        """The ``cudaGraph_t``, whose nodes identify the nodes of the instantiated graph.
 
         Raises:
             ReplayError: The graph was released.
@@ -131,8 +129,9 @@ class CudaGraph:
         graph = self._graph
         if graph is None:
             return _refuse_replay()
-        # Offsets are on the host and advance at the launch, so this does not synchronize. If
-        # another thread draws concurrently, the result is True, which is slower but correct.
+        # The offsets are in host memory and advance at the launch, so this does not synchronize.
+        # Draws by another thread also advance them. The graph is then treated as one that draws,
+        # which is slower but correct.
         before = [generator.get_offset() for generator in self._generators]
         graph.replay()
         after = [generator.get_offset() for generator in self._generators]
@@ -143,7 +142,7 @@ class CudaGraph:
     def release(self) -> None:
         """Release the graph and its memory; replays already queued still run.
 
-        Waits for the device only if the graph draws random numbers.
+        This waits for the device only if the graph draws random numbers.
         """
         graph, self._graph = self._graph, None
         self._launch = _refuse_replay
@@ -154,6 +153,7 @@ class CudaGraph:
             destroy_later(PendingDestroy(graph, self._pool, self._handle, order))
 
     def __del__(self) -> None:
-        # The garbage collector may run during a capture, which ``release`` supports.
+        # Safe even if the garbage collector runs during a capture, because ``release`` defers the
+        # destruction of the graph.
         if getattr(self, "_graph", None) is not None:
             self.release()

@@ -9,16 +9,16 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-#: Number of ended pools after which the cache of torch's pinned-memory allocator is emptied.
+#: Number of pools that may end before the cache of torch's pinned-memory allocator is emptied.
 MAX_ENDED: Final = 64
 
 
 class IdleMemory:
-    """Tracks memory that torch keeps for pools without graphs.
+    """A record of the memory that torch keeps for pools without graphs.
 
-    In addition to device memory, torch keeps 48 KB of host memory per pool, even without pinned
-    memory: its pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11 to 2.13)
-    frees these lists only with its entire cache.
+    In addition to device memory, torch keeps 48 KB of host memory per pool, even if the pool has no
+    pinned memory. Its pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11 to
+    2.13) frees this memory only with its entire cache.
 
     Attributes:
         is_there: Whether torch may keep memory of ended pools.
@@ -35,8 +35,9 @@ class IdleMemory:
         self.num_ended += 1
 
     def free(self) -> None:
-        """Return the memory to the device and, after a number of pools, to the host. This
-        synchronizes with the device.
+        """Free the memory of ended pools, and synchronize with the device.
+
+        Host memory is freed after every ``MAX_ENDED`` pools.
 
         Raises:
             RuntimeError: A capture is running.
@@ -58,13 +59,13 @@ idle_memory: IdleMemory = IdleMemory()
 class CudaPool:
     """A private memory pool, whose graphs must not run concurrently.
 
-    torch permanently frees a pool when its last graph is destroyed, and then refuses captures into
-    it (torch 2.11 to 2.13, an internal assertion). A CudaPool therefore uses a sequence of torch
-    pools.
+    When the last graph of a torch pool is destroyed, torch frees the pool, and an internal
+    assertion rejects further captures into it (torch 2.11 to 2.13). A CudaPool therefore uses a
+    sequence of torch pools.
 
     Attributes:
-        guard: Lock to hold while a graph starts or stops using the pool, so that the count of users
-            equals torch's.
+        guard: Lock to hold while a graph starts or stops using the pool, so that the number of
+            graphs matches torch's count.
     """
 
     def __init__(self) -> None:
@@ -74,12 +75,12 @@ class CudaPool:
         self._earlier: set[Any] = set()
 
     def take(self) -> Any:
-        """Return torch's handle for a capture, which is counted as in use until returned."""
+        """Return torch's handle for a new graph, and increment the count of graphs."""
         self._uses += 1
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; at 0, torch's pool ends."""
+        """Decrement the count of graphs; at 0, torch frees its pool."""
         if handle != self._handle:
             idle_memory.note_end()
             return

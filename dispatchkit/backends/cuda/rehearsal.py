@@ -1,10 +1,10 @@
-"""Measure in advance by how much a capture will increase a graph pool.
+"""Measure in advance how much memory a capture will add to a graph pool.
 
 torch's allocator requests segments from the device, splits them into blocks, and serves each
-request from the smallest sufficient free block (c10/cuda/CUDACachingAllocator.cpp). The growth
-therefore depends on the order of all requests and on the free blocks. A rehearsal runs the callable
-in a copy of the pool, with segments of the same sizes and the same blocks in use, and measures the
-growth of the copy.
+request from the smallest sufficient free block (c10/cuda/CUDACachingAllocator.cpp). The growth of a
+pool therefore depends on the order of all requests and on the free blocks. A rehearsal creates a
+pool with the same segments and the same blocks in use, runs the callable in this copy, and measures
+its growth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-# Requests up to this size use small segments, which have twice this size.
+# Requests up to this size, in bytes, use small segments, which are twice as large.
 _SMALL = 1 << 20
 
 
@@ -29,9 +29,10 @@ def growth(
 
     Args:
         run: The callable.
-        present: The segments of the pool.
-        device_index: The device.
-        stream: Handle of the current stream, which cannot use blocks of other streams.
+        present: Segments of the pool.
+        device_index: Index of the device.
+        stream: Handle of the current stream. Segments of other streams are not copied, because the
+            stream cannot use their blocks.
     """
     ours = [one for one in present if one["stream"] == stream]
     pool = torch.cuda.MemPool()
@@ -41,7 +42,7 @@ def growth(
         if is_copy:
             run()
     if not is_copy:
-        # The copy differs, because the allocator behaved unexpectedly: measure an empty pool.
+        # The allocator behaved unexpectedly, so measure the growth of an empty pool.
         del used, pool
         return growth(run, (), device_index, stream)
     before, after = _total(ours, device_index), _total(segments_of(pool.id), device_index)
@@ -70,10 +71,10 @@ def _is_free(block: Mapping[str, Any]) -> bool:
 
 
 def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Tensor]:
-    """Copy segments in the current pool, and return tensors for their used blocks.
+    """Copy segments into the current pool, and return tensors for their used blocks.
 
-    Segments are filled one by one, from front to back. While all earlier segments are full, a
-    request can only be served from the current segment.
+    Segments are filled one after the other, from front to back. Because all earlier segments are
+    full, each request is served from the current segment.
     """
     used: list[torch.Tensor] = []
     free: list[torch.Tensor] = []

@@ -1,17 +1,20 @@
 """Clean up after a failed capture.
 
-There are two kinds of failure. After a Python exception, the capture is valid: it is ended and its
-graph discarded. A call that the driver refuses invalidates the capture: ending it fails, and torch
-then skips bookkeeping of a successful end (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``). In
-torch 2.11, the device's and the host's allocator keep routing the capture's allocations to the
-graph's pool, the pool counts one user too many, so that its memory is never freed, and the
-generators consider themselves captured, so that eager draws raise. In 2.13 only the count of users
-is wrong.
+There are two kinds of failure. If the callable raises a Python exception, the capture is still
+valid: it is ended, and its graph is discarded. If the callable makes a call that the driver
+refuses, the capture is invalidated. Ending it fails, and torch then skips the updates of its state
+that follow a successful end (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``). In torch 2.11:
+
+- The device and host allocators keep serving the stream's allocations from the graph's pool.
+- The pool counts one user too many, so its memory is never freed.
+- The generators stay marked as captured, so eager draws raise.
+
+In torch 2.13, only the number of users is wrong.
 
 Most of these calls are therefore refused before they reach the driver (watch.py). For other calls,
-``repair`` replaces the invalidated capture with an empty capture, which torch can end completely.
-This module never changes torch's internal state: if the replacement fails, the graph and the pool
-are abandoned.
+``repair`` replaces the invalidated capture with an empty capture, which torch can end. This module
+never changes torch's internal state. If the replacement fails, the graph and the pool are
+abandoned.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from dispatchkit.backends.cuda.driver import (
 
 _logger = logging.getLogger(__name__)
 
-# Graphs whose capture could not be begun or ended. They must not be destroyed, because allocators
-# may still query them for captured streams.
+# Graphs whose capture could not begin or end. They must not be destroyed, because allocators may
+# still query them.
 _undestroyable: list[torch.cuda.CUDAGraph] = []
 
 
@@ -42,11 +45,11 @@ class PoolState(enum.Enum):
     """The state of a pool after a failed capture."""
 
     WHOLE = "whole"
-    """Unchanged; the graph may be reset."""
+    """The pool is usable, and the graph may be reset."""
     PINNED = "pinned"
-    """Usable for captures, but its memory is never freed."""
+    """The pool is usable for captures, but its memory is never freed."""
     LOST = "lost"
-    """No longer usable for captures."""
+    """The pool cannot be used for captures."""
 
 
 def end_quietly(graph: torch.cuda.CUDAGraph) -> None:
@@ -68,7 +71,7 @@ def repair(
     generators: Iterable[Any],
     mode: str,
 ) -> PoolState:
-    """Clean up after a capture that could not be ended.
+    """Clean up after a capture that could not be ended, and return the state of its pool.
 
     Args:
         graph: The graph of the capture.
@@ -105,20 +108,20 @@ def repair(
 
 
 def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None:
-    """Keep a graph whose capture could not be begun or ended until the process exits."""
+    """Keep a graph whose capture could not begin or end alive until the process exits."""
     _undestroyable.append(graph)
-    # An open capture prevents torch from freeing memory that two streams use. This call removes it
-    # or raises.
+    # While torch considers a capture open, it does not free memory that two streams use. This call
+    # ends the capture's allocations, or raises.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, handle)
 
 
 def restore_generators(device_index: int, generators: Iterable[Any], mode: str) -> None:
-    """Reset the capture mode of generators by a successful capture into another pool."""
+    """Unmark captured generators by a successful capture into another pool."""
     if not _capture_small_graph(device_index, torch.cuda.graph_pool_handle(), generators, mode):
         _logger.critical(
-            "After an invalidated capture this process can no longer capture or draw random "
-            "numbers on cuda:%d. Restart it.",
+            "After an invalidated capture, this process cannot capture or draw random numbers on "
+            "cuda:%d. Restart the process.",
             device_index,
         )
 

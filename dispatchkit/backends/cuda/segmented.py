@@ -28,10 +28,10 @@ class CudaSegments:
     """The segments of one capture, on the current stream.
 
     Args:
-        stream: The stream.
-        new_attempt: Function that returns a new capture attempt for a segment.
+        stream: The stream of the capture.
+        new_attempt: Function that creates the capture attempt of a segment.
         make_graph: Function that returns the graph of a successful attempt.
-        watch: The watch of operations; None if disabled.
+        watch: The watch of operations, or None.
         memory: Function that returns the memory segments of the pool.
     """
 
@@ -51,7 +51,7 @@ class CudaSegments:
         self._graphs: list[CudaGraph] = []
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Capture a callable, which ends and begins segments.
+        """Capture a callable, which ends and begins segments, and return its result.
 
         Args:
             run: The callable.
@@ -105,16 +105,16 @@ class CudaSegments:
             raise CaptureError("No segment is open. Call begin() first.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:
             raise CaptureError(
-                "A segment was ended on another stream than the captured stream. Before the "
-                "break, make the captured stream wait for that stream, and then make the "
-                "captured stream current again."
+                "A segment must end on the stream that it was captured on, but another stream is "
+                "current. Before the break, make the captured stream wait for the current stream, "
+                "then make the captured stream current again."
             )
         if self._watch is not None:
             self._watch.raise_swallowed_error()
             self._watch.pause()
         failure = self._attempt.end(None, may_be_empty=True)
         attempt, self._attempt = self._attempt, None
-        self._spans = None  # it may have grown
+        self._spans = None  # the pool may have grown
         pause_capture()
         if failure is not None:
             raise failure

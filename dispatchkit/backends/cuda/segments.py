@@ -15,10 +15,10 @@ Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
 def segments_of(handle: Iterable[int]) -> list[Segment]:
     """Return the segments that torch reserves for a pool; empty if the pool is unknown.
 
-    A snapshot of the entire process would take longer with more live tensors. torch (2.11 to 2.13)
-    drops a reference that it does not own for each element of the argument
-    (pytorch/pytorch#196366), so that ints in use elsewhere would eventually be destroyed. This
-    function restores references that were dropped.
+    The time of a full snapshot would grow with the number of live tensors, so only the pool is
+    queried. For each element of this argument, torch (2.11 to 2.13) drops a reference that it does
+    not own (pytorch/pytorch#196366), which would eventually destroy ints in use elsewhere. This
+    function restores the dropped references.
 
     Args:
         handle: Torch's handle of the pool.

@@ -1,11 +1,11 @@
-/* Segments of device memory whose physical memory can be given back while their addresses stay.
+/* An allocator of device memory that can release physical memory and keep its addresses.
  *
- * torch calls dispatchkit_allocate and dispatchkit_free as an allocator of a MemPool
- * (torch.cuda.memory.CUDAPluggableAllocator). Nothing here calls Python: torch holds the lock of
- * its allocator, and another thread may hold the interpreter's and wait for that one.
+ * dispatchkit_allocate and dispatchkit_free are the allocator of a torch MemPool
+ * (torch.cuda.memory.CUDAPluggableAllocator). They must not call Python: torch calls them while it
+ * holds the lock of its allocator, and a thread that holds the GIL may be waiting for this lock.
  *
- * The driver's functions come as a table from sleeping.py, so that this compiles without CUDA's
- * headers and links against nothing but libc.
+ * sleeping.py passes the driver's functions as a table, so this file compiles without the headers
+ * of CUDA and links only against libc.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -20,7 +20,7 @@ typedef struct {
     int id;
 } Location;
 
-/* CUmemAllocationProp and CUmemAccessDesc of cuda.h, the same since CUDA 10.2. */
+/* CUmemAllocationProp and CUmemAccessDesc of cuda.h, unchanged since CUDA 10.2. */
 typedef struct {
     int type;
     int handle_types;
@@ -69,9 +69,9 @@ static void acquire(void) {
     }
 }
 
-static void let_go(void) { __atomic_store_n(&lock, 0, __ATOMIC_RELEASE); }
+static void release(void) { __atomic_store_n(&lock, 0, __ATOMIC_RELEASE); }
 
-/* The driver's calls need a context; a thread that has used torch alone may have none. */
+/* Make a context current, which driver calls require, and set a relaxed capture mode. */
 static Result enter(int device, int *mode) {
     void *context = NULL;
     Result code = driver.current_context(&context);
@@ -79,7 +79,7 @@ static Result enter(int device, int *mode) {
         code = driver.primary_context(&context, device);
         if (code == 0) code = driver.set_context(context);
     }
-    /* Segments are taken in captures, too. */
+    /* Segments may be allocated during captures. */
     *mode = RELAXED;
     if (code == 0) code = driver.exchange_mode(mode);
     return code;
@@ -117,7 +117,7 @@ static Result unmap_segment(Segment *one) {
     return driver.release(one->handle);
 }
 
-/* Take the driver's functions, in the order of the table; to be called once, before all else. */
+/* Store the driver's functions, in the order of Driver; must be called before all other calls. */
 void dispatchkit_set_driver(void **functions) { driver = *(Driver *)functions; }
 
 void *dispatchkit_allocate(ptrdiff_t size, int device, void *stream) {
@@ -136,7 +136,7 @@ void *dispatchkit_allocate(ptrdiff_t size, int device, void *stream) {
                 acquire();
                 one->next = segments;
                 segments = one;
-                let_go();
+                release();
                 return (void *)(uintptr_t)one->address;
             }
             driver.release_addresses(one->address, one->size);
@@ -159,7 +159,7 @@ void dispatchkit_free(void *pointer, size_t size, int device, void *stream) {
             break;
         }
     }
-    let_go();
+    release();
     int mode;
     if (one == NULL || enter(device, &mode) != 0) return;
     if (one->is_mapped) unmap_segment(one);
@@ -168,15 +168,15 @@ void dispatchkit_free(void *pointer, size_t size, int device, void *stream) {
     free(one);
 }
 
-/* Map or unmap the segment at an address. The caller sees that nobody frees it meanwhile.
+/* Map or unmap the segment at an address, which must not be freed during the call.
  *
- * Returns the driver's error code, 0 for success; it is as it was after an error. */
+ * Returns the driver's error code, or 0 for success. After an error, the segment is unchanged. */
 Result dispatchkit_set_mapped(Address address, int wanted) {
     Segment *one;
     acquire();
     for (one = segments; one != NULL && one->address != address; one = one->next) {
     }
-    let_go();
+    release();
     if (one == NULL) return NOT_FOUND;
     if (one->is_mapped == wanted) return 0;
     int mode;

@@ -1,9 +1,9 @@
 """Memory pools that can return their memory to the device and keep their addresses.
 
-Graphs contain fixed addresses. The driver can map physical memory to previously reserved addresses
-(``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``), and unmap it again, which loses its
-contents. torch's own segments cannot be unmapped by other code, so a sleeping pool uses a small
-allocator in C, ``sleep.c``, which is compiled on first use.
+Graphs contain fixed addresses. The driver can map physical memory to reserved addresses
+(``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``) and unmap it, which discards the contents.
+Other code cannot unmap torch's segments, so a sleeping pool has its own allocator, written in C
+(``sleep.c``) and compiled on first use.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 from dispatchkit.errors import ReplayError
 
-#: Path of a library built elsewhere, for machines without a compiler.
+#: Environment variable with the path of a compiled library, for machines without a compiler.
 LIBRARY_VARIABLE = "DISPATCHKIT_SLEEP_LIBRARY"
 
 _SOURCE = Path(__file__).with_name("sleep.c")
-# In the order of the table in sleep.c.
+# In the order of the struct Driver in sleep.c.
 _DRIVER_CALLS = (
     "cuMemAddressReserve",
     "cuMemAddressFree",
@@ -52,14 +52,14 @@ _T = TypeVar("_T")
 
 
 class UnavailableError(Exception):
-    """Memory cannot sleep on this machine; the message states the reason."""
+    """Raised if memory cannot sleep on this machine; the message is the reason."""
 
 
 def build(target: Path) -> None:
-    """Compile the allocator to a shared library, with ``CC`` or ``cc``.
+    """Compile the allocator to a shared library, with the compiler in ``CC`` or ``cc``.
 
     Raises:
-        UnavailableError: No compiler is installed, or it fails.
+        UnavailableError: The compiler is not installed or fails.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -68,9 +68,9 @@ def build(target: Path) -> None:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
-            raise UnavailableError(f"there is no C compiler {compiler[0]!r}") from None
+            raise UnavailableError(f"the C compiler {compiler[0]!r} is not installed") from None
         except subprocess.CalledProcessError as error:
-            raise UnavailableError(f"{compiler[0]!r} fails: {error.stderr[:200]}") from None
+            raise UnavailableError(f"{compiler[0]!r} failed: {error.stderr[:200]}") from None
         made.replace(target)  # atomic, because another process may also build it
 
 
@@ -82,7 +82,7 @@ def load_allocator() -> Allocator:
         UnavailableError: The allocator cannot be used on this machine.
     """
     if torch.cuda.get_allocator_backend() != "native":
-        raise UnavailableError("torch's allocator is not the native one, and has no pools")
+        raise UnavailableError("torch uses an allocator other than 'native', which has no pools")
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         path = Path(named)
@@ -114,13 +114,13 @@ class SleepingPool(CudaPool):
         super().__init__()
 
     def take(self) -> Any:
-        """Return torch's handle for one more capture, counted until it is returned."""
+        """Return torch's handle for a new graph, and increment the count of graphs."""
         handle = super().take()
         self._uses_of[handle] += 1
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; at 0, torch's pool ends."""
+        """Decrement the count of graphs; at 0, torch frees its pool."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:
@@ -141,19 +141,19 @@ class SleepingPool(CudaPool):
         return [segment for segment in found if segment["device"] == device_index]
 
     def allocate(self, make: Callable[[], _T], device_index: int) -> _T:
-        """Call a function that creates tensors on the device in this pool's memory."""
+        """Call a function that creates tensors on the device, in the memory of the pool."""
         with torch.cuda.use_mem_pool(self._pools[self._handle], device_index):
             return make()
 
     def sleep(self, device_index: int) -> int:
-        """Release the memory, which no work in flight may use, and return its bytes."""
+        """Release the memory, and return its bytes; no work in flight may use it."""
         segments = self.segments(device_index)
         self._allocator.unmap([segment["address"] for segment in segments])
         self._asleep = [segment["address"] for segment in segments]
         return sum(int(segment["total_size"]) for segment in segments)
 
     def wake(self) -> None:
-        """Map memory to its addresses again.
+        """Map new memory to the addresses of the pool.
 
         Raises:
             ReplayError: There is not enough memory. The pool stays asleep.
@@ -168,10 +168,10 @@ class SleepingPool(CudaPool):
 
 
 class Allocator:
-    """Allocates segments from the driver, and maps and unmaps them.
+    """The allocator of sleeping pools, whose segments can be unmapped and mapped again.
 
     Args:
-        path: The compiled library.
+        path: Path of the compiled library.
 
     Raises:
         UnavailableError: The library or the driver cannot be used.
@@ -184,7 +184,7 @@ class Allocator:
             library.dispatchkit_set_driver((ctypes.c_void_p * len(calls))(*calls))
             self._set_mapped: Any = library.dispatchkit_set_mapped
         except (OSError, AttributeError) as error:
-            raise UnavailableError(f"the driver or {path} cannot be used: {error}") from None
+            raise UnavailableError(f"the driver or {path} cannot be loaded: {error}") from None
         self._set_mapped.argtypes = (ctypes.c_ulonglong, ctypes.c_int)
         self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
             str(path), "dispatchkit_allocate", "dispatchkit_free"
@@ -195,14 +195,14 @@ class Allocator:
         return torch.cuda.MemPool(self._allocator.allocator())
 
     def unmap(self, addresses: Sequence[int]) -> None:
-        """Release the physical memory of segments, which must not be used until mapped again.
+        """Release the physical memory of segments, which must not be used until ``map``.
 
-        The caller ensures that no work is in flight on the device.
+        Call it only if no work is in flight on the device.
         """
         self._change(addresses, wanted=False)
 
     def map(self, addresses: Sequence[int]) -> None:
-        """Map physical memory to segments again, with undefined contents.
+        """Map new physical memory, with undefined contents, to segments.
 
         Raises:
             ReplayError: The device does not have enough memory. All segments stay unmapped.
@@ -214,7 +214,7 @@ class Allocator:
         for address in addresses:
             code = self._set_mapped(address, int(wanted))
             if code == _NOT_FOUND:
-                continue  # torch has freed it meanwhile
+                continue  # torch has freed the segment
             if code:
                 for other in done:
                     self._set_mapped(other, int(not wanted))

@@ -1,4 +1,4 @@
-"""Watch operations during captures on a CUDA device and their warmups."""
+"""Watch the operations of captures and warmups on a CUDA device."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dispatchkit.backends.watching.host_sync import (
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 
 
-class _Given(WeakStorages):
-    """Device storages among the arguments of operations.
+class _ArgumentStorages(WeakStorages):
+    """Weak references to the device storages that operations read or write.
 
-    Most are intermediates, whose memory is reused by later operations.
+    Most storages are intermediates, whose memory is reused by later operations.
     """
 
-    def note(self, values: Iterable[Any]) -> bool:
-        """Record tensor arguments of an operation; return whether any is on a device."""
+    def record(self, values: Iterable[Any]) -> bool:
+        """Record the tensor arguments of an operation; return whether any is on a device."""
         found = False
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -45,7 +45,7 @@ class _Given(WeakStorages):
                     found = True
                     self.add(value.untyped_storage())
             elif isinstance(value, (tuple, list)):
-                found = self.note(value) or found
+                found = self.record(value) or found
         return found
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
@@ -63,20 +63,20 @@ class WarmupNotes:
     """Facts from a warmup, which can replace the watch of a capture of the same operations.
 
     Attributes:
-        is_plain: Whether no operation requires a watch: no reads of device data, no host memory,
-            and no composite operations.
+        is_plain: Whether the notes can replace a watch. They cannot if an operation makes the host
+            read device data, copies between host and device, or is composite.
     """
 
     def __init__(self) -> None:
         self.is_plain: bool = True
-        self._given = _Given()
+        self._storages = _ArgumentStorages()
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note an operation before it runs."""
-        on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
-        may_wait, copies, hides = _looks_of(func)
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record an operation before it runs."""
+        on_device = self._storages.record((*args, *kwargs.values()) if kwargs else args)
+        may_wait, copies, is_hidden = _properties_of(func)
         if (
-            hides
+            is_hidden
             or (may_wait and on_device and is_data_dependent(func, args))
             or (copies and len(_kinds_of(func, args, kwargs)) > 1)
         ):
@@ -88,21 +88,21 @@ class WarmupNotes:
         Args:
             segments: Memory segments of the graph's pool, which its graphs own.
         """
-        return self._given.outside(segments)
+        return self._storages.outside(segments)
 
 
 class CaptureWatch(OperationMode):
     """Refuses calls that would invalidate a capture, and records memory to keep alive.
 
     Args:
-        compiled: The callable calls functions of torch.compile. Their kernels are not watched, and
-            calls that wait for the device are recognized only by their operations, because a
+        compiled: Whether the callable calls functions of torch.compile. Their kernels are then not
+            watched. Calls that wait for the device are detected only by their operations, because a
             function mode would cause recompilation inside the capture.
 
     Attributes:
-        first_error: The first refused call, even if the callable caught the error.
+        first_error: Error of the first refused call, even if the callable caught it.
         draws: Whether a watched operation may draw random numbers.
-        host_tensors: Host memory that captured copies read or write.
+        host_tensors: Host tensors that captured copies read or write.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
@@ -114,14 +114,14 @@ class CaptureWatch(OperationMode):
     def _begin(self) -> None:
         self.draws: bool = False
         self.host_tensors: list[torch.Tensor] = []
-        self._given = _Given()
+        self._storages = _ArgumentStorages()
 
     def pause(self) -> None:
-        """Ignore operations: a segment has ended."""
+        """Ignore operations until ``resume``, because a segment has ended."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Watch operations again: another segment begins."""
+        """Watch operations again, because the next segment has begun."""
         self.is_paused = False
         self._begin()
 
@@ -131,12 +131,12 @@ class CaptureWatch(OperationMode):
         return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
-        """Return device storages that the graph reads or writes but does not own.
+        """Return the device storages outside the pool that the graph reads or writes.
 
         Args:
             segments: Memory segments of the graph's pool, which its graphs own.
         """
-        return self._given.outside(segments)
+        return self._storages.outside(segments)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -166,8 +166,8 @@ class CaptureWatch(OperationMode):
             self._calls.note(sys._getframe(2))
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
-        error = sync_of(func, args) if on_device else None  # host tensors may be read
+        on_device = self._storages.record((*args, *kwargs.values()) if kwargs else args)
+        error = sync_of(func, args) if on_device else None  # reading host tensors is allowed
         if error is None and func._schema.name in _COPIES:
             error = self._host_copy(func, args, kwargs)
         if error is not None:
@@ -180,14 +180,14 @@ class CaptureWatch(OperationMode):
         return func(*args, **kwargs)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
-        """Return the error for a copy that waits, or keep a copy's host memory alive."""
+        """Return the error of a copy that waits; otherwise record the copy's host tensors."""
         if not {"cpu", "cuda"} <= _kinds_of(func, args, kwargs):
             return None
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         if not non_blocking:
             return HostSyncError(
                 "a copy between host and device",
-                "it waits",
+                "it waits for the device",
                 "Create constants on the device with device=, or once as a buffer, and pass "
                 "changing values as inputs.",
             )
@@ -205,8 +205,8 @@ def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> se
 
 
 @PerOperation
-def _looks_of(func: Any) -> tuple[bool, bool, bool]:
-    """Return whether an operation may wait, is a copy, or is composite."""
+def _properties_of(func: Any) -> tuple[bool, bool, bool]:
+    """Return whether an operation may wait, is a copy, and hides other operations."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False, True
     name = func._schema.name

@@ -1,15 +1,16 @@
 """Allocate cuBLAS workspaces from separate memory pools.
 
-torch allocates two workspaces for each pair of a cuBLAS handle (one per thread) and a stream, one
-for cuBLAS and one for cuBLASLt, which runs products with a bias
-(aten/src/ATen/cuda/CublasHandlePool.cpp). A graph keeps writing to the workspaces it was captured
-with. They may be freed at any time: ``torch.compile`` in mode ``reduce-overhead`` frees all
-workspaces around each of its captures (torch/_inductor/cudagraph_trees.py,
-``clear_cublas_manager``). A replay would then overwrite tensors allocated in that memory, and if
-the memory was returned to the device, launching a graph that zeroes a workspace would crash the
-process. Workspaces of captured streams therefore come from a separate pool per stream, which is
-never freed: the memory of a freed workspace stays in the pool and is used for the stream's next
-workspace.
+torch allocates two workspaces for each combination of a thread's cuBLAS handle and a stream: one
+for cuBLAS, and one for cuBLASLt, which computes matrix products with a bias
+(aten/src/ATen/cuda/CublasHandlePool.cpp). Replays of a graph write to the workspaces of its
+capture, but torch may free them at any time. For example, ``torch.compile`` in mode
+``reduce-overhead`` frees all workspaces before and after each of its captures
+(torch/_inductor/cudagraph_trees.py, ``clear_cublas_manager``). A replay would then overwrite
+tensors allocated in this memory. If the memory was returned to the device, a graph that zeroes a
+workspace would crash the process.
+
+Workspaces of captured streams are therefore allocated from a separate pool per stream, which is
+never freed. The memory of a freed workspace stays in the pool for the stream's next workspace.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
     """Allocate this thread's workspaces for a stream from the stream's pool.
 
     Call it before other uses of cuBLAS on the stream, including captures, because torch may have
-    freed earlier workspaces. It queues a tiny product, which takes tens of microseconds; the first
-    call in a process also loads cuBLAS. Inside the caller's ``torch.cuda.use_mem_pool``, the memory
-    comes from that pool. It has no effect with allocators other than torch's native allocator,
-    which do not have pools.
+    freed earlier workspaces. It queues a tiny matrix product, which takes tens of microseconds. The
+    first call in a process also loads cuBLAS. Inside a ``torch.cuda.use_mem_pool`` block of the
+    caller, the memory comes from the block's pool. Allocators other than torch's native allocator
+    have no pools, so the call has no effect.
 
     Args:
-        stream: The stream, which must be the current one.
+        stream: The stream, which must be the current stream.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return
-    place = stream.device_index, stream.cuda_stream
+    key = stream.device_index, stream.cuda_stream
     with _guard:
-        pool = _pools.get(place)
+        pool = _pools.get(key)
         if pool is None:
-            pool = _pools[place] = torch.cuda.MemPool()
+            pool = _pools[key] = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool, stream.device_index):
-        torch.cuda.current_blas_handle()  # requesting it allocates the cuBLAS workspace
+        torch.cuda.current_blas_handle()  # allocates the cuBLAS workspace
         if _may_multiply():
-            # The first product that uses cuBLASLt allocates its workspace, such as a product with a
-            # one-dimensional bias.
+            # The first product with a one-dimensional bias uses cuBLASLt and allocates its
+            # workspace.
             square = torch.zeros(16, 16, device=torch.device("cuda", stream.device_index))
             torch.addmm(square[0], square, square)
 
@@ -63,7 +64,7 @@ def workspace_bytes(stream: torch.cuda.Stream) -> int:
 
 
 def _may_multiply() -> bool:
-    """Return whether torch allows products; otherwise no products are captured."""
+    """Return whether torch allows matrix products; if not, none can be captured."""
     if not torch.are_deterministic_algorithms_enabled():
         return True
     # at::Context::alertCuBLASConfigNotDeterministic

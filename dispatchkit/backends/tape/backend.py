@@ -1,14 +1,14 @@
-"""The tape: CUDA-graph semantics on a CPU, for tests on any machine.
+"""The tape: the semantics of CUDA graphs on a CPU, for tests on any machine.
 
-As on a device, addresses are fixed and Python code runs only during the capture. Calls that wait
-for the device are refused by name. Random numbers equal those of eager. A capture has no side
-effects, even if it fails. Tensors that the callable stores stay alive, outputs contain poison until
-the first replay, and intermediates share a pool's memory.
+As on a device, addresses are fixed, and Python code runs only during the capture. Calls that wait
+for the device are refused by name. Replays draw the same random numbers as eager. A capture has no
+side effects, even if it fails. Tensors that the callable stores stay alive, outputs contain poison
+until the first replay, and intermediates share the memory of a pool.
 
-Differences: a capture runs the operations and then undoes their effects. A graph keeps the outside
-tensors it reads alive, which a device's graph does not. ``tensor.to("cpu")`` is not refused,
-because the tape cannot distinguish it from a move to the device. Tensors created from Python lists
-and numbers inside the callable become constants.
+Differences from a device: A capture runs the operations and then undoes their effects. A graph
+keeps alive all tensors that it reads. ``tensor.to("cpu")`` is not refused, because the tape cannot
+distinguish it from a copy to the device. Tensors created from Python lists and numbers inside the
+callable become constants.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _T = TypeVar("_T")
 
 # As for CUDA: torch has 32 streams per priority.
 DEFAULT_MAX_STREAMS = 32
-# Maximum number of parts of a graph on a deferred tape, between which other work can run.
+# Maximum number of parts of a graph on a deferred tape. Other work can run between the parts.
 MAX_PARTS = 8
-# Memory that a device would use in addition to pools: the driver's memory per operation of a graph,
-# and library workspaces per captured stream.
+# Memory that a device would use in addition to pools: driver memory per operation of a graph, and
+# library workspaces per captured stream.
 DRIVER_BYTES = 64
 WORKSPACE_BYTES = 4096
 
@@ -72,10 +72,10 @@ class TapeBackend:
     Args:
         scheduler: Seed of the deferred scheduler, which exposes missing waits; None runs all work
             immediately. See streams.py.
-        max_streams: Maximum number of concurrent streams, excluding the default stream.
+        max_streams: Maximum number of live streams, excluding the default stream.
 
     Raises:
-        ConfigError: ``max_streams`` is not a whole number of at least 1.
+        ConfigError: ``max_streams`` is not an integer of at least 1.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class TapeBackend:
         return pool
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return the bytes that the pool currently reserves; 0 once it is unused."""
+        """Return the bytes that the pool currently reserves; 0 if no graph uses it."""
         num_bytes: int = pool.num_bytes
         return num_bytes
 
@@ -213,7 +213,7 @@ class TapeBackend:
         return result
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Put the memory of pools to sleep; their graphs must not be replayed."""
+        """Put the memory of pools to sleep, and return its bytes."""
         self.synchronize()
         return sum(pool.sleep() for pool in pools)
 
@@ -223,7 +223,7 @@ class TapeBackend:
             pool.wake()
 
     def device_memory(self) -> DeviceMemory:
-        """Return the memory that a device would use for these graphs."""
+        """Return the memory that a device would use for the tape's graphs and streams."""
         with self._streams_guard:
             pools, streams = tuple(self._pools), tuple(self._streams)
         workspaces = sum(map(self.workspace_bytes, streams))
@@ -234,7 +234,7 @@ class TapeBackend:
         return DeviceMemory(reserved - asleep + driver, reserved, held)
 
     def workspace_bytes(self, stream: TapeStream) -> int:
-        """Return the library workspaces that a device would keep for a stream, in bytes."""
+        """Return the bytes of library workspaces that a device would keep for a stream."""
         return WORKSPACE_BYTES if stream.was_captured else 0
 
     # -- graphs -------------------------------------------------------------------------
@@ -257,8 +257,8 @@ class TapeBackend:
     ) -> TapeGraph:
         """Record the callable, and undo its effects outside the graph.
 
-        The callable runs in the caller's gradient and inference mode. Other threads must not write
-        the same outside tensors meanwhile, because their writes would also be undone.
+        The callable runs in the caller's gradient and inference modes. During the capture, other
+        threads must not write the same tensors, because their writes would also be undone.
 
         Raises:
             CaptureError: The capture failed with reason ``host_sync``, ``out_of_memory``,
@@ -284,7 +284,7 @@ class TapeBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Record a callable in segments, which it ends and begins itself.
+        """Record a callable, which ends and begins segments, and return its result.
 
         Functions of torch.compile run eager, regardless of ``compiled``.
 
@@ -335,7 +335,7 @@ class TapeBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return the exact number of bytes by which a capture would increase the pool.
+        """Return the exact number of bytes that a capture would add to the pool.
 
         Raises:
             CaptureError: The callable cannot be captured.

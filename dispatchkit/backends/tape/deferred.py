@@ -1,19 +1,19 @@
 """Queue tensor operations on streams, for the deferred tape.
 
 Inside ``use_stream`` of a deferred tape, tensor operations are queued on the stream, as on a
-device: shapes are known immediately, but data is computed when the scheduler advances the stream.
-Until then, new tensors contain poison. Code that reads a result on another stream without waiting
-therefore reads poison or old data, and code that overwrites an input too early corrupts the result.
+device. Shapes are known immediately, but data is computed when the scheduler advances the stream.
+Until then, new tensors contain poison. Missing waits therefore cause wrong results: code that reads
+a result too early gets poison or old data, and code that overwrites an input too early corrupts the
+result.
 
 These operations are not deferred:
 
-- views and uninitialized memory, because they read no data;
-- operations without tensor arguments (zeros, arange), because no other stream can use their result
-  yet;
-- operations that draw random numbers, because generators advance in host order: the stream is
-  drained first;
-- operations whose shape depends on data, or without a meta kernel: the host waits for the stream,
-  as on a device.
+- views and allocations without initialization, which read no data;
+- operations without tensor arguments (zeros, arange), whose results no other stream can use yet;
+- operations that draw random numbers, because generators advance in host order (the queued work of
+  the stream runs first);
+- operations whose result shape depends on data, or that have no meta kernel (the host waits for the
+  stream, as on a device).
 
 Host reads (``item``, ``tolist``, ``numpy``, printing) wait only for the current stream, as on a
 device.
@@ -40,9 +40,9 @@ from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_depe
 
 
 class _Blocks(threading.local):
-    """The active ``use_stream`` blocks of this thread, innermost last.
+    """The modes of this thread's active ``use_stream`` blocks, innermost last.
 
-    The modes of outer blocks are active in nested blocks, where they must do nothing.
+    The modes of outer blocks are still active in an inner block, where they must ignore operations.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ _blocks = _Blocks()
 
 
 class _HostReads(TorchFunctionMode):
-    """Makes the host wait for the stream when it reads data, bypassing the dispatcher."""
+    """Makes host reads that bypass the dispatcher wait for the stream."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
@@ -75,9 +75,9 @@ class _DeferredOperations(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if capturing_device():
-            return func(*args, **kwargs)  # the recorder, which is above this mode, has recorded it
+            return func(*args, **kwargs)  # already recorded by the recorder, which is above
         if _blocks.innermost() is not self:
-            return func(*args, **kwargs)  # a nested block handles it
+            return func(*args, **kwargs)  # already handled by the inner block
         if is_higher_order(func):
             return self._run_now(func, args, kwargs)
         result = run_parts(self, func, args, kwargs)
@@ -94,7 +94,7 @@ class _DeferredOperations(DispatchMode):
         if shapes is None:
             return self._run_now(func, args, kwargs)
         result = replace_tensors(shapes, _poisoned_like)
-        self.stream.give(_Deferred(func, args, kwargs, flat_tensors(result)))
+        self.stream.submit(_Deferred(func, args, kwargs, flat_tensors(result)))
         return result
 
     def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ class _DeferredOperations(DispatchMode):
         may_resize = any(argument.is_out for argument in schema.arguments)
         if not returns_only_arguments or may_resize:
             return self._run_now(func, args, kwargs)
-        self.stream.give(_Deferred(func, args, kwargs, []))
+        self.stream.submit(_Deferred(func, args, kwargs, []))
         written = written_arguments(func, args, kwargs)
         if not schema.returns:
             return None
@@ -119,7 +119,7 @@ class _DeferredOperations(DispatchMode):
 
 
 class _Deferred:
-    """A queued operation, which writes its results to tensors that were already returned."""
+    """A queued operation, which writes its results to tensors already returned to the caller."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         self._func, self._results = func, results
@@ -134,7 +134,7 @@ class _Deferred:
 
 
 def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation accesses no existing data, so that it may run out of order."""
+    """Return whether an operation accesses no data, so it may run before queued work."""
     schema = func._schema
     if schema.is_mutable:
         return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"
@@ -145,15 +145,14 @@ def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return next(tensors_in((*args, *kwargs.values())), None) is None
 
 
-# Cache of results without data. Many meta kernels of torch are Python code, which takes longer than
-# the rest of deferring a call.
+# Cache of results without data, because many of torch's meta kernels are slow Python code.
 _known_shapes: dict[Any, tuple[Any]] = {}
 _MAX_KNOWN_SHAPES = 10_000
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     """Return an operation's results as tensors without data, or None if unknown."""
-    # The default dtype is part of the key: it is the dtype of integer quotients.
+    # The default dtype is part of the key, because it determines the dtype of integer quotients.
     call = func, _without_values(args), _without_values(kwargs), torch.get_default_dtype()
     known = _known_shapes.get(call)
     if known is None:
@@ -171,7 +170,7 @@ def _without_values(value: Any) -> Any:
         return tuple((key, _without_values(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
         return tuple(map(_without_values, value))
-    return type(value), value  # True, 1 and 1.0 are equal, but result in different dtypes
+    return type(value), value  # True, 1 and 1.0 are equal, but produce different dtypes
 
 
 def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
@@ -184,8 +183,8 @@ def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
-        # No meta kernel, or a shape that depends on data. The caller runs the operation with data,
-        # which also raises for invalid arguments.
+        # There is no meta kernel, or the shape depends on data. The caller then runs the operation,
+        # which raises if the arguments are invalid.
         return None
 
 
@@ -208,4 +207,4 @@ def deferred_operations(stream: TapeStream) -> Iterator[None]:
         _blocks.modes.pop()
         stream.interception.depth -= 1
         if stream.handle == 0 and not stream.interception.depth:
-            stream.synchronize()  # outside the block, the host would not wait for the queue
+            stream.synchronize()  # outside the block, host reads do not wait for queued work

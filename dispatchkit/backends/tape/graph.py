@@ -15,9 +15,7 @@ from dispatchkit.errors import ReplayError
 
 
 def _refuse_replay() -> None:
-    raise ReplayError(
-        "A released graph was replayed. Capture it again, or release it after its last use."
-    )
+    raise ReplayError("The graph was released. Capture it again, or release it after its last use.")
 
 
 class TapeGraph:
@@ -68,10 +66,11 @@ class TapeGraph:
         return self._draws
 
     def replay(self) -> None:
-        """Run the steps in current-stream order, without the callable's Python code.
+        """Queue the graph once on the current stream.
 
-        On a deferred tape, a graph that draws random numbers runs immediately after the queued work
-        of its stream, because generators advance in submission order, as on a device.
+        On a deferred tape, a graph that draws random numbers runs before this method returns, after
+        the queued work of its stream. Generators therefore advance in submission order, as on a
+        device.
 
         Raises:
             ReplayError: The graph was released, its memory sleeps, or this thread is inside a
@@ -79,12 +78,13 @@ class TapeGraph:
         """
         if self._pool.is_asleep:
             raise ReplayError(
-                "A graph was replayed while the memory of its pool is asleep. Call wake() first."
+                "A graph cannot be replayed while the memory of its pool is asleep. Call wake() "
+                "first."
             )
         if capturing_device():
             raise ReplayError(
-                "A replay inside a capture is not recorded by the tape. Call the captured "
-                "function itself there."
+                "A graph was replayed inside a capture, but the tape cannot record replays. Call "
+                "the captured function instead of replaying its graph."
             )
         stream = self._current_stream()
         if stream.scheduler is None:
@@ -95,12 +95,12 @@ class TapeGraph:
         if self._released:
             _refuse_replay()
         for launch in self._launches:
-            stream.give(launch)
+            stream.submit(launch)
         if self._draws:
             stream.scheduler.drain(stream)
 
     def release(self) -> None:
-        """Release the memory; replays already queued still run."""
+        """Release the graph and its memory; replays already queued still run."""
         self._released = True
         self._launches = (_refuse_replay,)
         self._outputs = None
@@ -108,7 +108,7 @@ class TapeGraph:
 
 
 def poison_kept(recorder: Recorder, kept: set[int]) -> None:
-    """Fill outputs with poison, to expose reads before the first replay."""
+    """Fill storages that outlive the capture with poison, to expose early reads."""
     for step in recorder.steps:
         for ref in step.refs():
             if ref.storage in kept:

@@ -14,7 +14,7 @@ from dispatchkit.backends.watching.host_sync import run_composite
 _Tensor = torch.Tensor
 _Guard = torch._C._ExcludeDispatchKeyGuard
 
-# Operations that write arguments without a mark in their schema.
+# Arguments that operations write although their schemas do not mark them as written.
 _UNMARKED_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::batch_norm": ("running_mean", "running_var"),
@@ -22,7 +22,7 @@ _UNMARKED_WRITES = {
 
 
 def is_written_in_python(func: Any) -> bool:
-    """Return whether an operation's CPU kernel is a Python function of a custom operator."""
+    """Return whether an operation is a custom operator whose CPU kernel is a Python function."""
     if func.namespace in ("aten", "prims"):
         return False
     name = func._schema.name
@@ -41,8 +41,8 @@ def is_written_in_python(func: Any) -> bool:
 def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite operation so that the mode receives its parts.
 
-    Custom operators written in Python count as composite, because otherwise each replay would run
-    their code.
+    Custom operators written in Python are treated as composite, because otherwise each replay would
+    run their Python code.
 
     Returns:
         The result, or NotImplemented if the operation is not composite.
@@ -70,13 +70,11 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run an operation, in-place operations through the public binding if possible.
+    """Run an operation, and return the called function and its result.
 
-    The binding takes about a third of the time of the operator object. It rejects unsupported
-    arguments before running.
-
-    Returns:
-        The function called, and its result.
+    In-place operations are called through torch's public method or function if possible, which
+    takes about a third of the time of the operator object. It rejects unsupported arguments before
+    it runs.
     """
     name = func._schema.name.split("::")[1]
     if func.namespace == "aten" and name.endswith("_") and not kwargs and args:
@@ -87,25 +85,25 @@ def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                     result = public(*args)
                 return public, result if func._schema.returns else None
             except TypeError:
-                pass  # for example None among the indices of index_put_
+                pass  # for example, because an index of index_put_ is None
     return func, func(*args, **kwargs)
 
 
 def writing_call(
     func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]
 ) -> tuple[Any, list[str], tuple[str, ...]]:
-    """Find a call of an operation that writes its results in place.
+    """Find a variant of an operation that writes its results to out arguments.
 
-    Each candidate is tried on the results themselves, which recomputes them.
+    Candidates are tried with the existing results as out arguments, which recomputes the results.
 
     Returns:
-        The function to call, the keyword arguments to keep, and the names of the out arguments
-        (empty: the result must be copied).
+        The function to call, the names of the keyword arguments to pass, and the names of the out
+        arguments. Without out arguments, the results must be copied.
     """
     overload, names = _out_overload(func)
     if overload is None or len(fresh) != len(names):
         return func, list(kwargs), ()
-    # Properties of a new tensor (dtype, device, ...) come from the out argument.
+    # The out variant takes dtype, device and layout from the out argument.
     taken = {argument.name for argument in overload._schema.arguments}
     kept = [key for key in kwargs if key in taken]
     keyword_arguments = {key: kwargs[key] for key in kept}
@@ -128,7 +126,7 @@ _out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the overload with out arguments that otherwise has the same arguments."""
+    """Return the overload with the same arguments and out arguments, or None."""
     found = _out_overloads.get(func)
     if found is None:
         found = _out_overloads[func] = _find_out_overload(func)

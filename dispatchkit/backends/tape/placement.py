@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 class _Segment:
-    """A range of memory and its free ranges, in bytes; unlimited if the size is None."""
+    """A segment of memory and its free ranges, in bytes; unlimited if the size is None."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -54,7 +54,7 @@ class Placement:
     """The location of each storage, and the new memory required.
 
     Attributes:
-        where: Storage identity -> (segment index, offset in bytes).
+        where: Segment index and offset in bytes of each storage, by identity.
         new_bytes: Size of the segment to add, whose index is the number of existing segments.
     """
 
@@ -85,8 +85,8 @@ def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) ->
     segments = [_Segment(size) for size in segment_sizes] + [_Segment(None)]
     where: dict[int, tuple[int, int]] = {}
     for index in range(len(steps)):
-        # Inputs and outputs of a step are alive at the same time: allocate before freeing, so that
-        # no operation overwrites its inputs.
+        # The inputs and outputs of a step are alive at the same time. Allocate outputs before
+        # freeing inputs, so that no operation overwrites its inputs.
         for storage in begins.get(index, ()):
             num_bytes = _aligned(sizes[storage])
             for number, segment in enumerate(segments):

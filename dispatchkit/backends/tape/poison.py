@@ -1,4 +1,4 @@
-"""Poison: the contents of memory on the tape before results are computed."""
+"""Poison values, which the tape's memory contains before results are computed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def poison_value(dtype: torch.dtype) -> float | int | bool:
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with the poison of its dtype."""
     if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
-        tensor.view(torch.uint8).fill_(
-            255
-        )  # NaN in these dtypes, some of which do not support fill_
+        # Some of these dtypes do not support fill_. Byte 255 is NaN in all of them.
+        tensor.view(torch.uint8).fill_(255)
     else:
         tensor.fill_(poison_value(tensor.dtype))

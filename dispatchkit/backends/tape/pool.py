@@ -18,18 +18,18 @@ from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 
 
 class TapePool:
-    """Memory shared by the graphs of one lane.
+    """Memory shared by graphs that never run concurrently.
 
-    Intermediates of all graphs share the same segments, so a replay overwrites the intermediates of
-    all other graphs in the pool. A replay also overwrites the outputs, and other tensors that
-    outlive the callable, of graphs captured later: on a device, these may reuse the memory of
-    earlier intermediates. It does not overwrite outputs of graphs captured earlier.
+    The intermediates of all graphs share the same segments, so a replay overwrites the
+    intermediates of the other graphs. It also overwrites outputs, and other tensors that outlive
+    the callable, of graphs captured later, because on a device these may reuse the memory of
+    earlier intermediates. It does not overwrite the outputs of graphs captured earlier.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments: list[Any] = []
-        # (storage, bytes, number of its capture) of tensors that outlive their capture.
+        # (storage, size in bytes, number of the capture) of tensors that outlive their capture.
         self._kept: list[tuple[StorageWeakRef, int, int]] = []
         self._num_captures = 0
         self._adopted: list[StorageWeakRef] = []
@@ -44,7 +44,7 @@ class TapePool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes allocated even while asleep, including tensors of ``allocate``."""
+        """Bytes of segments, live outputs and tensors of ``allocate``, also while asleep."""
         with self._lock:
             return self._graph_bytes() + sum(one.nbytes() for one in _alive(self._adopted))
 
@@ -66,12 +66,12 @@ class TapePool:
 
     @property
     def num_steps(self) -> int:
-        """Number of operations of all graphs in the pool."""
+        """Total number of operations of the graphs in the pool."""
         with self._lock:
             return sum(graph.num_steps for graph in self._graphs)
 
     def allocate(self, recorder: Recorder, kept: set[int]) -> TensorFactory:
-        """Assign a recording's intermediates to segments; kept storages do not move."""
+        """Place a recording's intermediates in segments; ``kept`` storages are not moved."""
         with self._lock:
             sizes, placement = self._place(recorder, kept)
             if placement.new_bytes:
@@ -90,7 +90,7 @@ class TapePool:
         return TensorFactory(places)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Include tensors created outside captures in the pool's memory."""
+        """Add tensors created outside captures to the pool."""
         with self._lock:
             self._adopted = [one for one in self._adopted if not one.expired()]
             self._adopted += [StorageWeakRef(one.untyped_storage()) for one in tensors]
@@ -102,7 +102,7 @@ class TapePool:
         return num_bytes
 
     def wake(self) -> None:
-        """Wake the pool; earlier contents are lost, as if others had used the memory."""
+        """Wake the pool, and overwrite its memory."""
         with self._lock:
             if not self.is_asleep:
                 return
@@ -112,10 +112,10 @@ class TapePool:
             self.is_asleep = False
 
     def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
-        """Return a function that overwrites later outputs, or None without intermediates.
+        """Return a function that overwrites the outputs of later captures.
 
-        It simulates the writes of a replay of the last recording: it fills live outputs of later
-        captures with NaN.
+        Replays of the recording call it, because on a device their intermediates may share memory
+        with these outputs. Returns None if the recording has no intermediates.
         """
         if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
             return None
@@ -130,7 +130,7 @@ class TapePool:
         return overwrite
 
     def growth(self, recorder: Recorder, kept: set[int]) -> int:
-        """Return the bytes by which a recording would increase the pool."""
+        """Return the bytes that a recording would add to the pool."""
         with self._lock:
             num_bytes = self._place(recorder, kept)[1].new_bytes
         for identity in kept:
@@ -145,7 +145,7 @@ class TapePool:
         return sizes, place(recorder.steps, sizes, [segment.nbytes() for segment in self._segments])
 
     def add(self, graph: object) -> None:
-        """Register a graph that uses the pool."""
+        """Add a graph that uses the pool."""
         with self._lock:
             self._graphs.add(graph)
 
@@ -156,10 +156,10 @@ class TapePool:
 
 
 class NewTensors(DispatchMode):
-    """Collects the tensors that operations return.
+    """A mode that collects the tensors that operations return.
 
     Attributes:
-        tensors: The tensors.
+        tensors: The collected tensors.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class NewTensors(DispatchMode):
 
 
 def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
-    # torch returns None for a freed storage, which its annotation omits.
+    # torch returns None for a freed storage, although its annotation does not allow None.
     found: list[torch.UntypedStorage | None] = [
         torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in references
     ]
@@ -188,6 +188,6 @@ def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
 
 
 def _overwrite(storage: torch.UntypedStorage) -> None:
-    # This already runs in stream order; a deferring mode would queue it again.
+    # This runs in stream order, so a mode of the deferred tape must not queue it again.
     with torch._C._ExcludeDispatchKeyGuard(LAUNCH_KEYS):
         torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)

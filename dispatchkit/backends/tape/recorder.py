@@ -1,14 +1,13 @@
 """Record the operations of a callable by running it once on a CPU.
 
-A capture on a device runs no operations. On a CPU, the callable must run to be recorded, so its
+A capture on a device runs no operations. On a CPU, a callable must run to be recorded, so its
 effects are undone, even if it fails:
 
-- Each outside storage is saved before the first operation that writes it.
-- Operations that draw random numbers use a copy of their generator, so that the generator itself
-  never advances, even temporarily.
+- Each storage outside the capture is saved before the first operation that writes it.
+- Operations that draw random numbers use a copy of their generator.
 
-Operations are recorded below autograd and autocast (by a TorchDispatchMode), so that a training
-step is recorded as plain operations.
+A TorchDispatchMode records operations below autograd and autocast, so a training step is recorded
+as plain operations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dispatchkit.backends.watching.collectives import (
 from dispatchkit.backends.watching.dispatch_mode import OperationMode, tensors_in
 from dispatchkit.backends.watching.host_sync import sync_of
 
-# Operations that allocate or alias memory without writing it, which a replay skips.
+# Operations that allocate or alias memory without writing it. Replays skip them.
 _WRITES_NOTHING = frozenset(
     "aten::" + name
     for name in (
@@ -47,7 +46,7 @@ _WRITES_NOTHING = frozenset(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, unique during its lifetime."""
+    """Return the identity of a tensor's storage, which is unique while the storage exists."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -60,7 +59,7 @@ class Recorder(OperationMode):
         storages: All storages used, by identity. They are kept alive so that identities stay
             unique.
         own: Identities of the storages created inside the capture.
-        first_error: The first refused call, even if the callable caught the error.
+        first_error: Error of the first refused call, even if the callable caught it.
         is_paused: Whether operations run without being recorded.
     """
 
@@ -90,12 +89,12 @@ class Recorder(OperationMode):
             raise self.first_error
 
     def add_generators(self, generators: Any) -> None:
-        """Copy generators that the callable may use in ways that are not recorded."""
+        """Copy the generators that the callable may use."""
         for generator in generators:
             self._fork(generator)
 
     def restore(self) -> None:
-        """Restore every outside storage to its contents before the capture."""
+        """Restore the contents of all saved storages from before the capture."""
         for identity, saved in self._saved.items():
             storage = self.storages[identity]
             if storage.nbytes() != saved.nbytes():
@@ -111,11 +110,10 @@ class Recorder(OperationMode):
         )
 
     def kept(self) -> set[int]:
-        """Return storages of the capture that are still referenced elsewhere: outputs and stored
-        tensors.
+        """Return the storages that outlive the capture: outputs and tensors that user code stores.
 
-        Called only after the callable has returned; the recorder itself holds one reference to each
-        storage and no tensor.
+        Call it only after the callable has returned. The recorder holds one reference to each
+        storage, so any further reference belongs to other code.
         """
         return {
             identity
@@ -144,12 +142,12 @@ class Recorder(OperationMode):
             self._save(tensor)
         inputs = list(tensors_in((*args, *kwargs.values())))
         for tensor in inputs:
-            self._see(tensor)
+            self._add_storage(tensor)
         refs = {id(tensor): self._ref(tensor) for tensor in inputs}
         with self._generators_forked(func, args, kwargs) as draw_again:
             call, result = run_step(func, args, kwargs)
             fresh = self._fresh(result)
-            # Update the references of resized arguments, because a replay does not resize.
+            # Update the references of resized arguments, because replays do not resize tensors.
             refs |= {id(tensor): self._ref(tensor) for tensor in written}
             self._check_sizes(func, written)
             if not self._writes_data(func, written, fresh):
@@ -171,12 +169,12 @@ class Recorder(OperationMode):
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a collective, which each replay runs with the other ranks and waits for."""
+        """Run and record a collective; each replay runs it again and waits for it."""
         for tensor in tensors_in(args[:1]) if writes_first_argument(func) else ():
             self._save(tensor)
         inputs = list(tensors_in((*args, *kwargs.values())))
         for tensor in inputs:
-            self._see(tensor)
+            self._add_storage(tensor)
         refs = {id(tensor): self._ref(tensor) for tensor in inputs}
         call = blocking(func)
         result = call(*args, **kwargs)
@@ -186,24 +184,24 @@ class Recorder(OperationMode):
 
     @staticmethod
     def _writes_data(func: Any, written: list[Any], fresh: list[Any]) -> bool:
-        """Return whether an operation is part of a replay; views are not."""
+        """Return whether an operation writes data, so that replays must run it."""
         if func._schema.name in _WRITES_NOTHING or torch.Tag.inplace_view in func.tags:
             return False
         return bool(written or fresh)
 
     def _check_sizes(self, func: Any, written: list[torch.Tensor]) -> None:
-        """Raise if an outside tensor was resized, because its address would change."""
+        """Raise if a tensor from outside the capture was resized, which may change its address."""
         for tensor in written:
             saved = self._saved.get(storage_id(tensor))
             if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
                 raise RuntimeError(
-                    f"{func._schema.name} resizes a tensor created outside the capture from "
+                    f"{func._schema.name} resized a tensor from outside the capture from "
                     f"{saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes; create it "
                     "with its full size"
                 )
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        """Record a tensor's storage; refuse tensors without a fixed address."""
+    def _add_storage(self, tensor: torch.Tensor) -> None:
+        """Add a tensor's storage to the recording; refuse tensors that are not strided."""
         if tensor.is_nested:
             raise HostSyncError("an operation on a nested tensor", "its sizes are on the host")
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
@@ -216,13 +214,13 @@ class Recorder(OperationMode):
         self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
 
     def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
-        """Return the results in new storages, with their positions."""
+        """Return the results of an operation that have new storages, with their positions."""
         fresh: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(flat_tensors(result)):
             identity = storage_id(tensor)
             known = identity in self.storages
             if not known or any(identity == storage_id(other) for _, other in fresh):
-                self._see(tensor)
+                self._add_storage(tensor)
                 self.own.add(identity)
                 fresh.append((index, tensor))
         return fresh
@@ -240,16 +238,16 @@ class Recorder(OperationMode):
         )
 
     def _save(self, tensor: torch.Tensor) -> None:
-        """Save an outside storage before its first write."""
+        """Save a storage from outside the capture before its first write."""
         identity = storage_id(tensor)
         if identity not in self.own and identity not in self._saved:
-            self._see(tensor)
+            self._add_storage(tensor)
             self._saved[identity] = tensor.untyped_storage().clone()
 
     # -- generators ---------------------------------------------------------------------
 
     def _fork(self, generator: Any) -> Any:
-        """Return the copy that is used instead of a generator during the capture."""
+        """Return the copy of a generator that is used during the capture."""
         known = self._forks.get(id(generator))
         if known is None:
             state = generator.get_state()
@@ -263,7 +261,7 @@ class Recorder(OperationMode):
         """Make an operation draw from the copies instead of its generators.
 
         Yields:
-            A function that makes the next draw repeat the same numbers.
+            A function that resets the generators, so that the next draw repeats the same numbers.
         """
         custom = func.namespace not in ("aten", "prims")
         if not (custom or torch.Tag.nondeterministic_seeded in func.tags):

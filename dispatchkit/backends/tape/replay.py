@@ -1,6 +1,6 @@
 """Generate a replay function with one line per recorded step.
 
-Measured on a 4-layer MLP: a list of closures takes 44 us, the generated function 34 us.
+For a 4-layer MLP, the generated function takes 34 us, and a list of closures 44 us.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dispatchkit.backends.tape.steps import (
 
 
 class TensorFactory:
-    """Creates a tensor for each reference, on given storages.
+    """Creates tensors for references to recorded tensors.
 
     Args:
-        storages: Storage identity -> (storage, offset in bytes).
+        storages: Storage and offset in bytes by the identity of the recorded storage.
     """
 
     def __init__(self, storages: dict[int, tuple[Any, int]]) -> None:
@@ -32,7 +32,7 @@ class TensorFactory:
         self._made: dict[TensorRef, torch.Tensor] = {}
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Return the tensor of a reference."""
+        """Return the tensor for a reference, always the same object."""
         made = self._made.get(ref)
         if made is None:
             storage, start = self._storages[ref.storage]
@@ -42,7 +42,7 @@ class TensorFactory:
 
 
 class _Source:
-    """Generates the lines of a replay function and its namespace."""
+    """The source lines and the namespace of a replay function."""
 
     def __init__(self, tensors: TensorFactory) -> None:
         self._tensors = tensors
@@ -107,7 +107,7 @@ def compile_replay(steps: list[Step], tensors: TensorFactory) -> Callable[[], No
     namespace["_keys"] = LAUNCH_KEYS
     body = "".join(f"        {line}\n" for line in source.lines) or "        pass\n"
     text = f"def replay():\n    with _guard(_keys):\n{body}"
-    exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - text made of own names only
+    exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - generated above
     # Removed to avoid a reference cycle between the function and its globals.
     replay: Callable[[], None] = namespace.pop("replay")
     return replay

@@ -28,7 +28,7 @@ class TapeSegments:
 
     Args:
         make_graph: Function that creates the graph of a recording.
-        generators: Random generators that the callable may use.
+        generators: Random generators that the callable may draw from.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TapeSegments:
         self._is_open = False
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Record a callable, which ends and begins segments.
+        """Record a callable, which ends and begins segments, and return its result.
 
         Args:
             run: The callable.

@@ -1,4 +1,4 @@
-"""Steps of a recording, and references to their tensors."""
+"""Recorded steps, and references to their tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _K = torch._C.DispatchKey
 def _below_python_and_autograd() -> Any:
     """Return the dispatch keys that a replay excludes.
 
-    Operations are recorded below autograd and autocast, so a replay inside autocast must not cast
-    again, and the caller's modes must not receive its operations.
+    Operations are recorded below autograd and autocast. A replay must not cast again if the caller
+    uses autocast, and the caller's modes must not receive its operations.
     """
     keys = torch._C.DispatchKeySet(_K.AutogradCPU)
     for key in (_K.AutogradOther, _K.ADInplaceOrView, _K.AutocastCPU, _K.Python):
@@ -30,7 +30,7 @@ LAUNCH_KEYS = _below_python_and_autograd()
 
 @attrs.frozen
 class TensorRef:
-    """A reference to a recorded tensor, which does not keep its storage alive.
+    """A description of a recorded tensor, which does not keep its storage alive.
 
     Attributes:
         storage: Identity of the storage.
@@ -56,11 +56,11 @@ class Step:
     """One operation of a replay.
 
     Attributes:
-        call: The function to call. It writes its results to the keyword arguments in ``out``.
-        args: Positional arguments, with tensors as TensorRef.
-        kwargs: Keyword arguments, with tensors as TensorRef.
-        out: (keyword name, reference) pairs for results that ``call`` writes in place.
-        copies: (index among the flattened results, reference) pairs for results to copy.
+        call: The function to call.
+        args: Positional arguments, with TensorRefs instead of tensors.
+        kwargs: Keyword arguments, with TensorRefs instead of tensors.
+        out: Pairs of a keyword argument and the tensor that ``call`` writes its result to.
+        copies: Pairs of an index of the flattened results and the tensor to copy the result to.
     """
 
     call: Callable[..., Any]
@@ -88,7 +88,7 @@ def _refs_in(value: Any) -> Iterable[TensorRef]:
 
 
 def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch.Tensor:
-    """Return a new tensor on a storage, without autograd graph."""
+    """Return a new tensor on a storage, without an autograd graph."""
     offset = ref.offset + start_bytes // ref.dtype.itemsize
     with inference_mode(False):
         made = torch.empty(0, dtype=ref.dtype)
@@ -99,7 +99,7 @@ def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch
 
 
 def replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
-    """Return an operation's arguments or results with tensors replaced."""
+    """Return an operation's arguments or results with each tensor replaced."""
     if isinstance(value, torch.Tensor):
         return replace(value)
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,8 @@
-"""Make torch report that the current stream is capturing during tape captures.
+"""Make torch report tape captures as captures of the current stream.
 
-Libraries skip host reads, for example of masks in transformers, if
-``torch.cuda.is_current_stream_capturing()`` is true. The tape simulates a CUDA capture, so the
-function returns True in the capturing thread, and torch's own result in other threads.
+If ``torch.cuda.is_current_stream_capturing()`` is True, libraries skip host reads, such as those of
+masks in transformers. During a tape capture, the function therefore returns True in the capturing
+thread, and torch's own result in other threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from dispatchkit.backends.capture_guard import capturing_device
 
-# ``is_current_stream_capturing`` calls this function, wherever it was imported.
+# ``is_current_stream_capturing`` looks up this function in its module at every call, so replacing
+# it there also affects code that has already imported ``is_current_stream_capturing``.
 _NAME = "_cuda_isCurrentStreamCapturing"
 _graphs: Any = torch.cuda.graphs
 _torchs_own: Any = getattr(_graphs, _NAME)
@@ -27,21 +28,21 @@ _captures: set[object] = set()
 def _is_capturing() -> bool:
     if capturing_device() == "cpu":
         return True
-    if isinstance(_torchs_own, type):  # without CUDA, torch has a class that cannot be instantiated
+    if isinstance(_torchs_own, type):  # a stub class, which raises, in builds without CUDA
         return False
     return bool(_torchs_own())
 
 
 @contextmanager
 def reporting_capture() -> Iterator[None]:
-    """Report the calling thread as capturing while it captures on the tape."""
+    """Make torch report the calling thread as capturing while it captures on the tape."""
     capture = object()
     try:
         with _lock:
             _captures.add(capture)
             setattr(_graphs, _NAME, _is_capturing)
         yield
-    finally:  # also if an interrupt prevented the capture from beginning
+    finally:  # even if an interrupt prevented the capture from beginning
         with _lock:
             _captures.discard(capture)
             if not _captures:

@@ -1,14 +1,15 @@
 """Streams and events of the tape, which run work immediately or deferred.
 
-By default, submitted work runs before the call returns, so that every order is correct and every
-recorded event is done. Use this mode for running and debugging.
+By default, submitted work runs before the call returns, so the order of work is always correct and
+recorded events are always done.
 
-In deferred mode (with a seed), work is queued until the host or the default stream waits for it, or
-the scheduler advances its stream. Work of different streams interleaves as far as waits allow, so a
-missing wait exposes old or poisoned data. Equal seeds result in equal interleavings.
+In deferred mode (with a seed), work is queued. It runs when the host or the default stream waits
+for it, or when the scheduler advances its stream. The scheduler interleaves work of different
+streams as far as waits allow, so a missing wait exposes old or poisoned data. Equal seeds produce
+equal interleavings.
 
-The default stream never defers: its work runs before the call returns, and its waits block the
-host. Tensor operations are deferred only inside ``use_stream`` (see deferred.py).
+Work on the default stream is never deferred, and its waits block the host. Tensor operations are
+deferred only inside ``use_stream`` (see deferred.py).
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ class _Work:
 
 
 class Scheduler:
-    """The queues of a deferred tape, and a random choice of the next work to run.
+    """The queues of a deferred tape, and the random choice of the next work.
 
-    Thread safety: any thread. The lock is re-entrant, because running work may submit work.
+    Thread safety: all methods may be called from any thread. The lock is re-entrant, because
+    running work may submit more work.
+
+    Args:
+        seed: Seed of the random choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -61,7 +66,7 @@ class Scheduler:
         self._queues: dict[TapeStream, deque[_Work | _Wait | Mark]] = {}
 
     def submit(self, stream: TapeStream, item: _Work | _Wait | Mark) -> None:
-        """Queue an item, and then advance random streams by a few steps."""
+        """Queue an item, then run a random number of items of random streams."""
         with self.lock:
             self._queues.setdefault(stream, deque()).append(item)
             while self._random.random() < 0.3:
@@ -82,7 +87,7 @@ class Scheduler:
                 self._advance(stream)
 
     def drain_to(self, mark: Mark) -> None:
-        """Run a stream up to a mark."""
+        """Run the work of a stream up to a mark."""
         with self.lock:
             while not mark.done:
                 self._advance(mark.stream)
@@ -109,7 +114,7 @@ class Scheduler:
 
     def _step(self, stream: TapeStream) -> None:
         queue = self._queues[stream]
-        # Remove the item first, because it must not run again if it raises.
+        # Remove the item before it runs, so that it does not run again if it raises.
         item = queue.popleft()
         if not queue:
             del self._queues[stream]
@@ -128,10 +133,9 @@ class _Interception(threading.local):
 class TapeStream:
     """An in-order queue of work; handle 0 is the default stream.
 
-    ``lock`` serializes replays on the stream by several threads.
-
     Attributes:
-        was_captured: Whether graphs were captured on the stream.
+        lock: Lock that serializes replays on the stream by several threads.
+        was_captured: Whether a capture has run on the stream.
         capturing_thread: ID of the thread that is capturing on the stream, or None.
     """
 
@@ -150,11 +154,11 @@ class TapeStream:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether work submitted now is queued rather than run before the call returns."""
+        """Whether submitted work is queued instead of run immediately."""
         return self.scheduler is not None and (self._handle != 0 or self.interception.depth > 0)
 
-    def give(self, run: Callable[[], Any]) -> None:
-        """Queue work, or run it immediately if the stream does not defer."""
+    def submit(self, run: Callable[[], Any]) -> None:
+        """Queue work, or run it immediately if the stream is not deferred."""
         if self.scheduler is not None and self.is_deferred:
             self.scheduler.submit(self, _Work(run))
             return
@@ -168,18 +172,18 @@ class TapeStream:
 
         Raises:
             ReplayError: Another thread is capturing on the stream. On a device, the mark and all
-                work waiting for it would become part of the capture.
+                work that waits for it would become part of the capture.
         """
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(
-                f"{self!r} cannot be waited for while another thread captures on it. Wait "
-                "before or after the capture."
+                f"Another thread is capturing on {self!r}, so other streams cannot wait for it. "
+                "Wait before or after the capture."
             )
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
             self.scheduler.submit(self, mark)
         else:
-            # In a capture, the graph defines the order, and no work is queued.
+            # In a capture, no work is queued, because the graph determines the order.
             if self.scheduler is not None and not capturing_device():
                 self.scheduler.drain(self)
             mark.done, mark.at_ns = True, time.perf_counter_ns()
@@ -231,7 +235,7 @@ class TapeEvent:
         self._mark: Mark | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Mark the end of the work queued so far on a stream (default: the current one)."""
+        """Record the event after all work queued on a stream (default: the current stream)."""
         self._mark = (stream or self._current()).mark()
 
     def wait(self, stream: Any = None) -> None:
@@ -252,7 +256,7 @@ class TapeEvent:
             mark.stream.scheduler.drain_to(mark)
 
     def elapsed_us(self, end: Any) -> float:
-        """Return microseconds of host time from this event to a later one.
+        """Return the microseconds of host time between this event and a later event.
 
         Raises:
             ConfigError: An event was created without ``timing=True``.

@@ -1,1 +1,1 @@
-"""Watch the operations of a step during warmups and captures, on any device."""
+"""Watch the operations of a step during warmups and captures."""

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed: which arguments they write, and how to wait for them."""
+"""Properties of torch.distributed collectives, and a wrapper that waits for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refusal(func: Any) -> str:
         )
     if is_collective(func) and name.split("::")[1] in _BARRIERS:
         return (
-            f"{name} makes the host wait for other ranks, which a graph cannot do; call it "
+            f"{name} makes the host wait for other ranks, which a graph cannot record; call it "
             "outside the step"
         )
     return ""
@@ -33,16 +33,14 @@ def refusal(func: Any) -> str:
 def writes_first_argument(func: Any) -> bool:
     """Return whether a collective writes its first argument (a tensor or lists of tensors).
 
-    Schemas do not declare it. Source: torch's Ops.cpp of c10d, whose output arguments come first.
+    Schemas do not declare it. Source: Ops.cpp of c10d in torch, in which output arguments come
+    first.
     """
     return func._schema.name.split("::")[1] not in {"send", *_BARRIERS}
 
 
 def blocking(func: Any) -> Callable[..., Any]:
-    """Wrap a collective to block until it has finished.
-
-    The operation itself returns an object to wait for.
-    """
+    """Wrap a collective to block until it has finished; the collective returns a work object."""
     from torch.distributed import Work
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Handle functions of ``torch.compile`` inside watched, warmed-up or captured steps.
+"""Handle functions of ``torch.compile`` in warmups and captures.
 
-Under a dispatch mode that must observe every operation, Dynamo compiles nothing and permanently
-marks the code it skips: after one such call, a compiled model runs uncompiled for the rest of the
-process. Under such modes, compiled functions therefore run eager through
+Under a dispatch mode that must observe every operation, Dynamo compiles no code, and permanently
+marks the code that it skips. After one such call, a compiled model would run uncompiled for the
+rest of the process. Under these modes, compiled functions therefore run eager through
 ``torch.compiler.set_stance``, which changes neither their code nor existing compilations.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
@@ -24,7 +24,7 @@ import torch
 
 
 def dynamo_is_loaded() -> bool:
-    """Return whether Dynamo is imported, which is necessary for compiling and takes seconds."""
+    """Return whether Dynamo, which takes seconds to import, is already imported."""
     return "torch._dynamo" in sys.modules
 
 
@@ -51,13 +51,13 @@ class ThreadCounts:
 
 
 class _ForceEager:
-    """Makes compiled functions run eager while any thread requests it.
+    """A switch that makes compiled functions run eager while any thread requests it.
 
-    The setting is process-wide: compiled functions called by other threads also run eager
-    meanwhile. A capture during which this may have happened warns.
+    The setting is process-wide, so compiled functions called by other threads also run eager. A
+    capture that this may have affected warns.
 
     Attributes:
-        num_begun: Number of times it was requested.
+        num_begun: Total number of requests.
         on: Number of active requests of each thread.
     """
 
@@ -72,14 +72,14 @@ class _ForceEager:
     def begin(self) -> bool:
         """Request eager execution; return whether ``end`` must be called.
 
-        It cannot be requested inside code that Dynamo runs.
+        A request has no effect inside code that Dynamo runs.
         """
         if not dynamo_is_loaded():
             return False
         from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
         if get_eval_frame_callback() not in (None, False):
-            return False  # inside compiled code, where torch does not allow switching
+            return False  # inside compiled code, where torch does not allow changing the stance
         with self._lock:
             if self._stance is None:
                 self._stance = torch.compiler.set_stance("force_eager")
@@ -96,7 +96,7 @@ class _ForceEager:
         """End a request of this thread.
 
         Args:
-            depth: Number of remaining requests of this thread; None for one less than before.
+            depth: Number of requests of this thread that remain; None to remove one request.
         """
         with self._lock:
             self.on.set(self.on.here - 1 if depth is None else depth)
@@ -122,14 +122,14 @@ def force_eager() -> Iterator[None]:
 class Calls:
     """Counts operations of torch.compile functions that run uncompiled.
 
-    Compiled code is called by a function of Dynamo, so its operations have an additional Dynamo
-    frame on the stack.
+    Dynamo calls compiled code through an additional function, so operations of compiled code have
+    another Dynamo frame on the stack.
 
     Args:
-        outermost: Identity of the frame where the search ends. It does not keep the frame alive.
+        outermost: Identity of the frame where the search ends. The frame is not kept alive.
 
     Attributes:
-        num_plain: Number of these operations.
+        num_plain: Number of operations that ran uncompiled.
     """
 
     def __init__(self, outermost: int = 0) -> None:
@@ -139,7 +139,7 @@ class Calls:
     def note(self, frame: FrameType | None) -> bool:
         """Count an operation if its frame is in an uncompiled function; return whether it is."""
         while frame is not None and _is_dynamo_frame(frame):
-            frame = frame.f_back  # around the mode's own handler
+            frame = frame.f_back  # Dynamo's wrapper of the mode's own handler
         while frame is not None and id(frame) != self._outermost:
             if _is_dynamo_frame(frame):
                 if frame.f_code.co_name != _WRAPPER:
@@ -159,7 +159,7 @@ def _is_dynamo_frame(frame: FrameType) -> bool:
 
 @cache
 def _dynamo_files() -> frozenset[str | None]:
-    """Return the files whose functions wrap compiled and disabled functions."""
+    """Return the files of Dynamo with the wrappers of compiled and disabled functions."""
     import torch._compile
     from torch._dynamo import eval_frame
 
@@ -168,11 +168,11 @@ def _dynamo_files() -> frozenset[str | None]:
 
 @contextmanager
 def every_size_compiled() -> Iterator[None]:
-    """Allow Dynamo to compile for every size that is warmed up.
+    """Allow Dynamo to compile a function for every size that is warmed up.
 
-    With Dynamo's default limit (8), a function without dynamic shapes would run eager from the
-    ninth size, with only a log message, although the user requested all sizes. The larger limit on
-    all compilations of a function still applies.
+    With Dynamo's default limit of 8, a function without dynamic shapes would run eager from the
+    ninth size on, with only a log message. Dynamo's larger limit on all compilations of a function
+    still applies.
     """
     if not dynamo_is_loaded():
         yield

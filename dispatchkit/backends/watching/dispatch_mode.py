@@ -1,12 +1,13 @@
-"""Base classes of dispatch modes that work with Dynamo without importing it unnecessarily.
+"""Base classes of dispatch modes that do not import Dynamo.
 
 torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile it. The first call
 of the wrapper imports Dynamo, which takes seconds, even in a process that never compiles. These
-classes add the wrapper when a mode is entered after Dynamo was imported.
+classes add the wrapper only if Dynamo is already imported when a mode is entered.
 
-A process-wide flag of torch indicates whether a mode is active that prevents compilation, and each
-mode restores the earlier value on exit (``TorchDispatchMode.__enter__``). Overlapping modes in two
-threads would leave the flag set permanently, which disables compilation.
+A process-wide flag of torch is set while a mode that prevents compilation is active. Each mode
+restores the earlier value on exit (``TorchDispatchMode.__enter__``), so overlapping modes in two
+threads could leave the flag set, which would disable compilation permanently. These classes restore
+the flag when the last mode ends.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Facts = TypeVar("_Facts")
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among an operation's arguments or results, including those in lists.
 
-    Five times faster than a generic tree traversal; modes call it for every operation.
+    Modes call this for every operation. It is five times faster than a generic tree traversal.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -53,9 +54,9 @@ def has_subclass(types: Iterable[Any]) -> bool:
 
 
 class PerOperation(Generic[_Facts]):
-    """A cached property of operations.
+    """A cache for a property of operations.
 
-    The cache uses identities, because hashing an operation runs Python code.
+    Operations are identified by ``id``, because hashing an operation runs Python code.
 
     Args:
         find: Function that returns the property of an operation.
@@ -69,7 +70,7 @@ class PerOperation(Generic[_Facts]):
         """Return the property of an operation."""
         known = self._known.get(id(func))
         if known is None:
-            # Stored with the operation, so that its identity is not reused.
+            # The operation is stored, too, so that its id is not reused.
             known = self._known[id(func)] = (func, self._find(func))
         return known[1]
 
@@ -77,18 +78,18 @@ class PerOperation(Generic[_Facts]):
 class WeakStorages:
     """A set of storages that does not keep them alive.
 
-    It uses torch's weak references, because Python objects would double the cost.
+    It uses torch's weak references, because Python's weak references would double the cost.
     """
 
-    # A class attribute, because module globals may be deleted before the last of these sets.
+    # A class attribute, because at exit module globals may be deleted before the last set.
     _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
     def __init__(self) -> None:
         self._refs: set[Any] = set()  # ints; torch annotates them differently
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Remember a storage."""
-        # The weak reference prevents reuse of the identity.
+        """Add a storage."""
+        # The weak reference prevents the identity from being reused.
         if storage._cdata not in self._refs:
             self._refs.add(storage._weak_ref())
 
@@ -105,7 +106,7 @@ class WeakStorages:
 
 
 class _Overlaps:
-    """Restores torch's flags when the last of these modes ends in any thread."""
+    """Restores torch's process-wide flags when the last mode ends in any thread."""
 
     _NAMES = (
         "_is_in_torch_dispatch_mode",
@@ -141,25 +142,25 @@ _OVERLAPS = _Overlaps()
 class DispatchMode(TorchDispatchMode):
     """Base class of dispatch modes; subclasses define ``__torch_dispatch__`` as usual.
 
-    Compiled functions run eager under it, so it also receives their operations. If
-    ``ignore_compile_internals`` is True, they run compiled, and the mode receives only other
-    operations.
+    Compiled functions run eager under the mode, so it also receives their operations. If
+    ``ignore_compile_internals`` returns True, they run compiled, and the mode receives only the
+    other operations.
     """
 
-    #: Higher-order operators are also passed to ``__torch_dispatch__``.
+    #: Whether ``__torch_dispatch__`` also receives higher-order operators.
     supports_higher_order_operators = True
     _is_hidden_from_dynamo = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Disable the wrapper of torch 2.12 and later, because this class adds its own."""
+        """Disable the wrapper of torch 2.12 and later, because this class adds a wrapper."""
         return False
 
     def __enter__(self) -> Any:
         if dynamo_is_loaded():
             self._hide_from_dynamo()
-        # Stacks, because a mode may be entered again while active, for example for parts of an
-        # operation.
+        # Lists, because an active mode may be entered again, for example to run the parts of a
+        # composite operation.
         self.__dict__.setdefault("_had_dynamo", []).append(dynamo_is_loaded())
         begun = self.__dict__.setdefault("_has_begun", [])
         begun.append(not self.ignore_compile_internals() and FORCE_EAGER.begin())
@@ -174,8 +175,8 @@ class DispatchMode(TorchDispatchMode):
         if self.__dict__["_has_begun"].pop():
             FORCE_EAGER.end()
         if not self.__dict__["_had_dynamo"].pop() and dynamo_is_loaded():
-            # Code that was first compiled under the mode, such as by torch.cond, would be skipped
-            # permanently.
+            # Dynamo would permanently skip code that it first encountered under the mode, for
+            # example in torch.cond.
             torch._dynamo.reset_code_caches()
 
     @classmethod
@@ -191,8 +192,8 @@ class DispatchMode(TorchDispatchMode):
 class OperationMode(DispatchMode):
     """A mode that receives only plain operations; subclasses define ``run_operation``.
 
-    Operations handled by tensor subclasses, and higher-order operators such as ``torch.cond``, are
-    replaced by the plain operations that they run.
+    Instead of operations on tensor subclasses and higher-order operators such as ``torch.cond``, it
+    receives the plain operations that they run.
 
     Attributes:
         is_paused: Whether operations bypass ``run_operation``.
@@ -207,22 +208,25 @@ class OperationMode(DispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         if types and has_subclass(types):
-            return NotImplemented  # this method then receives the operations that the subclass runs
+            return NotImplemented  # the mode then receives the operations that the subclass runs
         if is_higher_order(func):
             return run_higher_order(self, func, args, kwargs)
         return self.run_operation(func, args, kwargs)
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and return its result; the caller is two frames up."""
+        """Run an operation, and return its result.
+
+        The frame of the operation's caller is two frames above this method.
+        """
         raise NotImplementedError
 
 
 def inference_mode(is_on: bool) -> AbstractContextManager[None]:
     """Return a context with inference mode on or off, for one ``with`` statement.
 
-    torch's own class ends the mode in Python, and a signal handler may raise before that. The mode
-    would then end only when the object is freed, and reset the gradient mode to an old value. This
-    context ends with a C call, which a signal handler cannot prevent.
+    ``torch.inference_mode`` ends the mode in Python code, and a signal handler may raise before
+    this code. The mode would then end only when the object is freed, and reset the gradient mode to
+    an old value. This context ends the mode in a C call, which a signal handler cannot prevent.
     """
     return torch._C._InferenceMode(is_on)
 
@@ -230,9 +234,9 @@ def inference_mode(is_on: bool) -> AbstractContextManager[None]:
 class ThreadModes:
     """A snapshot of the active modes and the gradient mode of this thread.
 
-    If a signal handler raises just before a ``with`` statement calls ``__exit__``, that call is
-    lost. ``put_back`` ends all modes entered since the snapshot, so that they do not affect later
-    calls of the thread.
+    If a signal handler raises just before a ``with`` statement calls ``__exit__``, the mode does
+    not end. ``put_back`` ends all modes entered since the snapshot, so that they do not affect
+    later calls in the thread.
     """
 
     def __init__(self) -> None:

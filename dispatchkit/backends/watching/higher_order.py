@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatchkit.backends.capture_guard import HostSyncError
 
-# The host reads a tensor to choose or repeat a function. torch 2.13 and later can capture these
-# operators as graph nodes, but only through private APIs of torch.compile.
+# Operators for which the host reads a tensor to choose or repeat a function. torch 2.13 and later
+# can capture them as graph nodes, but only through private APIs of torch.compile.
 _READ_BY_HOST = {
     "cond": "the host reads which function to run; torch.where on both results can be captured",
     "while_loop": "the host reads whether to continue; a loop of fixed length can be captured",
@@ -29,12 +29,14 @@ def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any)
     """Run a higher-order operator so that the mode receives its plain operations.
 
     Raises:
-        HostSyncError: The host must read data to choose the function to run.
+        HostSyncError: The host must read data to run the operator.
     """
     if func._name in _READ_BY_HOST:
         raise HostSyncError(f"torch.{func._name}", _READ_BY_HOST[func._name])
     kernel = func.py_kernels.get(_PLAIN)
     if kernel is None:
-        raise NotImplementedError(f"{func._name} has no eager form that can be watched.")
+        raise NotImplementedError(
+            f"The operator {func._name!r} cannot be captured, because it has no eager kernel."
+        )
     with mode:
         return kernel(*args, **kwargs)

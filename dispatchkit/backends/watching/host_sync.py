@@ -1,8 +1,9 @@
 """Detect calls that wait for the device, so that captures can refuse them by name.
 
-This needs two modes. A TorchDispatchMode recognizes operations by their tags. A TorchFunctionMode
-intercepts calls that copy to the host: for CPU tensors they never reach the dispatcher, and for
-device tensors the dispatcher is too late, because the driver has invalidated the capture.
+This requires two modes. A TorchDispatchMode recognizes operations by their tags. A
+TorchFunctionMode intercepts calls that copy to the host. On CPU tensors, these calls do not reach
+the dispatcher. On device tensors, the dispatcher would be too late, because the driver has already
+invalidated the capture.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 
 _Tensor = torch.Tensor
 
-# On a device, each of these functions copies to the host and waits.
+# Functions that, on a device, copy to the host and wait.
 SYNC_FUNCTIONS: dict[Any, str] = {
     getattr(_Tensor, name): f"Tensor.{name}"
     for name in (
@@ -29,7 +30,7 @@ SYNC_FUNCTIONS: dict[Any, str] = {
 }
 SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
 
-# Public names of operations that have another name in the dispatcher.
+# User-visible names of operations that have other names in the dispatcher.
 _PUBLIC_NAMES = {
     "aten::_local_scalar_dense": "Tensor.item",
     "aten::index": "indexing by a mask",
@@ -45,7 +46,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _READS_BY_INDEX = ("aten::index", "aten::_unsafe_index")
 _WRITES_BY_INDEX = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-# Not tagged, although the host reads the mask to check its alignment and find the end of each row.
+# Operations without a tag for which the host reads a mask.
 _READS_MASK = frozenset(
     {"aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask"}
 )
@@ -56,8 +57,8 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
     """Run a composite operation so that the mode receives its parts.
 
     In inference mode, composite operations such as ``reshape`` or ``linear`` are not decomposed,
-    and only their parts reveal whether they copy or wait. This uses the eager kernel, not torch's
-    Python decompositions, which may draw different random numbers.
+    and only their parts show whether they copy or wait. The parts are those of the eager kernel.
+    torch's Python decompositions may draw different random numbers.
 
     Returns:
         The result, or NotImplemented for an operation with its own kernel.
@@ -88,10 +89,11 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether the host must read data to run an operation on a device."""
     name = func._schema.name
     if name in _READS_BY_INDEX:
-        # The tag applies to all indices, but only the result for a mask depends on data.
+        # The operation is tagged, but its result shape depends on data only for a mask.
         return _has_mask(args[1])
     if name in _WRITES_BY_INDEX:
-        # Not tagged, but a mask is converted to indices unless a single value is written.
+        # The operation is not tagged, but a mask is converted to indices, except if a single value
+        # is written.
         return _has_mask(args[1]) and args[2].numel() != 1
     return _is_tagged(func)
 
@@ -107,11 +109,11 @@ def _has_mask(indices: Any) -> bool:
 
 
 def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
-    """Return a HostSyncError if an operation makes the host wait, or None."""
+    """Return a HostSyncError if an operation makes the host wait; otherwise None."""
     if not is_data_dependent(func, args):
         return None
     name = func._schema.name
-    why = "its result's value or shape depends on data"
+    why = "the value or shape of its result depends on data"
     if name in _READS_MASK:
         why = "create torch.nn.TransformerEncoder with enable_nested_tensor=False to avoid it"
     return HostSyncError(_PUBLIC_NAMES.get(name, name), why)
@@ -135,9 +137,9 @@ class HostSyncGuard(TorchFunctionMode):
     """Refuses calls that copy device data to the host.
 
     Args:
-        watch: Receives each refused call. It must not reference the guard, because only the garbage
-            collector would free the reference cycle.
-        device_type: Type of the device whose tensors must not be read by the host.
+        watch: Watch of the capture, which records each refused call. It must not reference the
+            guard, because only the garbage collector would free the reference cycle.
+        device_type: Device type of the tensors that the host must not read.
     """
 
     def __init__(self, watch: Watch, device_type: str) -> None:

@@ -298,7 +298,7 @@ class WriteWatch(OperationMode):
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and record its writes and the memory that it creates."""
         if self._notes is not None:
-            self._notes.see(func, args, kwargs)
+            self._notes.record(func, args, kwargs)
         facts = _facts_of(func)
         if self._calls is not None and self._calls.note(sys._getframe(2)):
             self._record_outside_reads(args, kwargs)
