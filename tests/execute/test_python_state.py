@@ -455,6 +455,39 @@ def test_any_mutation_of_nested_containers_is_put_back(
     assert before.changes() == ()
 
 
+def _move_last(source: Any, target: Any) -> None:
+    target.insert(0, source.pop())
+
+
+def _move_to_dictionary(target: dict[str, Any], source: list[Any]) -> None:
+    target["b"] = source[1]
+    source.clear()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "move"),
+    [
+        pytest.param([1, 2], [3], _move_last, id="to the next list"),
+        pytest.param([1, 2], deque([3]), _move_last, id="to the next deque"),
+        pytest.param([None], [], _move_last, id="to an empty list"),
+        pytest.param([1], [1, 1], lambda one, other: one.append(other.pop()), id="equal items"),
+        pytest.param({"a": "b"}, ["b", 1], _move_to_dictionary, id="to a dictionary"),
+    ],
+)
+def test_an_item_moved_between_containers_is_a_change(
+    first: Any, second: Any, move: Callable[[Any, Any], Any]
+) -> None:
+    """The items of all containers are the same, in the same order, as when a request is admitted
+    from a queue to a batch.
+    """
+    nest = [first, second]
+    before, then = PythonState({"nest": nest}), _copied(nest)
+    move(first, second)
+    assert not before.is_current()
+    restore(before.changes())
+    assert _copied(nest) == then
+
+
 def test_notes_of_a_declared_class_are_no_state_of_the_step() -> None:
     """A piece that notes where it failed must not lose that when a failed run is undone."""
 

@@ -42,6 +42,9 @@ _Class = TypeVar("_Class")
 MISSING: Final = object()
 """Marker of a missing entry."""
 
+#: View that marks the end of another view; otherwise an item could move between containers unseen.
+_END: Final = (object(),)
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Packages whose globals and class attributes do not count as state of a step.
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
@@ -405,7 +408,8 @@ class Record:
 
     Attributes:
         saved: Entries by key; references, not copies.
-        views: Iterables of objects whose identities show whether the entries are unchanged.
+        views: Iterables of objects whose identities show whether the entries are unchanged. Each is
+            followed by an end marker, so that views of several containers can be chained.
         seen: Objects that ``views`` yielded when the contents were recorded.
         holder: Object that the container belongs to; may be the container itself.
         is_of_class: Whether the container is reached only through classes and their code.
@@ -417,7 +421,7 @@ class Record:
         self.holder: Any = found.value
         self.is_of_class: bool = False
         self._is_installed = found.is_installed
-        self.views = kind.views(found.value)
+        self.views = [part for view in kind.views(found.value) for part in (view, _END)]
         self.seen = [*itertools.chain.from_iterable(self.views)]
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
 
