@@ -1,18 +1,18 @@
-"""SlotState: state that belongs to sessions, in banks with a row for each slot.
+"""SlotState: session state, stored in banks with one row per slot.
 
     slots = SlotState({"hidden": StaticInput((None, 128), "float32")}, num_slots=256)
     runner = GraphRunner(step, {"audio": StaticInput((None, 512), "float32"), "slots": slots})
     slots.join("caller 7")
     runner(audio=audio, slots=slots.slots_of(["caller 7"]))
 
-A step gets its slots as an input, and reads and writes their rows (``SlotRows``) under that name.
-After the slots, each bank has two more rows: the *blank* row, which always holds the initial state
-of a session, and the *sink*. Padding rows read the blank row and write to the sink, as do all dummy
-rows (warmup, capture, proof), so that banks are never saved around these. Free slots hold the
-initial state, so joining costs nothing on the device.
+Callers pass slots. The step receives ``SlotRows`` in their place, to read and write the rows.
+After the rows of the slots, each bank has a *blank* row, which always holds the initial state of a
+session, and a *sink*, which is never read. Padding rows and all dummy rows (of a warmup, capture or
+proof) read the blank row and write to the sink, so these runs need not save the banks. Free slots
+hold the initial state, so a session that joins needs no work on the device.
 
-Steps may instead access banks themselves (``RawBank``), such as a decoder's key-value cache. Such
-banks have rows only for slots, and a slot is cleared when a session joins.
+A ``RawBank``, such as a decoder's key-value cache, is addressed by the step itself. It has rows
+only for the slots, and a slot is cleared when a session joins.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_nam
 
 _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
-#: In-place operations of torch that write chosen rows.
+#: In-place torch operations that write to selected rows.
 _INDEXED: Final = ("aten::index_", "aten::_index_put_impl_", "aten::scatter", "aten::_unsafe_index")
 
 
 @attrs.frozen
 class SlotInput(StaticInput):
-    """The input of a step's slots; only rows of a call hold anything other than fill."""
+    """The input for a step's slots; its fill value is the sink."""
 
     next_step = _SLOTS_OF
 
@@ -50,16 +50,17 @@ class SlotInput(StaticInput):
 @refuses_unknown_names
 @attrs.frozen
 class RawBank(StaticInput):
-    """A bank that steps read and write themselves, with rows only for the slots.
+    """A bank that steps address themselves, with rows only for the slots.
 
-    The sessions of a step are in the first slots, or in slots given by a separate input. Padding
-    rows must not change a session. What they change depends on the fields:
+    The sessions of a step are in the first slots, or in the slots of a separate input. Padding rows
+    must not change a session.
 
     Attributes:
-        positions: The dimension of a session's positions, of which each step writes some. Padding
-            rows write the last position, which is never read. Moves copy the positions in use.
-            None: steps change whole rows in place, and padding rows change those of free slots.
-        is_read_only: Steps do not change the bank.
+        positions: Dimension of a session's positions, if each step writes only some positions.
+            Padding rows write to the last position, which is never read, and moves copy only the
+            positions in use. If None, steps change whole rows in place, and padding rows change the
+            rows of free slots.
+        is_read_only: Whether steps never change the bank.
     """
 
     positions: int | None = attrs.field(default=None, kw_only=True)
@@ -72,9 +73,9 @@ class SlotMove:
 
     Attributes:
         session: The session.
-        source: The slot it was in.
-        target: The slot it is in now.
-        num_bytes: Bytes copied.
+        source: Old slot.
+        target: New slot.
+        num_bytes: Number of copied bytes.
     """
 
     session: Hashable
@@ -89,7 +90,7 @@ class Bank:
 
     Attributes:
         tensor: All rows: one per slot, the blank row and the sink.
-        spec: Its declaration.
+        spec: Declaration of the bank.
     """
 
     tensor: torch.Tensor
@@ -101,7 +102,7 @@ class Bank:
         return self.spec.shape.index(None)
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return the row of a slot, as a view."""
+        """Return a view of the row of a slot."""
         return self.tensor.select(self.dim, slot)
 
     def clear(self, slot: int) -> None:
@@ -109,17 +110,17 @@ class Bank:
         self.row(slot).fill_(self.spec.fill_value)
 
     def copy(self, source: int, target: int, used: int | None) -> int:
-        """Copy the row of a slot to another one; return the bytes copied.
+        """Copy the row of a slot to another slot, and return the number of copied bytes.
 
         Args:
-            source: The slot to copy.
-            target: The other one.
-            used: Number of its positions in use; None: all. Later positions are cleared.
+            source: Slot to copy from.
+            target: Slot to copy to.
+            used: Number of positions in use; None means all. Later positions are cleared.
         """
         from_row, to_row = self.row(source), self.row(target)
         dim = self.spec.positions if isinstance(self.spec, RawBank) else None
         if used is not None and dim is not None:
-            dim -= dim > self.dim  # a row lacks the dimension of slots
+            dim -= dim > self.dim  # a row has no dimension of slots
             # In a full ring buffer, all positions are in use.
             used = min(used, from_row.shape[dim] - 1)
             to_row.narrow(dim, used, from_row.shape[dim] - used).fill_(self.spec.fill_value)
@@ -137,15 +138,15 @@ class Bank:
         if storage_of(rows) == storage_of(tensor):
             rows = rows.clone()
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-            # torch has no such copy for them.
+            # torch does not implement index_copy_ for float8 dtypes.
             tensor, rows = tensor.view(torch.uint8), rows.view(torch.uint8)
         tensor.index_copy_(self.dim, index, rows)
 
     def is_row_write(self, written: torch.Tensor, operation: str) -> bool:
-        """Return whether a write into this memory is not to indexed rows of the whole bank.
+        """Return whether a write may change rows of other sessions.
 
-        Other operations of torch than the indexed ones write every row, also those of other
-        sessions. Operations of other libraries are taken to address rows themselves.
+        In-place torch operations that take no index write every row of the tensor. Operations of
+        other libraries are assumed to address the rows themselves.
         """
         is_indexed = operation.startswith(_INDEXED)
         if operation.startswith("aten::") and not is_indexed:
@@ -157,19 +158,19 @@ class Bank:
 
 
 class SlotRows:
-    """The rows of one step's sessions, passed to the step for its slots.
+    """The rows of a step's sessions; the step receives them in place of its slots.
 
-    ``rows["hidden"]`` reads the rows of a bank, ``rows["hidden"] = value`` writes them. The rows
-    read are a copy or, with compact sessions, a view of the bank, which must not be written in
+    ``rows["hidden"]`` reads the rows of a bank, and ``rows["hidden"] = value`` writes them. Reading
+    returns a copy or, with compact sessions, a view of the bank, which must not be written in
     place.
 
     Args:
-        state: The banks.
-        index: The row that each row of the step is written to (B,): its slot, or the sink.
-        watch: Watches the step's writes to the rows.
+        state: State that contains the banks.
+        index: Row of the banks to which each row of the step is written (B,): a slot or the sink.
+        watch: Watch over the step's writes to the rows, or None.
 
     Attributes:
-        index: The same. With ``bank`` for writes to parts of rows:
+        index: As passed. To write parts of rows, use it with ``bank``:
             ``rows.bank("keys")[rows.index, :, positions] = keys``.
     """
 
@@ -180,13 +181,13 @@ class SlotRows:
         self.index: torch.Tensor = index
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the rows of a bank, B of them in the dimension of the slots."""
+        """Return the rows of a bank, with size B in the dimension of the slots."""
         state, number = self._state, self.index.shape[0]
         bank = state.get_bank(name)
         if state.compact and number <= state.num_slots:
             return bank.tensor.narrow(bank.dim, 0, number)
         index = self.index
-        if state.compact:  # a capture size above the number of slots: the same rows, and blank ones
+        if state.compact:  # a capture size above the number of slots: add blank rows
             index = torch.arange(number, device=index.device)
         taken = bank.take(index.clamp(max=state.num_slots))
         if self._watch is not None:
@@ -197,66 +198,71 @@ class SlotRows:
         """Write the rows of a bank.
 
         Raises:
-            InputError: Their dtype or shape differs from the rows of the bank.
+            InputError: The value is not a tensor with the dtype and shape of the rows.
         """
         bank = self._state.get_bank(name)
         if not isinstance(value, torch.Tensor):
             got = type(value).__name__
-            raise InputError(name, f"Rows of {name!r} must be a tensor, got a value of type {got}.")
+            raise InputError(
+                name, f"Rows of {name!r} must be a tensor, got {got}. Assign a tensor."
+            )
         want = list(bank.tensor.shape)
         want[bank.dim] = self.index.shape[0]
         if list(value.shape) != want:
             raise InputError(
                 name,
                 f"Rows of {name!r} must have shape {tuple(want)} in this step, "
-                f"got {tuple(value.shape)}.",
+                f"got {tuple(value.shape)}. Assign one row per row of the step, or write parts of "
+                f"rows: slots.bank({name!r})[slots.index, ...] = value.",
             )
         if value.dtype is not bank.tensor.dtype:
             raise InputError(
                 name,
-                f"Rows of {name!r} must be {bank.tensor.dtype}, got {value.dtype}. Convert them; "
-                "nothing is converted silently.",
+                f"Rows of {name!r} must be {bank.tensor.dtype}, got {value.dtype}. Convert them "
+                f"with value.to({bank.tensor.dtype}).",
             )
         bank.put(self.index, value)
         if self._watch is not None:
             self._watch.note_assigned(name, value)
 
     def bank(self, name: str) -> torch.Tensor:
-        """Return the whole of a bank, to write parts of its rows at ``index``."""
+        """Return the tensor of a bank, to write parts of its rows at ``index``."""
         return self._state.get_bank(name).tensor
 
 
 @refuses_unknown_names
 class SlotState:
-    """State of sessions that join and leave: banks with a row per slot, and their assignment.
+    """The state of sessions that join and leave, and the slot of each session.
 
-    It is declared among the inputs of one or more runners, under the name of the slots' input.
-    Sessions are any hashable values.
+    One or more runners declare it as an input, whose name is the name of the slots in calls. A
+    session is identified by any hashable value.
 
     Args:
-        banks: A ``StaticInput`` per kind of state: its shape with None for the slots, its dtype,
-            and the initial state as fill. Or a ``RawBank`` each: then no input has slots, and
-            runners declare ``state=slots.step_state``.
+        banks: One ``StaticInput`` per kind of state, with its shape (None for the slots), its dtype
+            and its initial state as the fill value. Alternatively, one ``RawBank`` per kind of
+            state. Then slots are not passed as an input, and runners declare
+            ``state=slots.step_state``.
         num_slots: Maximum number of sessions.
-        compact: Sessions are kept in slots 0 to n-1, by moving the last one into a gap, and steps
-            read the banks as views. Each step must use the first slots, in order. This is for banks
-            too large to gather in every step, and steps with all sessions.
-        host: Calls pass slots as a list, an array or a CPU tensor, which is checked on the host.
-            False: as a device tensor, which each step waits for to check it.
-        device: The device of the banks; None for torch's default device.
+        compact: Whether to keep the sessions in slots 0 to n-1, by moving the last session into any
+            gap. Steps then read the banks as views, and each step must use the first slots, in
+            order. Use this for banks that are too large to gather in every step, if steps usually
+            serve all sessions.
+        host: Whether calls pass slots as a list, an array or a CPU tensor, which is checked on the
+            host. If False, calls pass a device tensor, and each step waits for it to check it.
+        device: Device of the banks; None means torch's default device.
 
     Attributes:
-        num_slots: The same.
-        compact: The same.
-        is_raw: Steps address the banks by themselves.
-        static_input: The declaration of the input in runners.
+        num_slots: As passed.
+        compact: As passed.
+        is_raw: Whether steps address the banks themselves.
+        static_input: Declaration of the slots as an input of runners.
 
     Raises:
-        ConfigError: There is no bank, a bank has no slots, or a setting is invalid.
+        ConfigError: There are no banks, a bank has no dimension of slots, or a setting is invalid.
 
-    Thread safety: any thread may call it, and captures may run in another one. Operations on
-    sessions are queued on the current stream, like steps. Wait for a submitted step before its
-    sessions leave, move or are cleared.
+    Thread safety: all methods may be called from any thread, also while another thread captures.
+    Operations on sessions are queued on the current stream, like steps. Wait for a submitted step
+    before its sessions leave, move or are cleared.
     """
 
     def __init__(
@@ -297,24 +303,24 @@ class SlotState:
 
     def __repr__(self) -> str:
         banks = ", ".join(self._banks)
-        return f"<SlotState of {banks}: {len(self)} of {self.num_slots} slots taken>"
+        return f"<SlotState of {banks}: {len(self)} of {self.num_slots} slots in use>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle: the same banks, without sessions."""
+        """Copy or pickle the declaration, without sessions."""
         return _remake, self._declared
 
     # -- sessions -----------------------------------------------------------------------
 
     def join(self, session: Hashable) -> int:
-        """Assign a slot with the initial state to a session; return its number.
+        """Assign a slot with the initial state to a session, and return the slot.
 
         Raises:
-            DescriptorError: It already has a slot, none is free, or the session is not hashable.
+            DescriptorError: The session already has a slot or is not hashable, or no slot is free.
         """
         with self._changed:
             if session in self:
-                hint = "leave() frees its slot; slots_of() returns it."
-                raise DescriptorError("session", session, "one that has not joined", hint)
+                hint = "Use its slot, slots_of([session]), or call leave(session) first."
+                raise DescriptorError("session", session, "a session without a slot", hint)
             while not self._free and self._lent:
                 self._changed.wait()
             if not self._free:
@@ -322,7 +328,7 @@ class SlotState:
                     "session",
                     session,
                     f"one of at most {self.num_slots} sessions (num_slots)",
-                    "No slot is free. Let another session leave, or raise num_slots.",
+                    "No slot is free. Call leave() for another session, or raise num_slots.",
                 )
             slot = self._free.pop()
             self._put(session, slot)
@@ -333,27 +339,31 @@ class SlotState:
     def leave(
         self, *sessions: Hashable, used: Mapping[Hashable, int] | None = None
     ) -> list[SlotMove]:
-        """Free the slots of sessions and clear them.
+        """Free and clear the slots of sessions.
 
         Args:
-            sessions: The leaving sessions.
-            used: Positions in use of remaining sessions, as far as known; other positions of a
-                ``RawBank`` are not copied.
+            sessions: Sessions that leave.
+            used: Number of positions in use of remaining sessions, if known. A move then copies
+                only these positions of a ``RawBank``.
 
         Returns:
-            The sessions that were moved to keep the others compact; as few as possible.
+            The moves that closed gaps between compact sessions; as few as possible.
 
         Raises:
-            DescriptorError: A session has no slot or is named twice, or ``used`` has an invalid
-                number of positions; nothing is changed.
+            DescriptorError: A session has no slot or is passed twice, or ``used`` contains an
+                invalid number of positions. No session leaves.
         """
         for session, number in (used or {}).items():
             if whole_number(number) is None or number < 0:
-                raise DescriptorError(f"used[{session!r}]", number, "a number of positions")
+                hint = "Pass the number of positions that the session uses, or omit the session."
+                raise DescriptorError(
+                    f"used[{session!r}]", number, "an integer of at least 0", hint
+                )
         with self._changed:
             slots = self.slots_of(sessions)
             if len(set(slots)) < len(slots):
-                raise DescriptorError("sessions", sessions, "named once each")
+                hint = "Pass each session once."
+                raise DescriptorError("sessions", sessions, "distinct sessions", hint)
             for session, slot in zip(sessions, slots, strict=True):
                 self._take(session, slot)
             moves = self._close_gaps(used or {}) if self.compact else []
@@ -370,12 +380,15 @@ class SlotState:
         with self._changed:
             (source,) = self.slots_of([session])
             if self.compact:
-                hint = "Compact sessions move when others leave."
+                hint = (
+                    "Compact sessions move only when other sessions leave. To move this session, "
+                    "create the SlotState without compact."
+                )
                 raise DescriptorError("slot", slot, f"{source}, its current slot", hint)
-            while slot in list(self._lent):  # a slot that is no number may not be hashable
+            while slot in list(self._lent):  # an invalid slot may be unhashable
                 self._changed.wait()
             if slot not in self._free:
-                hint = "slots_of(sessions) returns those in use; the others are free."
+                hint = "slots_of(slots.sessions) returns the slots in use."
                 raise DescriptorError(
                     "slot", slot, f"a free slot from 0 to {self.num_slots - 1}", hint
                 )
@@ -388,7 +401,7 @@ class SlotState:
         """Reset a session's rows to the initial state.
 
         Raises:
-            DescriptorError: It has no slot.
+            DescriptorError: The session has no slot.
         """
         with self._changed:
             self._clear(self.slots_of([session]))
@@ -404,16 +417,16 @@ class SlotState:
         except TypeError:
             if isinstance(sessions, Iterable):
                 raise _unhashable(sessions) from None
-            hint = "One session: slots_of([session])."
+            hint = "Pass a single session as slots_of([session])."
             raise DescriptorError("sessions", sessions, "a list of sessions", hint) from None
         except KeyError as error:
-            raise DescriptorError(
-                "session", error.args[0], "one that has joined and not left", "join() it first."
-            ) from None
+            session = error.args[0]
+            hint = "Call join(session) first."
+            raise DescriptorError("session", session, "a session with a slot", hint) from None
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:
-        """The sessions with slots, in order of slots."""
+        """The sessions that have slots, ordered by slot."""
         return tuple(self._sessions[slot] for slot in self._is_taken.nonzero()[0])
 
     def __len__(self) -> int:
@@ -429,10 +442,10 @@ class SlotState:
         return iter(self.sessions)
 
     def __getitem__(self, session: Hashable) -> dict[str, torch.Tensor]:
-        """Return the rows of a session by bank: views, valid until it moves or leaves.
+        """Return views of the rows of a session, by bank; valid until it moves or leaves.
 
         Raises:
-            DescriptorError: It has no slot.
+            DescriptorError: The session has no slot.
         """
         (slot,) = self.slots_of([session])
         return {name: bank.row(slot) for name, bank in self._banks.items()}
@@ -446,25 +459,26 @@ class SlotState:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The memory of all banks."""
+        """The tensors of all banks."""
         return tuple(bank.tensor for bank in self._banks.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all banks."""
+        """The size of all banks in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def get_bank(self, name: str) -> Bank:
         """Return a bank.
 
         Raises:
-            DescriptorError: There is no bank of that name.
+            DescriptorError: There is no bank with this name.
         """
         try:
             return self._banks[name]
         except KeyError:
             known = ", ".join(self._banks)
-            raise DescriptorError("bank", name, f"one of: {known}") from None
+            hint = "Correct the name, or declare the bank in SlotState(banks=...)."
+            raise DescriptorError("bank", name, f"one of: {known}", hint) from None
 
     @property
     def step_state(self) -> StepState:
@@ -480,14 +494,18 @@ class SlotState:
         )
 
     def rows(self, index: torch.Tensor) -> SlotRows:
-        """Return the rows passed to a step for its slots (B,)."""
+        """Return the rows that a step receives in place of its slots.
+
+        Args:
+            index: Slots of the step (B,).
+        """
         return SlotRows(self, index, self._watches.get(threading.get_ident()))
 
     @contextmanager
     def lent(self, number: int) -> Iterator[SavedRows | None]:
-        """Lend free slots to dummy rows, to compare their writes; clear them afterwards.
+        """Lend free slots to dummy rows, whose writes are compared; clear the slots afterwards.
 
-        Yields None if fewer are free. Sessions that need one of them wait.
+        Yields None if fewer slots are free. A session that needs a lent slot waits for it.
         """
         with self._changed:
             found = self._free[:number] if len(self._free) >= number else []
@@ -510,12 +528,12 @@ class SlotState:
         """Check the slots of a step.
 
         Args:
-            slots: An array of int64 (B,).
-            name: The input.
+            slots: Array of int64 (B,).
+            name: Name of the input.
 
         Raises:
-            DescriptorError: A slot is free, out of range or named twice; or sessions are compact
-                and the slots are not the first ones in order.
+            DescriptorError: A slot is free, out of range or passed twice; or sessions are compact
+                and the step does not use the first slots, in order.
         """
         number = len(slots)
         if self.compact:
@@ -524,14 +542,14 @@ class SlotState:
         elif not number or (slots.max() < self.num_slots and self._are_sessions(slots)):
             return
         if bool((slots == self.static_input.fill).all()):
-            return  # only dummy rows: a step that is being measured
+            return  # a calibration run, which has only dummy rows
         raise self._slots_error(slots.tolist(), name)
 
     def _are_sessions(self, slots: Any) -> bool:
-        """Return whether slots, none too large, belong to distinct sessions."""
+        """Return whether slots below ``num_slots`` belong to distinct sessions."""
         try:
             counts = numpy_module().bincount(slots, minlength=self.num_slots)
-        except ValueError:  # one is negative
+        except ValueError:  # a slot is negative
             return False
         return not bool((counts > self._is_taken).any())
 
@@ -544,12 +562,12 @@ class SlotState:
                 allowed = f"a slot from 0 to {self.num_slots - 1}"
                 return DescriptorError(field, slot, allowed, _SLOTS_OF)
             if not self._is_taken[slot]:
-                hint = f"This one is free. {_SLOTS_OF}"
+                hint = f"This slot is free. {_SLOTS_OF}"
                 return DescriptorError(field, slot, "the slot of a session", hint)
             if slot in seen:
                 hint = (
-                    f"It is also {name}[{slots.index(slot)}], but a session has one row per step. "
-                    "Pass distinct sessions to slots_of()."
+                    f"{name}[{slots.index(slot)}] is the same slot, but each session can have only "
+                    "one row in a step. Pass distinct sessions to slots_of()."
                 )
                 return DescriptorError(field, slot, "a slot not passed before", hint)
             seen.add(slot)
@@ -558,7 +576,7 @@ class SlotState:
             f"{name}[{row}]",
             slots[row],
             f"{row}: steps of compact sessions use the first slots, in order",
-            f"Pass range({len(slots)}), or create the SlotState without compact.",
+            f"Pass list(range({len(slots)})), or create the SlotState without compact.",
         )
 
     def watch_rows(self) -> RowWatch:
@@ -577,13 +595,13 @@ class SlotState:
         self._is_taken[slot] = False
 
     def _find_free(self) -> None:
-        """Collect the slots that sessions can take, lowest last, and wake waiting threads."""
+        """List the free slots, lowest last, and wake waiting threads."""
         free = (~self._is_taken).nonzero()[0][::-1].tolist()
         self._free = [slot for slot in free if slot not in self._lent] if self._lent else free
         self._changed.notify_all()
 
     def _close_gaps(self, used: Mapping[Hashable, int]) -> list[SlotMove]:
-        """Move the last sessions into the gaps in front of them."""
+        """Move the last sessions into earlier gaps."""
         number = len(self._slots)
         gaps = [slot for slot in range(number) if not self._is_taken[slot]]
         late = [slot for slot in range(number, self.num_slots) if self._is_taken[slot]]
@@ -603,8 +621,8 @@ class SlotState:
         return SlotMove(session, source, target, num_bytes)
 
     def _clear_left(self, slots: Iterable[int]) -> None:
-        """Clear slots that sessions have left and that are free now."""
-        if not self.is_raw:  # they are cleared when a session joins: padding may change them
+        """Clear those of the given slots that are free now."""
+        if not self.is_raw:  # padding may change a free raw slot, so join() clears it
             self._clear(slot for slot in slots if not self._is_taken[slot])
 
     def _clear(self, slots: Iterable[int]) -> None:
@@ -615,21 +633,21 @@ class SlotState:
 
 
 class RowWatch:
-    """Refuses in-place writes of a step to rows that it has read.
+    """Context that rejects in-place writes of a step to rows that it has read.
 
-    Writes to views are refused before they happen, writes to copies only if the copies are not
-    assigned. It is entered in the step's thread.
+    Writes to views are rejected before they happen. Writes to copies are rejected if the step does
+    not assign the copies. The context must be entered in the thread that runs the step.
 
     Args:
-        banks: The banks by name.
-        watches: The active watches, by thread.
+        banks: Banks by name.
+        watches: Active watches by thread.
     """
 
     def __init__(self, banks: Mapping[str, Bank], watches: dict[int, RowWatch]) -> None:
         self._banks = {storage_of(bank.tensor): (name, bank) for name, bank in banks.items()}
         self._watches = watches
         self._copies: dict[int, tuple[str, StorageWeakRef]] = {}
-        # The operation that changed a copy, by its storage.
+        # The operation that changed a copy, by the storage of the copy.
         self._changed: dict[int, str] = {}
 
     def __enter__(self) -> None:
@@ -641,25 +659,26 @@ class RowWatch:
             self._check_assigned()
 
     def check_write(self, written: torch.Tensor, operation: str) -> None:
-        """Check an in-place write, before it is done.
+        """Check an in-place write before it happens.
 
         Raises:
-            CaptureError: It writes to a view of rows.
+            CaptureError: The operation writes to a view of rows.
         """
         storage = storage_of(written)
         name, bank = self._banks.get(storage, ("", None))
         if bank is not None and bank.is_row_write(written, operation):
             raise CaptureError(
-                f"The step writes rows of {name!r} in place, by {operation}. In a padded step "
-                f"they may belong to other sessions. Assign them: slots[{name!r}] = value; or "
-                f"write parts of them: slots.bank({name!r})[slots.index, ...] = value.",
+                f"The step writes rows of {name!r} in place, with {operation}. In a padded step, "
+                "some of these rows may belong to other sessions. Assign whole rows with "
+                f"slots[{name!r}] = value, or parts of rows with "
+                f"slots.bank({name!r})[slots.index, ...] = value.",
                 reason="slot_written",
             )
         if self._is_copy(storage):
             self._changed[storage] = operation
 
     def note_read(self, name: str, taken: torch.Tensor) -> None:
-        """Note a copy of rows.
+        """Record that the step has read a copy of rows.
 
         Raises:
             CaptureError: An earlier copy was changed and not assigned.
@@ -668,12 +687,12 @@ class RowWatch:
         self._copies[storage_of(taken)] = name, StorageWeakRef(taken.untyped_storage())
 
     def note_assigned(self, name: str, value: torch.Tensor) -> None:
-        """Note that rows are assigned.
+        """Record that the step has assigned rows.
 
-        A value that is no copy itself may be computed from any of them.
+        A value that is not one of the copies may be computed from any of them.
 
         Raises:
-            CaptureError: It is a copy, and another one was changed.
+            CaptureError: The value is a copy, and a different copy was changed.
         """
         storage = storage_of(value)
         is_copy = self._is_copy(storage) and self._copies[storage][0] == name
@@ -687,29 +706,30 @@ class RowWatch:
         return reference is not None and not reference.expired()
 
     def _check_assigned(self, of: str | None = None) -> None:
-        """Refuse a changed copy that was not assigned, of one bank or of any."""
+        """Reject a copy that was changed but not assigned, of one bank or of any bank."""
         for storage, operation in self._changed.items():
             name, _ = self._copies[storage]
             if of is not None and name != of:
                 continue
             raise CaptureError(
-                f"The step changes rows of {name!r} in place, by {operation}, and does not assign "
-                f"them. They are a copy, so the change is lost. Assign them: slots[{name!r}] = "
-                "rows; or clone() them first, if the change is not to be kept.",
+                f"The step changes rows of {name!r} in place, with {operation}, but does not "
+                "assign them. The rows are a copy, so the change would be lost. Assign the "
+                f"changed rows with slots[{name!r}] = rows, or change a clone() if the change is "
+                "temporary.",
                 reason="slot_written",
             )
 
 
 class SavedRows:
-    """Saved rows that a step may change, to run it twice from the same state.
+    """Saved rows of a step's sessions, to run the step twice from the same state.
 
     Args:
-        state: The banks.
-        index: The slots of the step (B,).
+        state: State that contains the banks.
+        index: Slots of the step (B,).
 
     Attributes:
-        index: The same.
-        saved: The rows, keyed by the name that messages use.
+        index: As passed.
+        saved: Rows of each bank, by their name in messages.
     """
 
     def __init__(self, state: SlotState, index: torch.Tensor) -> None:
@@ -718,7 +738,7 @@ class SavedRows:
         self.saved: dict[str, torch.Tensor] = self.now()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies of the current rows, keyed by the name that messages use."""
+        """Return copies of the current rows of each bank, by their name in messages."""
         return {
             f"rows of {name!r}": bank.take(self.index) for name, bank in self._state._banks.items()
         }
@@ -731,8 +751,8 @@ class SavedRows:
 
 
 def _unhashable(session: Any) -> DescriptorError:
-    hint = "Name it by its number or a string, and store unhashable data elsewhere."
-    return DescriptorError("session", session, "hashable, as a key of a dictionary is", hint)
+    hint = "Identify the session by a number or a string."
+    return DescriptorError("session", session, "a hashable value", hint)
 
 
 def _remake(
@@ -742,11 +762,16 @@ def _remake(
 
 
 def _device_of(device: Any) -> torch.device:
-    """Return the device for banks, on which torch can create a tensor."""
+    """Return the device of the banks.
+
+    Raises:
+        ConfigError: torch cannot create a tensor on the device.
+    """
     try:
         place = torch.get_default_device() if device is None else torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last: built without CUDA
+    # torch raises AssertionError if it was built without CUDA.
+    except (RuntimeError, TypeError, AssertionError) as error:
         allowed = "a device that torch can use here"
         raise ConfigError("device", device, allowed, str(error).partition("\n")[0]) from error
     return place
@@ -754,25 +779,40 @@ def _device_of(device: Any) -> torch.device:
 
 def _check_banks(banks: Any) -> None:
     if not isinstance(banks, Mapping) or not banks:
-        raise ConfigError("banks", banks, "a StaticInput for each kind of state, by name")
+        raise ConfigError(
+            "banks",
+            banks,
+            "a dictionary of StaticInput by name",
+            "Declare one bank per kind of state, such as "
+            '{"hidden": StaticInput((None, 128), "float32")}.',
+        )
     for name, spec in banks.items():
         if not isinstance(spec, StaticInput) or spec.batch_dim is None or spec.named or spec.host:
             raise ConfigError(
-                f"banks[{name!r}]", spec, "a StaticInput of the device, with None for the slots"
+                f"banks[{name!r}]",
+                spec,
+                "a StaticInput on the device, with None for the slots and no named axes",
+                'Declare it as StaticInput((None, 128), "float32"), without host=True.',
             )
         if isinstance(spec, RawBank):
             _check_raw_bank(name, spec)
     if len({isinstance(spec, RawBank) for spec in banks.values()}) > 1:
-        hint = "Put the others into a separate SlotState."
-        raise ConfigError("banks", sorted(banks), "either all RawBank or none", hint)
+        hint = "Declare the StaticInput banks in a separate SlotState."
+        raise ConfigError("banks", sorted(banks), "all RawBank or all StaticInput", hint)
 
 
 def _check_raw_bank(name: str, spec: RawBank) -> None:
     dim = spec.positions
     allowed = [one for one, size in enumerate(spec.shape) if size is not None]
     if dim is not None and dim not in allowed:
-        raise ConfigError(f"banks[{name!r}].positions", dim, f"a dimension: one of {allowed}")
+        hint = "Pass the dimension of positions, or omit it if steps change whole rows."
+        raise ConfigError(
+            f"banks[{name!r}].positions", dim, f"one of the dimensions {allowed}", hint
+        )
     if spec.is_read_only and dim is not None:
         raise ConfigError(
-            f"banks[{name!r}].positions", dim, "omitted for a bank that steps do not write"
+            f"banks[{name!r}].positions",
+            dim,
+            "None for a read-only bank",
+            "Omit positions, or is_read_only=True if steps write to the bank.",
         )

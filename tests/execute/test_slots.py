@@ -84,8 +84,8 @@ def test_sessions_together_are_what_each_is_alone(is_nightly):
 @pytest.mark.parametrize(
     ("slots", "problem"),
     [
-        ([0, 1, 1], r"slots\[2\] must be a slot not passed before, got 1\. It is also slots\[1\]"),
-        ([0, 3], r"slots\[1\] must be the slot of a session, got 3\. This one is free"),
+        ([0, 1, 1], r"slots\[2\] must be a slot not passed before, got 1\. slots\[1\] is the same"),
+        ([0, 3], r"slots\[1\] must be the slot of a session, got 3\. This slot is free"),
         ([4], r"slots\[0\] must be a slot from 0 to 3, got 4"),
         ([-1], r"slots\[0\] must be a slot from 0 to 3, got -1"),
         ([-6, 0], r"slots\[0\] must be a slot from 0 to 3, got -6"),
@@ -161,29 +161,33 @@ def test_a_step_of_dummy_rows_alone_is_of_no_session():
 def test_sessions_say_what_is_wrong_with_them():
     state = state_of(2)
     assert [state.join("a"), state.join("b")] == [0, 1]
-    with pytest.raises(DescriptorError, match="session must be one that has not joined, got 'a'"):
+    with pytest.raises(DescriptorError, match="session must be a session without a slot, got 'a'"):
         state.join("a")
     with pytest.raises(DescriptorError, match=r"at most 2 sessions \(num_slots\), got 'c'"):
         state.join("c")
-    with pytest.raises(DescriptorError, match=r"joined and not left, got 'c'. join\(\) it first"):
+    with pytest.raises(
+        DescriptorError, match=r"a session with a slot, got 'c'. Call join\(session\) first"
+    ):
         state.slots_of(["a", "c"])
-    with pytest.raises(DescriptorError, match="sessions must be named once each"):
+    with pytest.raises(DescriptorError, match="sessions must be distinct sessions"):
         state.leave("a", "a")
     with pytest.raises(DescriptorError, match="got 'c'"):
         state.leave("a", "c")
     with pytest.raises(DescriptorError, match=r"slot must be a free slot from 0 to 1, got 1"):
         state.move("a", 1)
-    unhashable = r"session must be hashable, as a key of a dictionary is, got .*1.*\. Name it by"
+    unhashable = r"session must be a hashable value, got .*1.*\. Identify the session by"
     for wrong in (state.join, state.clear, state.slots_of, state.leave, state.__contains__):
         with pytest.raises(DescriptorError, match=unhashable):
             wrong([[1]])
-    with pytest.raises(DescriptorError, match=r"sessions must be a list of sessions, got 3\. One"):
+    with pytest.raises(
+        DescriptorError, match=r"sessions must be a list of sessions, got 3\. Pass a single"
+    ):
         state.slots_of(3)
     with pytest.raises(DescriptorError, match=r"slot must be a free slot from 0 to 1, got \[1\]"):
         state.move("a", [1])
     with pytest.raises(DescriptorError, match="bank must be one of: total, got 'sum'"):
         state.rows(torch.tensor([0]))["sum"]
-    assert str(state) == "<SlotState of total: 2 of 2 slots taken>"
+    assert str(state) == "<SlotState of total: 2 of 2 slots in use>"
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, 3), torch.ones(2), torch.ones(3, 2), 0.0])
@@ -234,7 +238,7 @@ def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
         tensor.fill_(number + 5)
     for number in (-1, 0.5, None):
         with pytest.raises(
-            DescriptorError, match=r"used\['d'\] must be a number of positions, got"
+            DescriptorError, match=r"used\['d'\] must be an integer of at least 0, got"
         ):
             state.leave("a", used={"d": number})
     moves = state.leave("a", "c", used={"d": 2, "b": 9})
@@ -329,7 +333,7 @@ def test_rows_that_are_written_in_place_are_refused():
         state.join(session)
     runner = runner_of(state, step, captured=False)
     (problem, *_) = runner.capture().failed.values()
-    assert problem.startswith("slot_written: The step writes rows of 'total' in place, by ")
+    assert problem.startswith("slot_written: The step writes rows of 'total' in place, with ")
     assert totals(state) == {"a": 0, "b": 0}
 
 
@@ -357,7 +361,7 @@ def test_a_write_to_all_rows_of_a_bank_is_refused(step):
     problems = runner_of(state, step, captured=False).capture().failed.values()
     assert problems
     for problem in problems:
-        assert problem.startswith("slot_written: The step writes rows of 'total' in place, by ")
+        assert problem.startswith("slot_written: The step writes rows of 'total' in place, with ")
     assert totals(state) == {"a": 0}
 
 
@@ -426,8 +430,8 @@ def test_a_change_of_copied_rows_that_is_lost_is_refused(step):
     problems = runner_of(state, step, captured=False).capture().failed.values()
     assert problems
     for problem in problems:
-        assert problem.startswith("slot_written: The step changes rows of 'total' in place, by ")
-        assert "Assign them: slots['total'] = rows" in problem
+        assert problem.startswith("slot_written: The step changes rows of 'total' in place, with ")
+        assert "Assign the changed rows with slots['total'] = rows" in problem
 
 
 def assign_what_is_computed(x, slots):
@@ -716,16 +720,16 @@ def test_a_replay_that_fails_is_not_run_again_eager():
 
 
 def test_bad_declarations_are_refused():
-    with pytest.raises(ConfigError, match="banks must be a StaticInput for each kind of state"):
+    with pytest.raises(ConfigError, match="banks must be a dictionary of StaticInput by name"):
         SlotState({}, 4)
-    with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput of the device"):
+    with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput on the device"):
         SlotState({"h": StaticInput((3,), "float32")}, 4)
-    with pytest.raises(ConfigError, match="banks must be either all RawBank or none"):
+    with pytest.raises(ConfigError, match="banks must be all RawBank or all StaticInput"):
         SlotState({"total": ROWS, **RAW}, 4)
     for positions in (0, 3, "2"):
-        with pytest.raises(ConfigError, match=r"positions must be a dimension: one of \[1, 2\]"):
+        with pytest.raises(ConfigError, match=r"positions must be one of the dimensions \[1, 2\]"):
             SlotState({"keys": RawBank((None, 5, 1), "float32", positions=positions)}, 4)
-    with pytest.raises(ConfigError, match="positions must be omitted for a bank that steps do"):
+    with pytest.raises(ConfigError, match="positions must be None for a read-only bank"):
         SlotState({"k": RawBank((None, 5), "float32", positions=1, is_read_only=True)}, 4)
     with pytest.raises(ConfigError, match=r"without RawBanks, got .*state=slots\.step_state"):
         runner_of(SlotState(RAW, 4))
