@@ -16,11 +16,11 @@ from dispatchkit.keys.modes import RuntimeMode
 
 @attrs.frozen
 class SegmentStats:
-    """One segment of a graph with breaks.
+    """Statistics of one segment of a step with breaks.
 
     Attributes:
         operations: Number of kernels, copies and fills that a replay queues.
-        elapsed_us: Device time of its replay during the capture, in microseconds.
+        elapsed_us: Device time of one replay, measured during the capture, in microseconds.
     """
 
     operations: int
@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """Numbers of steps and tokens of one kind, incremented by the steps themselves."""
+    """The number of steps of one kind and of their tokens."""
 
     __slots__ = ("steps", "tokens")
 
@@ -38,7 +38,7 @@ class StepCount:
 
 
 class StepCounters:
-    """Step counters of one runner, by graph and by reason for running eager.
+    """The step counters of a lane, by graph and by reason for running eager.
 
     An eager step is counted under the smallest graph that could have run its batch, if any.
     """
@@ -59,7 +59,7 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay one graph, or one graph for each part."""
+        """Return the counter of steps that replay one graph, or several graphs in parts."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:
@@ -111,7 +111,7 @@ class StepCounters:
             real += count.tokens
             padded += count.steps * sum(key.num_tokens for key in keys)
         for (given, _), count in self._eager.copy().items():
-            reason = str(given)  # a plain string, whose repr is short
+            reason = str(given)  # the repr of an enum member is longer
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps
@@ -149,8 +149,7 @@ class RunnerStats:
         eager_by_reason: Number of eager steps by reason.
         differing_calls: Number of replays that stopped because an eager call between segments
             returned a different structure than during the capture, by file and line.
-        segments: Segments with operations of each key that was captured in segments, by key as
-            text.
+        segments: The segments of each key that was captured in segments, by key as text.
         real_tokens: Number of tokens (rows) passed by callers.
         padded_tokens: Number of tokens computed, including padding.
         long_pauses: Number of times a background capture delayed steps for longer than its

@@ -131,14 +131,15 @@ class PolicySwappedEvent:
 
 @attrs.frozen(kw_only=True)
 class PolicyErrorEvent:
-    """A policy raised or violated a hard constraint; the batch runs eager or by another policy.
+    """A policy raised or violated a hard constraint.
 
+    Another policy decides the batch, or the batch runs eager.
     Sent once for each affected table cell, before the step runs. The step waits for callbacks, so
     they should be fast.
 
     Attributes:
         policy: Name of the policy.
-        method: The method at fault: ``declare``, ``decide`` or ``observe``.
+        method: The method that failed: ``declare``, ``decide`` or ``observe``.
         reason: The error, as text.
         origin: Distribution and version that provide the policy.
         num_tokens: Tokens of the batch before padding; None if there was no batch.
@@ -166,13 +167,13 @@ EVENTS: tuple[type[Any], ...] = (
 
 
 class Subscription:
-    """A subscribed callback, whose exceptions are logged instead of propagated.
+    """A subscribed callback; its exceptions are logged instead of propagated.
 
     Attributes:
-        event_type: Class of the events it receives.
+        event_type: Class of the events that the callback receives.
         source: Owner of the callback, for log messages.
-        last_fault: The last exception, as text; empty if it has not raised.
-        is_active: False if it is disabled.
+        last_fault: The last exception of the callback, as text; empty if it has not raised.
+        is_active: False after the callback was disabled.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class Subscription:
 
 
 class Notifier:
-    """Notifies subscribers of events, in subscription order.
+    """A notifier that calls the subscribers of events, in subscription order.
 
     Thread safety: any thread may call any method. Tuples of subscriptions are immutable, so a new
     subscription does not affect an event that is being delivered.
@@ -268,7 +269,7 @@ class Notifier:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription; no effect if it is already removed."""
+        """Remove a subscription, if it has not been removed before."""
         with self._lock:
             now = self._by_type.get(subscription.event_type, ())
             rest = tuple(one for one in now if one is not subscription)
@@ -294,7 +295,7 @@ class Notifier:
         return tuple(self.subscribe(kind, method, source) for kind, method in pairs)
 
     def has_subscribers(self, event_type: type[Any]) -> bool:
-        """Return whether a class of events has subscribers."""
+        """Return whether an event class has subscribers."""
         return event_type in self._by_type
 
     def notify(self, event: object) -> None:

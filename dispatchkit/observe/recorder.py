@@ -1,7 +1,7 @@
-"""Record steps in a ring buffer, and return them as a step trace.
+"""StepRecorder: record steps in a ring buffer, and return them as a step trace.
 
-Recording a step writes six integers, and one for each axis, into preallocated memory. When the ring
-is full, new steps overwrite the oldest, and the overwritten steps are counted.
+Recording a step writes six integers, plus one per axis, into preallocated memory. When the ring is
+full, new steps overwrite the oldest steps, which are counted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FIELDS = 6
 
 
 class StepRecorder:
-    """Records the most recent steps of a runner.
+    """A recorder of the most recent steps of a runner.
 
     Args:
-        config: Configuration that defines query classes and axes.
+        config: The configuration, which defines query classes and axes.
         capacity: Number of steps to keep.
 
     Attributes:
@@ -70,7 +70,7 @@ class StepRecorder:
         ring[at + 4] = loras
         ring[at + 5] = ceiling
         if self._has_axes:
-            # A value above MAX_COUNT, the maximum in a trace, is outside all buckets anyway.
+            # MAX_COUNT is the largest value in a trace; larger values are outside all buckets.
             for index, value in enumerate(self._config.variants.values(loras), at + _FIELDS):
                 ring[index] = min(value, MAX_COUNT)
         at += self._width
@@ -102,7 +102,7 @@ class StepRecorder:
         """Return the kept steps as a trace, oldest first.
 
         Steps are numbered from the first recorded step. A column that is unknown for any step is
-        omitted: the requests if a call did not pass them, the longest query if a batch was mixed.
+        omitted: ``num_reqs`` if a call did not pass it, ``max_query_len`` if a batch was mixed.
         """
         rows = list(self._rows())
         names = [axis.name for axis in self._config.axes]
@@ -144,9 +144,9 @@ class StepRecorder:
         )
 
     def axes(self) -> list[dict[str, int | None]]:
-        """Return each kept step's axis buckets by name; None if outside all buckets.
+        """Return the axis buckets of each kept step by name; None if outside all buckets.
 
-        ``trace`` has the values themselves.
+        ``trace`` returns the values themselves.
         """
         names = [axis.name for axis in self._config.axes]
         facts = self._config.variants.facts

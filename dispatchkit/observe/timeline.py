@@ -1,4 +1,4 @@
-"""Save steps as a timeline in Chrome's trace format, which Perfetto displays.
+"""Timeline: save steps in Chrome's trace format, which Perfetto displays.
 
 The timeline shows host time: when each step was launched and how long the launch took. For device
 time, use a profiler such as Nsight Systems with ``NvtxRanges``.
@@ -36,7 +36,7 @@ def span_name(decision: Decision) -> str:
 
 
 class Timeline:
-    """Collects steps and events, and writes them in Chrome's trace format.
+    """A timeline of steps and events, written in Chrome's trace format.
 
     Example::
 
@@ -46,8 +46,8 @@ class Timeline:
         runner.taps.watch_steps(None)
         timeline.save("steps.json")      # open it at ui.perfetto.dev
 
-    To include captures, evictions and policy swaps, attach the timeline to the plugins of the
-    runner: ``plugins.notifier.attach(timeline, "timeline")``.
+    To include captures, evictions and policy swaps, attach the timeline to the runner's plugins:
+    ``plugins.notifier.attach(timeline, "timeline")``.
 
     Args:
         capacity: Number of spans to keep. Older spans are dropped and counted.
@@ -72,14 +72,14 @@ class Timeline:
     # -- steps ----------------------------------------------------------------------------
 
     def enter(self, decision: Decision, lane: int) -> None:
-        """Begin a step on this thread."""
+        """Begin the span of a step on this thread."""
         steps = self._open.__dict__.setdefault(
             "steps", []
         )  # a stack, because a step may call another runner
         steps.append((perf_counter_ns(), decision, lane))
 
     def leave(self, *, failed: bool) -> None:
-        """End the current step of this thread, after it was launched or raised."""
+        """End the span of this thread's current step, after it was launched or raised."""
         begin, decision, lane = self._open.steps.pop()
         facts = {
             "num_tokens": decision.num_tokens,
@@ -102,16 +102,16 @@ class Timeline:
         self._add_rare(f"failed capture {event.key}", event.elapsed_us, reason=event.reason)
 
     def on_evict(self, event: EvictEvent) -> None:
-        """Add an eviction."""
+        """Add the event of an eviction."""
         self._add_rare(f"evict {event.key}", None, reason=event.reason)
 
     def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
-        """Add a policy swap."""
+        """Add the event of a policy swap."""
         self._add_rare(f"policy {event.policy}", None, epoch=event.epoch)
 
     def on_policy_error(self, event: PolicyErrorEvent) -> None:
-        """Add a policy error."""
-        self._add_rare(f"fault of {event.policy}", None, reason=event.reason)
+        """Add the event of a policy error."""
+        self._add_rare(f"error of policy {event.policy}", None, reason=event.reason)
 
     # -- output ---------------------------------------------------------------------------
 
@@ -120,7 +120,8 @@ class Timeline:
         with self._lock:
             spans = sorted(self._spans, key=lambda one: one["ts"])
         names = sorted({one["tid"] for one in spans})
-        # Numbered from 1: viewers treat a row with the number of its process as the main thread.
+        # Numbers start at 1, because viewers treat the row with the process's number (0) as the
+        # main thread.
         rows = {name: number for number, name in enumerate(names, start=1)}
         about = [_metadata("process_name", 0, "dispatchkit")]
         about += [_metadata("thread_name", number, name) for name, number in rows.items()]
@@ -131,7 +132,7 @@ class Timeline:
         }
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the timeline to a file; a name ending in ``.gz`` compresses it.
+        """Write the timeline to a file, compressed if the name ends in ``.gz``.
 
         Returns:
             The number of spans written.
@@ -155,7 +156,7 @@ class Timeline:
             "name": name,
             "cat": category,
             "ph": "X",
-            # A capture may begin before the timeline: clamp to its start.
+            # A capture may begin before the timeline; clamp it to the start.
             "ts": max(0, begin - self._start_ns) / 1e3,
             "dur": (end - max(begin, self._start_ns)) / 1e3,
             "pid": 0,

@@ -6,9 +6,9 @@ A trace has one row per step, in execution order::
     0,0.0000,57,57,1,1,0
 
 ``num_tokens`` is the number of tokens before padding, and the only required column. A recorder
-omits columns without values, and code that needs a missing column raises. Each axis of the
-configuration has a column, such as ``axis.length``. A file is CSV or JSON lines, plain or gzip; the
-format is detected from the content.
+omits columns without values; code that needs a missing column raises. Each axis of the
+configuration has a column, such as ``axis.length``. A file contains CSV or JSON lines, plain or
+gzip; the format is detected from the content.
 
 This module does not need numpy: columns are ``array.array`` objects, which numpy reads without
 copying (``numpy.frombuffer``).
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 MAX_STEPS = 5_000_000
-"""Maximum number of steps of a trace; guards against compressed files that exceed the memory."""
+"""Maximum number of steps in a trace; protects against files that would exhaust the memory."""
 
 
 class StepTrace(Sequence[TraceStep]):
@@ -106,7 +106,7 @@ class StepTrace(Sequence[TraceStep]):
 
     @classmethod
     def from_steps(cls, steps: Iterable[TraceStep], *, source: str = "<memory>") -> StepTrace:
-        """Return a trace of steps, omitting columns without values."""
+        """Return a trace of the given steps, without columns that have no values."""
         rows = list(steps)
         columns = {
             name: [getattr(row, name) for row in rows]
@@ -119,12 +119,12 @@ class StepTrace(Sequence[TraceStep]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the trace's columns."""
+        """Names of the columns."""
         return tuple(self._columns)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the trace's axes; the column of each is ``axis.NAME``."""
+        """Names of the axes; the column of an axis is ``axis.NAME``."""
         return axis_names(self._columns)
 
     def column(self, name: str) -> array[Any]:
@@ -186,8 +186,9 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
     """Read a step trace from CSV or JSON lines, plain or gzip.
 
     Args:
-        path: The file.
-        max_bytes: Maximum bytes of uncompressed text to read; guards against decompression bombs.
+        path: Path to the trace.
+        max_bytes: Maximum number of uncompressed bytes to read; protects against decompression
+            bombs.
 
     Raises:
         TraceError: The file cannot be read, lacks the column ``num_tokens``, has no steps or more

@@ -21,9 +21,8 @@ def trace_config(
 ) -> DispatchConfig:
     """Return a configuration for the batches of a trace.
 
-    The limits are the maximum values in the trace, but at least 256 requests, and at least the
-    largest capture size in tokens. The query length is the most frequent query length of uniform
-    decode steps.
+    The limits are the maximum values in the trace, but at least 256 requests and as many tokens as
+    the largest capture size. The query length is the most frequent one among uniform decode steps.
     """
     names = trace.columns
     tokens = max(trace.column("num_tokens"), default=1)
@@ -36,7 +35,7 @@ def trace_config(
     given: dict[str, Any] = {} if sizes is None else {"sizes": tuple(sizes)}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
-        # Steps above the largest size are expected here, and counted as misses.
+        # Steps above the largest size are expected here and count as misses.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(
             mode=mode,

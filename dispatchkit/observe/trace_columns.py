@@ -1,4 +1,4 @@
-"""Parse and validate rows of a step trace, and store them by column.
+"""Parse and validate the rows of a step trace, and store them by column.
 
 A block of lines is converted column by column, at C speed. If a value is invalid, the block is
 parsed again line by line, to report the line and the error.
@@ -31,7 +31,7 @@ __all__ = [
     "axis_names",
     "check_header",
     "check_value",
-    "cross_faults",
+    "contradictions",
     "csv_cells",
     "ordered_columns",
 ]
@@ -56,7 +56,7 @@ MAX_COUNT = 2**31 - 1
 REQUIRED_COLUMN = "num_tokens"
 _JSON_TYPES: Mapping[str, set[type]] = {"t_s": {int, float}, "uniform_decode": {int, bool}}
 _COUNT_COMMAS = operator.methodcaller("count", ",")
-_LIKE_AN_AXIS = re.compile(r"ax[ei]s\W|ax[ei]s_", re.IGNORECASE)
+_RESEMBLES_AXIS = re.compile(r"ax[ei]s\W|ax[ei]s_", re.IGNORECASE)
 
 
 @attrs.frozen
@@ -101,14 +101,19 @@ def ordered_columns(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def csv_cells(line: str) -> list[str]:
-    """Return the cells of one CSV line, which may be quoted."""
+    """Return the cells of a CSV line; cells may be quoted."""
     return next(csv.reader([line])) if '"' in line else line.split(",")
 
 
 def check_header(
     name: str, line: int | None, header: tuple[str, ...], *, strict: bool = False
 ) -> tuple[str, ...]:
-    """Return the unknown columns of a header."""
+    """Validate a header, and return its unknown columns.
+
+    Raises:
+        TraceError: The required column is missing, a column is given twice, or an unknown column is
+            probably misspelled. If ``strict``, every unknown column is an error.
+    """
     missing = [column for column in TRACE_COLUMNS if column not in header]
     known = ordered_columns(header)
     unknown = tuple(column for column in header if column not in known)
@@ -116,15 +121,15 @@ def check_header(
     if doubled:
         raise TraceError(name, line, f"column {doubled[0]!r} is given twice.")
     for column in unknown:
-        if _LIKE_AN_AXIS.match(column):
+        if _RESEMBLES_AXIS.match(column):
             raise TraceError(
                 name,
                 line,
                 f"unknown column {column!r}. Name the column of an axis {AXIS_PREFIX}NAME, such "
                 f"as {AXIS_PREFIX}length.",
             )
-        # A name close to a missing column is treated as a misspelling. Otherwise the column would
-        # be silently ignored.
+        # A name similar to a missing column is treated as a misspelling, because an unknown column
+        # is otherwise ignored.
         near = difflib.get_close_matches(column, missing, n=1, cutoff=0.7)
         if near or strict:
             guess = f" Did you mean {near[0]!r}?" if near else ""
@@ -146,7 +151,7 @@ def check_header(
 
 
 class ColumnBuilder:
-    """Validates rows and appends them to columns, block by block or row by row."""
+    """The columns of a trace, to which validated rows are appended."""
 
     name: str
     header: tuple[str, ...]
@@ -169,7 +174,7 @@ class ColumnBuilder:
             fast = self._converted(lines)
         except (ValueError, OverflowError, RecursionError):
             fast = None  # the slow path below reports the line and the error
-        if fast is not None and _possible(fast):
+        if fast is not None and _is_valid(fast):
             self._extend(fast)
             return
         for at, row in enumerate(lines, start=line):
@@ -177,7 +182,11 @@ class ColumnBuilder:
                 self._add_checked(at, self._csv_row(at, row))
 
     def _converted(self, lines: list[str]) -> dict[str, array[Any]] | None:
-        """Convert a block to columns; return None if it needs the slow path."""
+        """Convert a block to columns; return None if it needs the slow path.
+
+        Raises:
+            ValueError, OverflowError, RecursionError: A cell is not a number.
+        """
         text = ",".join(lines)
         width = len(self.header)
         # A quoted cell may contain a comma, and int() accepts "_" and non-ASCII digits.
@@ -185,7 +194,7 @@ class ColumnBuilder:
             return None
         if set(map(_COUNT_COMMAS, lines)) != {width - 1}:
             return None
-        if len(self.columns) < width:  # there are columns to ignore, which may be text
+        if len(self.columns) < width:  # ignored columns may contain text
             cells = text.split(",")
             return {
                 column: array("d", map(float, cells[at::width]))
@@ -193,7 +202,7 @@ class ColumnBuilder:
                 else array("q", map(int, cells[at::width]))
                 for column, at in self._index.items()
             }
-        # Comma-separated numbers are valid JSON, whose parser is twice as fast as int().
+        # Comma-separated numbers are valid JSON, and the JSON parser is twice as fast as int().
         values = json.loads(f"[{text}]")
         columns = {column: values[at::width] for column, at in self._index.items()}
         if len(values) != width * len(lines):
@@ -221,7 +230,7 @@ class ColumnBuilder:
         }
 
     def add_json(self, line: int, lines: list[str]) -> None:
-        """Append lines with JSON objects; ``line`` is the number of the first line."""
+        """Append lines of JSON; ``line`` is the number of the first line."""
         try:
             rows = json.loads("[" + ",".join(lines) + "]") if lines else []
             values = {column: [row[column] for row in rows] for column in self.columns}
@@ -231,7 +240,7 @@ class ColumnBuilder:
                 if set(map(type, column_values)) <= _JSON_TYPES.get(column, {int})
             }
             same = len(fast) == len(values) and {len(row) for row in rows} == {len(self.header)}
-            if same and len(rows) == len(lines) and _possible(fast):
+            if same and len(rows) == len(lines) and _is_valid(fast):
                 self._extend(fast)
                 return
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -268,7 +277,7 @@ class ColumnBuilder:
     def _add_checked(self, line: int | None, row: dict[str, Any]) -> None:
         for column, value in row.items():
             row[column] = check_value(self.name, line, column, value)
-        for problem in cross_faults(row):
+        for problem in contradictions(row):
             raise TraceError(self.name, line, problem)
         for column, value in row.items():
             self.columns[column].append(value)
@@ -291,7 +300,7 @@ def _number_of(name: str, line: int, column: str, text: str) -> Any:
 
 
 def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
-    """Convert a value to its column's type.
+    """Convert a value to the type of its column.
 
     Raises:
         TraceError: The value has the wrong type, or is negative, too large or not finite.
@@ -318,7 +327,7 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
     return number
 
 
-def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
+def contradictions(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each contradiction between columns of a step."""
     tokens = row[REQUIRED_COLUMN]
     for column in ("num_reqs", "max_query_len"):
@@ -336,7 +345,7 @@ def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _possible(columns: Mapping[str, array[Any]]) -> bool:
+def _is_valid(columns: Mapping[str, array[Any]]) -> bool:
     """Return whether all values of a block are valid."""
     tokens = columns[REQUIRED_COLUMN]
     if not tokens:

@@ -1,8 +1,8 @@
 """Read and write trace files: plain or gzip text, with a size limit and line numbers for errors.
 
-A trace may be a truncated log, an incomplete download or from an unknown source, so its content is
-not trusted. A gzip file is decompressed in blocks up to a limit, and text must be UTF-8. Errors are
-TraceErrors that name the file and, if possible, the line.
+The content of a trace is not trusted: it may be a truncated log, an incomplete download, or a file
+from an unknown source. A gzip file is decompressed in blocks, up to a limit. Text must be UTF-8.
+Errors are TraceErrors that name the file and, if possible, the line.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ __all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "who
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 """Default maximum number of uncompressed bytes to read from a trace."""
 
-_BLOCK = 1 << 16  # small enough that a block and its cells stay in the cache
+_BLOCK = 1 << 16  # small enough for a block and its cells to stay in the cache
 _MAX_LINE = 1 << 16  # lines of traces are shorter than 200 bytes, but log lines may be long
 _GZIP_MAGIC = b"\x1f\x8b"
-_FOREIGN_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 StrPath = str | os.PathLike[str]
 Blocks = Iterable[tuple[int, list[str]]]
-"""Blocks of text as (number of the first line, lines)."""
+"""Blocks of text, as pairs of the number of the first line and the lines."""
 
 
 def trace_name(path: StrPath | IO[bytes]) -> str:
-    """Return the name of a path or open file for messages."""
+    """Return the name of a path or an open file, for messages."""
     if hasattr(path, "read"):
         return str(getattr(path, "name", "<stream>"))
     return check_path(path, "trace")
 
 
 def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -> IO[bytes]:
-    """Open a file, and register it with the stack to be closed."""
+    """Open a file; the stack closes it."""
     try:
         if hasattr(path, "read"):
             raw: Any = path
@@ -58,7 +58,7 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
     except FileNotFoundError:
         raise TraceError(name, None, "does not exist. Check the path of the trace.") from None
     except IsADirectoryError:
-        raise TraceError(name, None, "is a folder. Give the path of a trace file.") from None
+        raise TraceError(name, None, "is a folder. Pass the path of a trace file.") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise TraceError(name, None, f"cannot be read: {why}.") from error
@@ -78,7 +78,7 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
                     name,
                     None,
                     f"the gzip file is truncated after {total} uncompressed bytes. Copy it "
-                    "again, or decompress the rest with `gzip -dc` and remove the last line.",
+                    "again, or recover its first part with `gzip -dc` and remove the last line.",
                 ) from None
             except (zlib.error, gzip.BadGzipFile) as error:
                 raise TraceError(
@@ -107,19 +107,19 @@ def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[by
 def iter_line_blocks(
     path: StrPath | IO[bytes], *, max_bytes: int = DEFAULT_MAX_BYTES, name: str | None = None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield blocks of a text file as (number of the first line, lines).
+    """Yield blocks of a text file, as pairs of the number of the first line and the lines.
 
-    Line endings (LF, CRLF or CR) and a leading byte order mark are removed. The last line is
-    yielded even without a line break; an empty line after the last break is not yielded.
+    Line endings (LF, CRLF or CR) and a leading byte order mark are removed. The last line may lack
+    a line break.
 
     Args:
         path: A path or an open binary file, plain or gzip.
         max_bytes: Maximum number of uncompressed bytes to read.
-        name: Name for messages; by default the path.
+        name: Name of the file in messages; by default the path.
 
     Raises:
         TraceError: The file is missing, truncated, damaged, too large, or not UTF-8 text.
-        ConfigError: max_bytes is not positive.
+        ConfigError: ``max_bytes`` is not positive.
     """
     max_bytes = check_count(max_bytes, "max_bytes")
     name = trace_name(path) if name is None else name
@@ -127,8 +127,8 @@ def iter_line_blocks(
     for block in _blocks(path, name, max_bytes):
         if first:
             first = False
-            if block[:2] in _FOREIGN_BOMS:
-                encoding = _FOREIGN_BOMS[block[:2]]
+            if block[:2] in _OTHER_BOMS:
+                encoding = _OTHER_BOMS[block[:2]]
                 raise TraceError(name, 1, f"is {encoding} text. Save it as UTF-8.")
             block = block.removeprefix(b"\xef\xbb\xbf")
             line_end = b"\r" if b"\r" in block and b"\n" not in block else b"\n"
@@ -179,10 +179,10 @@ def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
 
 @contextlib.contextmanager
 def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file for writing, which replaces the target when the block ends.
+    """Open a text file for writing; it replaces the target when the block ends.
 
     Raises:
-        TraceError: The file cannot be written. An existing file of that name is kept.
+        TraceError: The file cannot be written. An existing target is kept.
     """
     try:
         with contextlib.ExitStack() as closing:

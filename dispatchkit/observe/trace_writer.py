@@ -19,7 +19,7 @@ from dispatchkit.observe.trace_columns import (
     TraceStep,
     check_header,
     check_value,
-    cross_faults,
+    contradictions,
     ordered_columns,
 )
 from dispatchkit.observe.trace_files import trace_name, whole_text
@@ -28,15 +28,15 @@ __all__ = ["TraceWarning", "TraceWriter", "write_trace"]
 
 
 class TraceWarning(UserWarning):
-    """A trace cannot be written any further; later steps are only counted."""
+    """Steps can no longer be written to a trace; they are only counted."""
 
 
 class TraceWriter:
-    """Writes steps one by one while a program runs.
+    """A writer that appends steps to a trace while a program runs.
 
     Use it in a ``with`` statement. ``write`` appends the step to ``PATH.part`` as plain text. When
-    the block ends, even by an exception or ``sys.exit``, the file is renamed to PATH and, if
-    requested, compressed. If the process is killed, ``PATH.part`` remains and can be read as a
+    the block ends, even because of an exception or ``sys.exit``, the file is renamed to PATH and,
+    if requested, compressed. If the process is killed, ``PATH.part`` remains and can be read as a
     trace.
 
     A full disk does not stop the program: ``write`` warns once and counts later steps in
@@ -49,9 +49,9 @@ class TraceWriter:
                 trace.write(len(batch))
 
     Args:
-        path: The file to write. A name ending in ``.jsonl`` selects JSON lines, any other name CSV;
-            an additional ``.gz`` compresses it. An existing file is replaced at the end.
-        columns: Columns to write; by default those for which the first step has values.
+        path: Path of the trace. A name ending in ``.jsonl`` selects JSON lines, any other name CSV;
+            an additional ``.gz`` compresses the file. An existing file is replaced at the end.
+        columns: Columns to write; by default the columns for which the first step has values.
 
     Attributes:
         num_steps: Number of written steps.
@@ -74,16 +74,16 @@ class TraceWriter:
         try:
             self._target = real_target(path)  # absolute, because the working directory may change
         except (OSError, ValueError) as error:
-            raise _unwritten(self.path, error) from error
-        self._part: _Part | None = None
+            raise _write_error(self.path, error) from error
+        self._part: _PartFile | None = None
         self.num_steps = self.num_lost = 0
 
     def __enter__(self) -> TraceWriter:
         try:
             check_output(self._target)
-            self._part = _Part(self._target)
+            self._part = _PartFile(self._target)
         except (OSError, ConfigError) as error:
-            raise _unwritten(self.path, error) from error
+            raise _write_error(self.path, error) from error
         # Finish an unclosed trace when its writer is garbage-collected, or at exit.
         self._closing = weakref.finalize(self, self._part.finish)
         return self
@@ -132,15 +132,14 @@ class TraceWriter:
         """Append one step.
 
         Args:
-            step: A step, or its number of tokens. A missing step number is replaced by the next
-                number.
+            step: A step, or its number of tokens. If the step has no number, it gets the next one.
 
         Raises:
             TraceError: The step lacks a value for a column, or is impossible.
             ConfigError: The writer is closed, or was opened by the parent process.
 
         Warns:
-            TraceWarning: The trace cannot be written any further. Issued once.
+            TraceWarning: The trace can no longer be written. Issued once.
         """
         part = self._part
         if part is None or not part.is_open:
@@ -161,8 +160,8 @@ class TraceWriter:
         except OSError as error:
             self.num_lost += 1
             warnings.warn(
-                f"{self.path}: cannot be written any further ({error.strerror}). Steps from "
-                f"{self.num_steps} on are lost, and counted in num_lost; the program continues.",
+                f"{self.path}: can no longer be written ({error.strerror}). Steps after the first "
+                f"{self.num_steps} are lost and counted in num_lost; the program continues.",
                 TraceWarning,
                 stacklevel=2,
             )
@@ -170,14 +169,14 @@ class TraceWriter:
             self.num_steps += 1
 
 
-class _Part:
-    """The temporary file next to the target, which contains complete lines only.
+class _PartFile:
+    """The temporary file next to the target; it contains only complete lines.
 
     Attributes:
-        path: The path of the temporary file.
+        path: Path of the temporary file.
         is_open: Whether lines can be appended; False after ``finish``, which also runs at exit.
         process: ID of the process that opened the file.
-        failure: The error after which lines are not accepted; None before an error.
+        failure: The error after which no more lines are accepted; None before an error.
     """
 
     def __init__(self, target: Path) -> None:
@@ -196,7 +195,7 @@ class _Part:
         """Append lines completely or not at all.
 
         Raises:
-            OSError: They cannot be written. Later lines are not accepted.
+            OSError: The lines cannot be written. Later lines are not accepted.
         """
         data = memoryview(text.encode())
         done = 0
@@ -239,7 +238,7 @@ class _Part:
 
 
 class _Rows:
-    """Formats steps as lines of a trace. By default, the first step determines the columns."""
+    """The format of a trace's lines. By default, the first step determines the columns."""
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         self._path = path
@@ -261,7 +260,7 @@ class _Rows:
         """Return the line of a step, preceded by the header for the first step.
 
         Raises:
-            TraceError: The step is impossible, or lacks a column.
+            TraceError: The step is impossible or lacks a column.
         """
         if not isinstance(step, TraceStep):
             step = TraceStep(num_tokens=step)
@@ -281,7 +280,7 @@ class _Rows:
             row["step"] = number
         for column, value in row.items():
             row[column] = check_value(self._path, None, column, value)
-        for problem in cross_faults(row):
+        for problem in contradictions(row):
             raise TraceError(self._path, None, problem)
         if num_axes is not None and num_axes != len(step.axes):
             differ = ", ".join(sorted(step.axes))
@@ -300,18 +299,18 @@ class _Rows:
 
 
 def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) -> int:
-    """Write steps to a trace file, and return their number.
+    """Write steps to a trace file and return their number.
 
     A name ending in ``.jsonl`` selects JSON lines, any other name CSV; an additional ``.gz``
     compresses the file. The file appears only when it is complete.
 
     Args:
-        path: The file to write, which is replaced if it exists.
+        path: Path of the trace. An existing file is replaced.
         steps: A StepTrace or other steps. Columns without a value in the first step are omitted.
 
     Raises:
-        TraceError: The file cannot be written, or a step lacks a column or differs in its axes from
-            the first step.
+        TraceError: The file cannot be written, a step lacks a column, or its axes differ from those
+            of the first step.
     """
     name = trace_name(path)
     rows, count = _Rows(name, None), 0
@@ -324,7 +323,7 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) 
     return count
 
 
-def _unwritten(path: str, error: OSError | ValueError) -> TraceError:
+def _write_error(path: str, error: OSError | ValueError) -> TraceError:
     if isinstance(error, ConfigError):
         return TraceError(path, None, f"cannot be written: it must be {error.allowed}.")
     why = getattr(error, "strerror", None) or str(error)

@@ -1,13 +1,13 @@
-"""Load plugins, and create the policies and other objects they provide by name.
+"""Load plugins, and create the policies and other objects that they provide by name.
 
-Loading is explicit: each dispatcher has its own ``PluginSet``, and there is no global set::
+Loading is explicit: each dispatcher has a ``PluginSet``, and there is no global set::
 
     plugins = load_plugins()
     policy = plugins.create_policy("vllm")
 
-A broken plugin is skipped entirely and reported with its distribution, entry point and the reason;
-with ``strict=True``, loading raises. Importing this package loads neither pluggy nor any plugin;
-its names are loaded on first use.
+A broken plugin is skipped as a whole and reported with its distribution, its entry point and the
+reason. With ``strict=True``, loading raises instead. Importing this package imports neither pluggy
+nor any plugin; names are imported on first use.
 """
 
 from __future__ import annotations

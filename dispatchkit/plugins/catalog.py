@@ -1,7 +1,7 @@
 """Look up registrations of plugins by name, and create objects from them.
 
-Factories are plugin code. If one fails, the error states the requested name and the distribution of
-its plugin.
+Factories are plugin code. If a factory fails, the error contains the requested name and the
+distribution of the plugin.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from dispatchkit.errors import (
 from dispatchkit.hookspecs import RECORDS, Spec
 from dispatchkit.plugins.records import PluginInfo, Registration
 
-# Methods that the object returned by a factory must have.
-_NEEDS = {
+_REQUIRED_METHODS = {
     "policy": ("declare", "decide"),
     "lane policy": ("choose",),
     "backend": ("warmup", "capture"),
@@ -37,8 +36,8 @@ class Catalog:
     """Registrations of plugins, by kind and name.
 
     Attributes:
-        tables: Kind -> name -> registration.
-        absent: Plugins that are not loaded and might provide a missing name.
+        tables: For each kind, the registrations by name.
+        absent: Plugins that are not loaded; they may provide a missing name.
     """
 
     def __init__(self) -> None:
@@ -53,8 +52,8 @@ class Catalog:
         """Return the registration of a name.
 
         Raises:
-            UnknownNameError: The name is not registered. The message lists the closest names,
-                plugins that might provide it but are not loaded, and what to install.
+            UnknownNameError: The name is not registered. The message lists similar names, plugins
+                that may provide it but are not loaded, and the distribution to install.
         """
         found = self.tables[kind].get(name)
         if found is None:
@@ -62,7 +61,7 @@ class Catalog:
         return found
 
     def hint(self, kind: str, name: str) -> str:
-        """Suggest which plugin may provide a missing name, or what to install."""
+        """Return a suggestion for a missing name: a skipped plugin, or what to install."""
         if (brings := distribution_of(kind, name)) is not None:
             found = [info for info in self.absent if info.distribution == brings]
             if not found:
@@ -85,9 +84,9 @@ class Catalog:
         Raises:
             UnknownNameError: The name is not registered.
             ConfigError: The factory does not accept these options.
-            PolicyError: A policy factory raised, or did not return a policy.
+            PolicyError: The factory of a policy raised or did not return a policy.
             BackendUnavailableError: A module that the backend needs cannot be imported.
-            PluginError: The factory of another kind raised, or returned the wrong kind of object.
+            PluginError: Another factory raised or returned the wrong kind of object.
         """
         registered = self.get(kind, name)
         factory, origin = registered.spec.factory, registered.origin
@@ -106,7 +105,7 @@ class Catalog:
                     "pip install 'dispatchkit[torch]'."
                 ) from error
             raise _factory_error(kind, registered, problem, None) from error
-        needs = _NEEDS.get(kind, ())
+        needs = _REQUIRED_METHODS.get(kind, ())
         has_all = all(callable(getattr(made, method, None)) for method in needs)
         if made is None or inspect.isclass(made) or not has_all:
             methods = f" with the methods {', '.join(needs)}" if needs else ""
@@ -119,7 +118,7 @@ class Catalog:
 
 
 def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Reject options that a factory does not accept, before it is called.
+    """Reject options that a factory does not accept, without calling it.
 
     Raises:
         ConfigError: The factory does not accept these options. The message shows its signature.

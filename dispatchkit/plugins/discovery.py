@@ -1,7 +1,7 @@
-"""Find plugins by entry point, and decide which of them may be loaded.
+"""Find plugins by their entry points, and filter them by name.
 
-importlib.metadata is imported inside the functions that use it: importing it takes longer than
-importing the rest of dispatchkit.
+importlib.metadata is imported inside functions, because importing it takes longer than importing
+the rest of dispatchkit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Candidate:
 
     Attributes:
         origin: Name and distribution of the plugin.
-        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins claim a name, the lower rank
-            wins.
+        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``. If two plugins register a name, the plugin
+            with the lower rank provides it.
         load: Function that imports and returns the plugin object; it may raise anything.
     """
 
@@ -49,12 +49,12 @@ class Candidate:
     load: Callable[[], object]
 
     def order(self, name: str) -> tuple[int, int, str, str, str]:
-        """Return the sort key among candidates for a name; the smallest key wins.
+        """Return the sort key among the candidates for a name; the smallest key wins.
 
-        The key does not depend on ``sys.path``. Among installed plugins, the distribution named
-        after the claimed name comes first: ``dispatchkit-vllm`` for ``vllm``, and also for
-        ``vllm@0.13`` and ``vllm-drafter``. A plugin therefore cannot take over a name by sorting
-        earlier. The other plugins follow in alphabetical order.
+        The key does not depend on ``sys.path``. Among installed plugins, the distribution whose
+        name matches comes first: ``dispatchkit-vllm`` for ``vllm``, and also for ``vllm@0.13`` and
+        ``vllm-drafter``. A plugin therefore cannot take over a name by sorting earlier. The other
+        plugins follow in alphabetical order.
         """
         distribution = normal(self.origin.distribution or "")
         family = distribution.removeprefix(f"{GROUP}-")
@@ -67,10 +67,9 @@ class Candidate:
 
 
 def discover() -> Iterator[Candidate]:
-    """Yield the plugins of all installed distributions without importing them.
+    """Yield the plugins of all installed distributions, without importing them.
 
-    A distribution with unreadable metadata yields a candidate that fails to load; the others are
-    still found.
+    A distribution with unreadable metadata yields a candidate that fails to load.
     """
     from importlib.metadata import distributions
 
@@ -83,20 +82,20 @@ def discover() -> Iterator[Candidate]:
                 continue
             metadata = distribution.metadata  # parsed again on each access
             name = normal(metadata["Name"])
-            # Of several copies of a distribution, Python imports the first on the path. Use only
-            # that copy's entry points.
+            # Python imports the first copy of a distribution on the path. Ignore the entry points
+            # of other copies.
             if name not in seen:
                 seen.add(name)
                 points = distribution.entry_points
                 yield from list(_entries(points, metadata["Name"], metadata["Version"]))
-        except Exception as error:  # noqa: BLE001 - broken metadata of others is reported
+        except Exception as error:  # noqa: BLE001 - broken metadata is reported as a plugin
             where = str(getattr(distribution, "_path", "a distribution"))
             reason = f"its metadata cannot be read: {type(error).__name__}: {error}"
             yield Candidate(Origin("?", where), FOUND, _failing_loader(reason))
 
 
 def _resembles_group(group: str) -> bool:
-    """Return whether a group is dispatchkit's or probably a misspelling of it."""
+    """Return whether a group is ``dispatchkit`` or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())
     return letters.startswith(GROUP) or bool(get_close_matches(letters, [GROUP], cutoff=0.85))
 
@@ -122,12 +121,12 @@ def _failing_loader(reason: str) -> Callable[[], object]:
 
 @attrs.frozen
 class Filter:
-    """Which plugins may be loaded, by name of the entry point or distribution.
+    """The plugins that may be loaded, by name of the entry point or distribution.
 
     Attributes:
-        allowed: One set of names for each given list (argument, environment). A plugin must be in
+        allowed: A set of names for each given list (argument, environment). A plugin must be in
             every set.
-        blocked: Names that are never loaded.
+        blocked: Names of plugins that are never loaded.
     """
 
     allowed: tuple[frozenset[str], ...] = ()
@@ -140,7 +139,7 @@ class Filter:
         block: Collection[str] | None,
         environ: Mapping[str, str],
     ) -> Filter:
-        """Return the filter for the arguments and environment; each list only excludes plugins."""
+        """Return the filter that satisfies both the arguments and the environment."""
         allowed = [] if allow is None else [_names(allow)]
         if ALLOW_VARIABLE in environ:
             allowed.append(_names(environ[ALLOW_VARIABLE].split(",")))
@@ -148,9 +147,9 @@ class Filter:
         return cls(tuple(allowed), blocked)
 
     def refusal(self, candidate: Candidate) -> str:
-        """Return why a plugin must not be loaded; empty if it may be loaded.
+        """Return the reason not to load a plugin; empty if it may be loaded.
 
-        Lists of allowed names apply only to plugins found through entry points.
+        Lists of allowed names apply only to plugins that were found by entry point.
         """
         names = _names_of(candidate.origin)
         if names & self.blocked:
@@ -162,7 +161,7 @@ class Filter:
     def unmatched(self, candidates: Collection[Candidate]) -> Iterator[tuple[Origin, str]]:
         """Yield (origin, reason) for listed names that match no plugin.
 
-        A blocked plugin need not be installed, so a blocked name is reported only if it looks
+        A blocked plugin need not be installed, so a blocked name is reported only if it is probably
         misspelled.
         """
         present = {name for one in candidates for name in _names_of(one.origin)}

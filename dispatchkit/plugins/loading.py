@@ -1,6 +1,6 @@
-"""Load plugins one by one, undo broken ones, and resolve name conflicts.
+"""Load plugins one by one, remove broken plugins, and resolve name conflicts.
 
-pluggy's own loader is not used: it stops at the first plugin that raises.
+pluggy's loader is not used, because it stops at the first plugin that raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dispatchkit.plugins.discovery import BLOCK_VARIABLE, BUILT_IN, Candidate, F
 from dispatchkit.plugins.manager import HookManager
 from dispatchkit.plugins.records import PluginInfo, PluginState
 
-_HOW = f" Block one of them by its distribution's name (`block` or {BLOCK_VARIABLE})."
+_HOW_TO_BLOCK = f" Block one of them by the name of its distribution (`block` or {BLOCK_VARIABLE})."
 
 
 @attrs.frozen(eq=False)
@@ -25,7 +25,7 @@ class LoadedPlugin:
     Attributes:
         candidate: The candidate that was loaded.
         plugin: The module or instance with the hooks.
-        records: The records returned by its hooks.
+        records: The records returned by the hooks.
     """
 
     candidate: Candidate
@@ -34,12 +34,12 @@ class LoadedPlugin:
 
     @property
     def origin(self) -> Origin:
-        """The plugin's name and distribution."""
+        """Name and distribution of the plugin."""
         return self.candidate.origin
 
 
 class DuplicateFault(PluginFault):
-    """This plugin, or another of the same name, is already loaded."""
+    """The plugin, or another plugin with its name, is already loaded."""
 
 
 def load(
@@ -48,12 +48,12 @@ def load(
     """Import a plugin and add it to the manager.
 
     Args:
-        candidate: The plugin.
-        present: Already loaded plugins, by name.
-        manager: The manager to add it to.
+        candidate: The plugin to load.
+        present: The plugins that are already loaded, by name.
+        manager: The manager to add the plugin to.
 
     Raises:
-        PluginError: The plugin is broken, or already loaded under this or another name.
+        PluginError: The plugin is broken, or already loaded under this or another name. Its
             ``__cause__`` is the original exception. The plugin is removed again.
     """
     origin = candidate.origin
@@ -62,39 +62,39 @@ def load(
         if origin.plugin in present:
             taken_by = present[origin.plugin].origin
             raise DuplicateFault(
-                f"its name belongs to another plugin ({taken_by}), which is used.{_HOW}"
+                f"another plugin with this name ({taken_by}) is used instead.{_HOW_TO_BLOCK}"
             )
         plugin = candidate.load()
         for other in present.values():
             if other.plugin is plugin:
                 raise DuplicateFault(
-                    f"it is the same object as another plugin ({other.origin}), which is used. "
-                    "Register it under one name only."
+                    f"it is the same object as another plugin ({other.origin}), which is used "
+                    "instead. Register it under a single name."
                 )
         return LoadedPlugin(candidate, plugin, manager.add(origin.plugin, plugin, doing))
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except PluginFault as fault:
         raise PluginError(origin, str(fault)) from fault
-    # An import may raise anything, even SystemExit. Report it as an error of this plugin.
+    # An import may raise anything, even SystemExit; it becomes an error of this plugin.
     except BaseException as error:
         text = f"{doing[-1]} raised {type(error).__name__}: {error}"
         raise PluginError(origin, text) from error
 
 
 class PluginLoader:
-    """Loads plugins, and reports those that were not loaded.
+    """A loader of plugins, which reports the plugins that it skips.
 
     Args:
         candidates: Candidates in any order.
-        names: Filter for the plugins that may be loaded.
-        replace: Built-in names that plugins may take over.
-        manager: The manager that the plugins are added to.
+        names: Filter for the candidates.
+        replace: Built-in names that plugins may replace.
+        manager: The manager to which plugins are added.
 
     Attributes:
-        loaded: Plugins by name, in an order independent of ``sys.path``. Their records exclude
-            names that another plugin provides.
-        infos: One row for each plugin that is not loaded.
+        loaded: Loaded plugins by name, in an order that does not depend on ``sys.path``. Their
+            records exclude names that another plugin provides.
+        infos: A row for each plugin that is not loaded.
         problems: Errors to log, or to raise in strict mode.
 
     Raises:
@@ -176,5 +176,5 @@ def _taken(kind: str, name: str, winner: LoadedPlugin) -> str:
         )
     return (
         f"{kind} {name!r} is also registered by another plugin ({winner.origin}), which is "
-        f"used.{_HOW}"
+        f"used.{_HOW_TO_BLOCK}"
     )

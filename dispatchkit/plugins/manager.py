@@ -1,7 +1,7 @@
-"""HookManager: pluggy's manager, which adds a plugin completely or not at all.
+"""HookManager: a pluggy manager that adds a plugin completely or not at all.
 
 pluggy validates the names and arguments of hooks, but silently accepts plugins whose hooks would
-never run: a class, an unmarked hook, an ``async`` hook. This manager refuses them. It passes pluggy
+never run: a class, an unmarked hook, an ``async`` hook. This manager rejects them. It passes pluggy
 only a plain namespace of functions, because pluggy (up to 1.6) evaluates every property of a plugin
 and compares plugins by ``==``.
 """
@@ -36,8 +36,8 @@ class Hooks(types.SimpleNamespace):
 class HookManager(pluggy.PluginManager):
     """A plugin manager with the hook specifications, initially without plugins."""
 
-    # Each hook references pluggy's own bound method and thereby the manager. In that reference
-    # cycle, only the garbage collector would free a runner's plugins.
+    # pluggy would store a bound method in each hook. In this reference cycle, only the garbage
+    # collector would free the plugins of a runner.
     _hookexec = staticmethod(_multicall)  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class HookManager(pluggy.PluginManager):
         self.add_hookspecs(hookspecs)
 
     def add(self, name: str, plugin: object, doing: list[str]) -> tuple[Spec, ...]:
-        """Add a plugin, and return its records in the order of ``RECORDS``.
+        """Add a plugin and return its records in the order of ``RECORDS``.
 
         Args:
             name: A unique name for the plugin.
@@ -54,9 +54,8 @@ class HookManager(pluggy.PluginManager):
             doing: List to which the current activity is appended, for error messages.
 
         Raises:
-            PluginFault: The object is not a plugin, a function would never run or not run as
-                intended, or a hook did not return its records. After this or any other exception,
-                the plugin is removed again.
+            PluginFault: The object is not a plugin, a function would not run as intended, or a hook
+                did not return records. After any exception, the plugin is removed again.
         """
         doing.append("examining its hooks")
         hooks = _hooks_of(plugin)
@@ -121,7 +120,7 @@ def _describe(plugin: object) -> str:
 
 
 def _is_hook(name: str, function: Any) -> bool:
-    """Return whether a function is marked; refuse unmarked functions named like hooks."""
+    """Return whether a function is marked; reject unmarked functions named like hooks."""
     attributes = getattr(function, "__dict__", {}) if inspect.isfunction(function) else {}
     if _MARK in attributes:
         return True
@@ -141,7 +140,7 @@ def _is_hook(name: str, function: Any) -> bool:
 
 
 def _check_function(name: str, function: Any) -> None:
-    """Refuse functions that pluggy would not call as intended."""
+    """Reject functions that pluggy would not call as intended."""
     marks = getattr(function, _MARK)
     if marks["hookwrapper"] or marks["wrapper"]:
         raise PluginFault(
@@ -155,7 +154,7 @@ def _check_function(name: str, function: Any) -> None:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginFault(f"{name} is async, but hooks are not awaited; make it a plain function.")
     for parameter in inspect.signature(function).parameters.values():
-        # pluggy versions differ: some pass a value for these parameters, others do not.
+        # Only some versions of pluggy pass a value for other kinds of parameters.
         plain = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if parameter.kind not in plain or parameter.default is not parameter.empty:
             raise PluginFault(

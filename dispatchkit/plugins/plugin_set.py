@@ -1,4 +1,4 @@
-"""The plugins of one dispatcher, and the objects they provide by name."""
+"""PluginSet: load plugins, and create the objects that they provide."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _log = logging.getLogger("dispatchkit.plugins")
 
 @attrs.frozen(eq=False)
 class PolicyWithPlugins:
-    """A policy, and the plugins that provide it and other named objects.
+    """A policy and its plugins, as an argument of a runner.
 
     Created by ``PluginSet.with_policy``.
 
     Attributes:
         plugins: The plugins. They also provide backends and lane policies given by name, and their
             observers receive the runner's events.
-        policy: The policy's name or object; None for the policy that the plugins select.
+        policy: Name of the policy, or an object; None for the policy that the plugins select.
     """
 
     plugins: PluginSet
@@ -54,20 +54,20 @@ class PolicyWithPlugins:
 
 
 class PluginSet:
-    """The plugins of one dispatcher, and the objects they provide by name.
+    """The plugins of a dispatcher, and the objects that they provide by name.
 
     Created by ``load_plugins``. Thread safety: any thread may read; ``register`` and
     ``register_policy`` hold a lock.
 
     Args:
-        candidates: Candidates in any order, including the built-in backends.
-        names: Filter for the plugins that may be loaded; by default all.
-        replace: Built-in names that plugins may take over.
+        candidates: Plugins that may be loaded, in any order, including the built-in backends.
+        names: Filter for the candidates; by default, all are loaded.
+        replace: Built-in names that plugins may replace.
         max_faults: Number of consecutive exceptions after which an observer's callback is disabled.
 
     Attributes:
-        notifier: Sends events to observers.
-        problems: Errors found while loading.
+        notifier: The notifier of observers.
+        problems: Errors that occurred while plugins were loaded.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PluginSet:
 
     @property
     def backends(self) -> Mapping[str, Registration[BackendSpec]]:
-        """Backends by name, including the built-in ones."""
+        """Backends by name, including the built-in backends."""
         return types.MappingProxyType(self._catalog.tables["backend"])
 
     @property
@@ -131,19 +131,19 @@ class PluginSet:
         return tuple(one.origin for one in self._loaded.values())
 
     def describe(self) -> tuple[PluginInfo, ...]:
-        """Return one row for every plugin that was found, passed in or requested.
+        """Return a row for every plugin that was found, passed in or requested.
 
-        The reason of a row includes disabled observer callbacks.
+        The reason of a row also lists disabled observer callbacks.
         """
         return tuple(self._with_faults(info) for info in self._infos)
 
     def _with_faults(self, info: PluginInfo) -> PluginInfo:
-        switched_off = [
+        disabled = [
             f"{one.event_type.callback} is disabled; it last raised {one.last_fault}"
             for origin, one in self._subscriptions
             if str(origin) == info.origin and not one.is_active
         ]
-        return attrs.evolve(info, reason="; ".join(filter(None, (info.reason, *switched_off))))
+        return attrs.evolve(info, reason="; ".join(filter(None, (info.reason, *disabled))))
 
     # -- choosing -------------------------------------------------------------------------
 
@@ -151,8 +151,8 @@ class PluginSet:
         """Return the registration of a policy.
 
         Raises:
-            UnknownNameError: No policy has this name. The message lists the closest names, plugins
-                that might provide it but failed to load or are blocked, and what to install.
+            UnknownNameError: No policy has this name. The message lists similar names, plugins that
+                may provide it but are blocked or failed to load, and the distribution to install.
         """
         return self._catalog.get("policy", name)
 
@@ -160,21 +160,29 @@ class PluginSet:
         """Create a policy.
 
         Args:
-            name: The policy's name.
-            options: Keyword arguments for the policy's factory.
+            name: Name of the policy.
+            options: Keyword arguments for the factory of the policy.
 
         Raises:
-            UnknownNameError: No policy has this name. ConfigError: The factory does not accept
-                these options. PolicyError: The factory raised, or did not return a policy.
+            UnknownNameError: No policy has this name.
+            ConfigError: The factory does not accept these options.
+            PolicyError: The factory raised or did not return a policy.
         """
         return cast("Policy", self._catalog.create("policy", name, options))
 
     def create_lane_policy(self, name: str, /, **options: Any) -> LanePolicy:
-        """Create a lane policy; like ``create_policy``, but raises PluginError for PolicyError."""
+        """Create a lane policy.
+
+        Arguments and errors are those of ``create_policy``, with PluginError instead of
+        PolicyError.
+        """
         return cast("LanePolicy", self._catalog.create("lane policy", name, options))
 
     def create_backend(self, name: str, /, **options: Any) -> GraphBackend:
-        """Create a backend; like ``create_policy``, but raises PluginError for PolicyError.
+        """Create a backend.
+
+        Arguments and errors are those of ``create_policy``, with PluginError instead of
+        PolicyError.
 
         Raises:
             BackendUnavailableError: A module that the backend needs cannot be imported.
@@ -184,9 +192,9 @@ class PluginSet:
     def create_observer(self, name: str, /, **options: Any) -> Any:
         """Create an observer and attach it to the notifier.
 
-        Events then call its methods of the same name, such as ``on_capture``. Exceptions raised by
-        these methods are logged. The errors are those of ``create_policy``, but PluginError for
-        PolicyError.
+        Each event calls the method with its name, such as ``on_capture``. Exceptions raised by
+        these methods are logged. Arguments and errors are those of ``create_policy``, with
+        PluginError instead of PolicyError.
         """
         observer = self._catalog.create("observer", name, options)
         origin = self.observers[name].origin
@@ -195,35 +203,38 @@ class PluginSet:
         return observer
 
     def create_command(self, name: str, /) -> Callable[..., Any]:
-        """Return a command's function; like ``create_policy``, but raises PluginError."""
+        """Return the function of a command.
+
+        Errors are those of ``create_policy``, with PluginError instead of PolicyError.
+        """
         return cast("Callable[..., Any]", self._catalog.create("command", name, {}))
 
     def hint(self, kind: str, name: str) -> str:
-        """Suggest which plugin may provide a missing name, or what to install.
+        """Return a suggestion for a missing name: a skipped plugin, or what to install.
 
         Args:
             kind: ``policy``, ``lane policy``, ``backend``, ``observer`` or ``command``.
             name: The missing name.
 
         Returns:
-            One or more sentences; empty if there is nothing to suggest.
+            The suggestion as one or more sentences; may be empty.
         """
         return self._catalog.hint(kind, name)
 
     def select_policy(self, config: DispatchConfig) -> str | None:
-        """Return the policy that a plugin chooses for a configuration, or None.
+        """Return the name of the policy that a plugin selects for a configuration, or None.
 
         Raises:
             PluginError: A ``dispatchkit_select_policy`` hook raised, or returned something other
                 than a name or None. The message names the plugin.
-            UnknownNameError: The chosen policy does not exist.
+            UnknownNameError: The selected policy does not exist.
         """
         hook = "dispatchkit_select_policy"
-        # Called without pluggy, which does not report which plugin returned a value or raised.
+        # Called without pluggy, which would not report the plugin that returned a value or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
             loaded = self._loaded.get(one.plugin_name)
             if loaded is None:
-                continue  # the plugin is still being added and may be refused
+                continue  # the plugin is still being added and may be rejected
             origin = loaded.origin
             try:
                 name = one.function(*[config][: len(one.argnames)])
@@ -241,7 +252,7 @@ class PluginSet:
             try:
                 return self.get_policy(name).name
             except UnknownNameError as error:
-                error.add_note(f"Chosen by {hook} of {origin}.")
+                error.add_note(f"Selected by {hook} of {origin}.")
                 raise
         return None
 
@@ -249,11 +260,11 @@ class PluginSet:
         """Return a ``policy`` argument that makes a runner use these plugins.
 
         Backends and lane policies given by name also come from these plugins, and their observers
-        are notified of the runner's events.
+        receive the runner's events.
 
         Args:
-            policy: The policy's name or object. None: the policy that a plugin selects for the
-                configuration, or else the default policy.
+            policy: Name of the policy, or an object. None selects the policy that a plugin chooses
+                for the configuration, or else the default policy.
         """
         return PolicyWithPlugins(self, policy)
 
@@ -263,11 +274,11 @@ class PluginSet:
         """Add a plugin object, completely or not at all.
 
         Args:
-            name: The plugin's name.
+            name: Name of the plugin.
             plugin: A module or an instance with functions marked ``@hookimpl``.
 
         Raises:
-            PluginError: The plugin is broken, already loaded, or claims a name in use.
+            PluginError: The plugin is broken or already loaded, or registers a name that is in use.
         """
         with self._lock:
             loaded = load(_passed_in(name, plugin), self._loaded, self._manager)
@@ -289,8 +300,8 @@ class PluginSet:
         """Register a policy without writing a plugin.
 
         Args:
-            name: The policy's name.
-            factory: A class or function. It is called with the user's options as keyword arguments.
+            name: Name of the policy.
+            factory: A class or function, called with the user's options as keyword arguments.
             summary: One-line description for listings.
 
         Raises:
@@ -326,21 +337,22 @@ def load_plugins(
 ) -> PluginSet:
     """Load the installed plugins into a new set.
 
-    Lists contain names of entry points or distributions. A plugin is loaded if all given lists
-    allow it and no list blocks it; other plugins are not imported. Each call returns an independent
-    set.
+    ``allow`` and ``block`` contain names of entry points or distributions. A plugin is loaded if
+    all given lists allow it and no list blocks it; other plugins are not imported. Each call
+    returns an independent set.
 
     Args:
         allow: The only plugins to load; an empty list loads no plugin. The environment variable
             DISPATCHKIT_PLUGINS (comma-separated names, may be empty) has the same effect.
-        block: Plugins to skip, in addition to those in DISPATCHKIT_DISABLE.
+        block: Plugins to skip, in addition to the plugins in DISPATCHKIT_DISABLE.
         extra: Additional plugins as (name, object) pairs; ``allow`` does not apply to them.
-        replace: Built-in names that plugins may take over.
-        strict: Whether to raise on any problem instead of skipping the plugin with a warning.
-        environ: Environment variables; by default those of the process.
+        replace: Built-in names that plugins may replace.
+        strict: Whether to raise for broken or missing plugins instead of skipping them with a
+            logged warning.
+        environ: Environment variables; by default ``os.environ``.
 
     Raises:
-        PluginLoadError: In strict mode, a group of all problems.
+        PluginLoadError: A plugin has a problem, in strict mode. It is a group of all problems.
         ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra`` is not
             a list of pairs.
         UnknownNameError: A name in ``replace`` is not built in.

@@ -15,10 +15,10 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 @attrs.frozen
 class Registration(Generic[SpecT]):
-    """A record registered by a plugin, and the origin of the plugin.
+    """A record that a plugin registered, and the origin of the plugin.
 
     Attributes:
-        spec: The record that the plugin returned.
+        spec: The record returned by the plugin.
         origin: The plugin and its distribution.
     """
 
@@ -51,13 +51,13 @@ class PluginInfo:
     """One row of the list of plugins.
 
     Attributes:
-        name: The plugin's name (its entry point's name).
-        distribution: Distribution that contains it; None for an object passed in.
-        version: Version of that distribution; None for an object passed in.
+        name: Name of the plugin, which is the name of its entry point.
+        distribution: Distribution of the plugin; None if it was passed in as an object.
+        version: Version of the distribution; None if the plugin was passed in as an object.
         origin: The origin as text.
         state: State of the plugin.
         reason: The reason for the state, as text; may be empty.
-        registers: Its registrations as ``kind name``, such as ``policy vllm``.
+        registers: The registrations as ``kind name``, such as ``policy vllm``.
     """
 
     name: str
