@@ -8,15 +8,19 @@ runner tells it: one steady step in 16, read once the device is done and another
 What that costs the host is added: each outcome, each cell that is filled again, each measured step.
 Blocks of 50 steps are waited for, as in ``bench/policies_gpu.py``.
 
-A host is given as the microseconds that it takes for an eager step, and everything else that it
-does takes longer or shorter in proportion. ``300-530`` changes from the first to the second after a
-third of the steps, and ``300~530`` to any time between them, on average every 1,500 steps.
+A host is given as the microseconds that it takes for an eager step of the MLP, and everything else
+that it does takes longer or shorter in proportion. ``300-530`` changes from the first to the second
+after a third of the steps, and ``300~530`` to any time between them, on average every 1,500 steps.
+
+The decoder has graphs of 51 sizes up to 512 and three larger ones, and ten times as many launches.
+Only of its three largest buckets, the best arms may be eager.
 
 ``over`` is the time of ``adaptive`` over that of the best fixed arms, eager or the graph for each
 bucket; ``gain`` is that of ``vllm`` over its own.
 
     python bench/policies_host.py
     python bench/policies_host.py --hosts 300~530 --traces azure_conv_high --json
+    python bench/policies_host.py --model decoder --steps 2000
 """
 
 from __future__ import annotations
@@ -49,40 +53,78 @@ USUAL_US = 400.0
 KEEPS_SPEED = 1500
 #: Most outcomes told after a step.
 TOLD_AT_ONCE = 2
-#: Launches that a stream takes, and those of an eager step.
-QUEUE, LAUNCHES = 1000, 28
-#: An MLP of 8 x 4096 in bfloat16 on an H200, microseconds of the device by tokens.
-GRAPHS = {512: 264.0, 768: 370.0, 1024: 467.0, 2048: 971.0}
-EAGER = {
-    1: 147.0,
-    140: 165.0,
-    233: 210.0,
-    373: 263.0,
-    512: 268.0,
-    606: 307.0,
-    768: 374.0,
-    908: 442.0,
-    1024: 488.0,
-    1025: 529.0,
-    1211: 594.0,
-    1397: 713.0,
-    1583: 799.0,
-    1770: 886.0,
-    2048: 971.0,
+#: Launches that a stream takes.
+QUEUE = 1000
+
+
+@attrs.frozen
+class Model:
+    """What the steps of a model take on an H200.
+
+    Attributes:
+        graphs: Microseconds of the device by the size of the graph.
+        eager: Microseconds of the device by tokens, ascending; between them by a straight line.
+        launches: Launches of an eager step.
+        host: What the host takes for an eager step, as a multiple of that of the MLP.
+        limit: Largest number of tokens of the largest bucket for which eager is best.
+    """
+
+    graphs: dict[int, float]
+    eager: dict[int, float]
+    launches: int
+    host: float
+    limit: float
+
+    def eager_us(self, num_tokens: int) -> float:
+        """Return what the device takes for an eager step."""
+        known = list(self.eager)
+        index = max(bisect_left(known, num_tokens), 1)
+        low, high = known[index - 1], known[index]
+        share = (num_tokens - low) / (high - low)
+        return self.eager[low] + share * (self.eager[high] - self.eager[low])
+
+    def top_of(self, num_tokens: int) -> int:
+        """Return the smallest graph that covers a batch."""
+        return next(size for size in self.graphs if size >= num_tokens)
+
+
+MODELS = {
+    # 8 x 4096 in bfloat16.
+    "mlp": Model(
+        graphs={512: 264.0, 768: 370.0, 1024: 467.0, 2048: 971.0},
+        eager={
+            1: 147.0,
+            140: 165.0,
+            233: 210.0,
+            373: 263.0,
+            512: 268.0,
+            606: 307.0,
+            768: 374.0,
+            908: 442.0,
+            1024: 488.0,
+            1025: 529.0,
+            1211: 594.0,
+            1397: 713.0,
+            1583: 799.0,
+            1770: 886.0,
+            2048: 971.0,
+        },
+        launches=28,
+        host=1.0,
+        limit=2000.0,
+    ),
+    # 16 layers of 2048, in bfloat16.
+    "decoder": Model(
+        graphs={
+            size: 870.0 + 2.25 * size
+            for size in (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), 768, 1024, 2048)
+        },
+        eager={1: 802.6, 2048: 800.0 + 2.6 * 2048},
+        launches=290,
+        host=7.5,
+        limit=1799.0,
+    ),
 }
-KNOWN = list(EAGER)
-
-
-def eager_us(num_tokens: int) -> float:
-    """Return what the device takes for an eager step; between known sizes by a straight line."""
-    index = max(bisect_left(KNOWN, num_tokens), 1)
-    low, high = KNOWN[index - 1], KNOWN[index]
-    share = (num_tokens - low) / (high - low)
-    return EAGER[low] + share * (EAGER[high] - EAGER[low])
-
-
-def top_of(num_tokens: int) -> int:
-    return next(size for size in GRAPHS if size >= num_tokens)
 
 
 def speeds(host: str, count: int, seed: int) -> list[float]:
@@ -105,11 +147,13 @@ class Clocks:
     """A host that submits steps and a device that runs them.
 
     Attributes:
-        eager_host_us: What the host takes to submit an eager step.
+        model: The model of the steps.
+        eager_host_us: What the host takes to submit an eager step of the MLP.
         host_us: The host's clock.
         device_us: When the device is done with all that was submitted.
     """
 
+    model: Model
     eager_host_us: float
     chance: random.Random
     host_us: float = 0.0
@@ -128,10 +172,11 @@ class Clocks:
             Its start and end on the device, whether work was ahead, and what it took the host
             without waiting for the device.
         """
-        launches = 1 if graph else LAUNCHES
-        host = self.eager_host_us * (REPLAY_US / USUAL_US if graph else 1.0)
+        model = self.model
+        launches = 1 if graph else model.launches
+        host = self.eager_host_us * (REPLAY_US / USUAL_US if graph else model.host)
         host *= max(0.5, self.chance.gauss(1.0, 0.1))
-        device = GRAPHS[graph] if graph else eager_us(num_tokens)
+        device = model.graphs[graph] if graph else model.eager_us(num_tokens)
         device *= max(0.5, self.chance.gauss(1.0, 0.02))
         if self.chance.random() < 0.003:
             host += 1000.0
@@ -169,7 +214,7 @@ class Server:
 
     def __init__(self, policy: Any, clocks: Clocks, sample_every: int = 16) -> None:
         self.policy, self.clocks, self.sample_every = policy, clocks, sample_every
-        config = DispatchConfig(mode="FULL", max_num_tokens=2048, sizes=tuple(GRAPHS))
+        config = DispatchConfig(mode="FULL", max_num_tokens=2048, sizes=tuple(clocks.model.graphs))
         self.table = Dispatcher(policy, config, strict=True)
         for key in self.table.registry:
             self.table.registry.captured(key, object())
@@ -245,10 +290,10 @@ def traffic(name: str, count: int) -> list[int]:
 
 
 def fixed_us(
-    steps: Iterable[int], limits: dict[int, float], hosts: list[float], seed: int
+    model: Model, steps: Iterable[int], limits: dict[int, float], hosts: list[float], seed: int
 ) -> tuple[float, float]:
     """Return what fixed arms take in all and at first: eager up to a limit in each bucket."""
-    clocks, early = Clocks(hosts[0], random.Random(seed)), 0.0
+    clocks, early = Clocks(model, hosts[0], random.Random(seed)), 0.0
     for index, num_tokens in enumerate(steps):
         clocks.eager_host_us = hosts[index]
         if index % BLOCK == 0:
@@ -256,26 +301,27 @@ def fixed_us(
         if index == EARLY:
             early = clocks.host_us
         clocks.spend(BETWEEN_US)
-        top = top_of(num_tokens)
-        clocks.step(0 if num_tokens <= limits[top] else top, num_tokens)
+        top = model.top_of(num_tokens)
+        clocks.step(0 if num_tokens <= limits.get(top, 0.0) else top, num_tokens)
     clocks.wait()
-    return clocks.host_us, early
+    return clocks.host_us, early or clocks.host_us
 
 
-def best_us(steps: list[int], hosts: list[float], seed: int) -> tuple[float, float]:
-    """Return what the best fixed arms take, of each bucket's graph and eager."""
-    small = [top for top in GRAPHS if top < 2048]
-    choices = itertools.product((False, True), repeat=len(small))
-    limits = [{top: top * at for top, at in zip(small, each, strict=True)} for each in choices]
-    return min(fixed_us(steps, {**each, 2048: 2000.0}, hosts, seed) for each in limits)
+def best_us(model: Model, steps: list[int], hosts: list[float], seed: int) -> tuple[float, float]:
+    """Return what the best fixed arms take, of each of the largest buckets' graph and eager."""
+    *few, last = sorted(model.graphs)[-4:]
+    few = few if model is MODELS["mlp"] else few[1:]
+    choices = itertools.product((False, True), repeat=len(few))
+    limits = [{top: top * at for top, at in zip(few, each, strict=True)} for each in choices]
+    return min(fixed_us(model, steps, {**each, last: model.limit}, hosts, seed) for each in limits)
 
 
-def serve(trace: str, host: str, seed: int, count: int) -> dict[str, Any]:
+def serve(model: Model, trace: str, host: str, seed: int, count: int) -> dict[str, Any]:
     """Serve a trace with ``adaptive``, and return what came of it."""
     steps, hosts = traffic(trace, count), speeds(host, count, seed)
-    best, best_early = best_us(steps, hosts, seed)
-    base, _ = fixed_us(steps, dict.fromkeys(GRAPHS, 0.0), hosts, seed)
-    clocks, early = Clocks(hosts[0], random.Random(seed)), 0.0
+    best, best_early = best_us(model, steps, hosts, seed)
+    base, _ = fixed_us(model, steps, {}, hosts, seed)
+    clocks, early = Clocks(model, hosts[0], random.Random(seed)), 0.0
     server = Server(load_plugins().create_policy("adaptive", seed=seed), clocks)
     for index, num_tokens in enumerate(steps):
         clocks.eager_host_us = hosts[index]
@@ -292,7 +338,7 @@ def serve(trace: str, host: str, seed: int, count: int) -> dict[str, Any]:
         "seed": seed,
         "steps": count,
         "over": clocks.host_us / best,
-        "early_over": early / best_early,
+        "early_over": (early or clocks.host_us) / best_early,
         "gain": base / clocks.host_us,
         "told": server.told,
         "filled": server.filled,
@@ -305,15 +351,23 @@ def main() -> None:
     """Print one line for each trace and host: means of the seeds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--model", default="mlp", choices=sorted(MODELS))
     add("--traces", default="uniform,azure_conv_high")
-    add("--hosts", default="270,400,480,300-530,300~530", help="microseconds of an eager step")
+    add(
+        "--hosts",
+        default="270,400,480,300-530,300~530",
+        help="microseconds of an eager step of the MLP",
+    )
     add("--steps", type=int, default=12_000)
     add("--seeds", type=int, default=3)
     add("--json", action="store_true", help="print one JSON object a run")
     options = parser.parse_args()
     for trace in options.traces.split(","):
         for host in options.hosts.split(","):
-            rows = [serve(trace, host, seed, options.steps) for seed in range(options.seeds)]
+            rows = [
+                serve(MODELS[options.model], trace, host, seed, options.steps)
+                for seed in range(options.seeds)
+            ]
             for row in rows if options.json else ():
                 print(json.dumps(row), flush=True)
             if not options.json:

@@ -178,6 +178,22 @@ def test_a_jump_that_was_only_seen_in_other_arms_is_verified() -> None:
     assert device.dispatcher.dispatch(450).key == key(512)
 
 
+def test_the_bucket_of_an_outcome_is_chosen_at_once_however_many_others_wait() -> None:
+    """The lead grows with each step of 1,100 tokens, and so does what eager may be used for."""
+    config = DispatchConfig(mode="FULL", sizes=(*range(8, 513, 8), 768, 1024, 2048))
+    policy = adaptive()
+    device = Device(serve(policy, config), 2.6, 2.25)
+    device.us = lambda n, graph: 2.6 * n + 800 if graph is None else 2.25 * graph.num_tokens + 870  # type: ignore[method-assign]
+    device.calibrate()
+    limits = []
+    for _ in range(10):
+        device.step(1100)
+        (report,) = policy.explain(device.dispatcher.batch(1100))
+        limits.append(report.eager_up_to)
+    assert len(set(limits)) > 8
+    assert limits == sorted(limits)
+
+
 def test_the_winner_follows_the_state_of_the_queue() -> None:
     """Idle, eager waits for the host and loses; with work queued ahead it wins."""
     policy = adaptive()

@@ -34,7 +34,7 @@ def lines_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 
 def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() -> None:
-    """An outcome takes at most 30 µs, and outcomes below 2.5 µs a step on average.
+    """An outcome takes at most 33 µs, and outcomes below 2.5 µs a step on average.
 
     A step that fills a cell again is not measured; the next one is.
     """
@@ -71,5 +71,5 @@ def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() ->
             told.append(lines_of(table.observe, outcome)[1])
     assert len(told) > STEPS / SAMPLE_EVERY / 2
     assert max(fills) <= 300
-    assert max(told) <= 550
+    assert max(told) <= 660
     assert sum(told) <= 45 * STEPS

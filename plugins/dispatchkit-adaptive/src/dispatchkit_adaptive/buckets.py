@@ -74,7 +74,6 @@ class Bucket:
         stale: Smallest and largest number of tokens whose cells have an earlier answer.
         waiting: By number of tokens, batches with a probe that has no outcome yet and its arm.
         needless: Numbers of tokens in ``waiting`` whose arm was probed in the meantime.
-        last_step: Step of the last outcome.
         last_probe: Step of the last probe with an outcome; 0 if there was none.
         unproven_us: Expected microseconds of the base's arm in the steps that did not use it
             since it was measured last; it may have become faster unnoticed.
@@ -91,7 +90,6 @@ class Bucket:
     stale: tuple[int, int] | None = None
     waiting: dict[int, tuple[Batch, Arm]] = attrs.field(factory=dict, repr=False)
     needless: list[int] = attrs.field(factory=list, repr=False)
-    last_step: int = 0
     last_probe: int = 0
     unproven_us: float = 0.0
     # By arm; decisions with parts also by the number of tokens.
@@ -153,11 +151,12 @@ class Bucket:
                 return [CellUpdate(batch, None, one_shot=True)]
         return []
 
-    def renew(self) -> CellUpdate:
-        """Return the update that has the stale cells filled again."""
-        first, last = self.stale or self.sizes
-        self.stale = None
-        return CellUpdate(attrs.evolve(self.example, num_tokens=first), None, up_to=last)
+    def renew(self) -> list[CellUpdate]:
+        """Return the update that has the stale cells filled again, if there are any."""
+        if self.stale is None:
+            return []
+        (first, last), self.stale = self.stale, None
+        return [CellUpdate(attrs.evolve(self.example, num_tokens=first), None, up_to=last)]
 
     def choose(self, known: Mapping[Arm, Estimate], stakes: Stakes) -> None:
         """Choose again from the known arms."""

@@ -6,7 +6,7 @@ import math
 import os
 import random
 import warnings
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -136,8 +136,10 @@ class AdaptivePolicy:
         # The base's answer and the bucket of each batch, and the graphs that they hold for.
         # Learning changes the choice of a bucket, but none of these.
         self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
-        self._to_choose: deque[Bucket] = deque()
-        self._stale: deque[Bucket] = deque()
+        # All buckets, that of the latest outcome last; those to choose again, the next one last.
+        self._by_use: dict[Bucket, None] = {}
+        self._to_choose: dict[Bucket, None] = {}
+        self._with_arm: defaultdict[Arm, list[Bucket]] = defaultdict(list)
         self._step = self._calm = 0
         self._calibration_rounds = 0
         self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
@@ -157,7 +159,8 @@ class AdaptivePolicy:
         self._buckets.clear()
         self._places.clear()
         self._to_choose.clear()
-        self._stale.clear()
+        self._by_use.clear()
+        self._with_arm.clear()
         self._calibrated.clear()
         return self.base.declare(config)
 
@@ -214,6 +217,9 @@ class AdaptivePolicy:
             base_arm = self._arm(own or band)
             arms = arms if eager is None else [*arms, eager]
             bucket = self._buckets[ident] = Bucket(base, base_arm, tuple(arms), eager, batch)
+            self._by_use[bucket] = None
+            for arm in bucket.arms:
+                self._with_arm[arm].append(bucket)
             self._choose(bucket)
         return bucket
 
@@ -222,8 +228,9 @@ class AdaptivePolicy:
     def observe(self, outcome: Outcome) -> list[CellUpdate]:
         """Learn from a completed step; return the cells whose answer changes.
 
-        A step waits for this. So an outcome moves an estimate, and then one thing more is done:
-        the cells of one bucket are renewed, or it is chosen again, or a probe is sent.
+        A step waits for this. So an outcome moves an estimate and has its own bucket chosen again,
+        and then one thing more is done: the cells of that bucket are renewed, a probe is sent or
+        withdrawn, or another bucket is chosen again and its cells are renewed.
         """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         _, _, bucket = self._places.get(batch, (None, None, None))
@@ -244,32 +251,25 @@ class AdaptivePolicy:
             estimate.add(batch.num_tokens, us)
             estimate.last_step = self._step
             self._choose_later(arm)
-            self._choose_next()
-            return self._renew()
+            return self._choose_next()
         expected = estimate.expect(batch.num_tokens)
         self._step = estimate.last_step = outcome.step or self._step + 1
         changed = self._learn(arm, regime, batch.num_tokens, us)
         if outcome.won:
             changed |= self._note_regime(regime)
         self._calm = 0 if changed else self._calm + 1
-        if changed:
-            latest = sorted(self._buckets.values(), key=lambda one: -one.last_step)
-            self._to_choose = deque(latest)
         if bucket is None or not outcome.won:
             self._choose_later(arm)
-            self._choose_next()
-            return self._renew()
-        bucket.last_step = self._step
+            return self._choose_next()
+        self._by_use[bucket] = self._by_use.pop(bucket)
+        self._to_choose.pop(bucket, None)
         self._account(bucket, outcome, arm, estimate, expected, us)
         self.pace = self._next_pace(estimate)
-        updates = self._renew()
-        if updates:
-            self._choose_next()
-        elif changed or not (updates := self._probe(bucket, batch, arm)):
-            if bucket not in self._to_choose:
-                self._to_choose.append(bucket)
-            self._choose_next()
-        return updates or bucket.drop_probes()
+        self._choose(bucket)
+        updates = bucket.renew()
+        if not updates and not changed:
+            updates = self._probe(bucket, batch, arm)
+        return updates or bucket.drop_probes() or self._choose_next()
 
     def record(
         self,
@@ -309,9 +309,8 @@ class AdaptivePolicy:
             if arm is None:
                 raise ConfigError("key", key, "a batch that was decided and may run eager")
         self._learn(arm, (clock, queued), key.num_tokens, latency_us)
-        for bucket in self._buckets.values():
-            if arm in bucket.arms:
-                self._choose(bucket)
+        self._choose_later(arm)
+        self._choose_all()
 
     def calibration_runs(self, graphs: GraphView) -> list[CalibrationRun]:
         """Return runs to time before serving; empty once it has learned enough.
@@ -321,8 +320,7 @@ class AdaptivePolicy:
         later calls return more runs of those arms that cannot yet be told from the base's, and of
         the base's.
         """
-        while self._to_choose:
-            self._choose_next()
+        self._choose_all()
         self._calibration_rounds += 1
         times = _CALIBRATION_RUNS * 2 ** (self._calibration_rounds - 1)
         places = self._calibration_places(graphs)
@@ -425,8 +423,8 @@ class AdaptivePolicy:
             self._arm(ident).estimates[regime] = estimate
             if regime not in self._regimes:
                 self._regimes.append(regime)
-        for bucket in self._buckets.values():
-            self._choose(bucket)
+        self._to_choose = self._by_use.copy()
+        self._choose_all()
 
     def __repr__(self) -> str:
         return f"AdaptivePolicy(base={self.base!r}, buckets={len(self._buckets)})"
@@ -475,6 +473,8 @@ class AdaptivePolicy:
             self._regimes.append(regime)
         estimate = arm.estimate(regime)
         jump = estimate.add(num_tokens, us)
+        if jump:
+            self._choose_later(arm)
         if not arm.is_eager:
             return jump != 0.0
         # A cause that slows eager in one bucket (a busier host, a lower clock) slows it in all.
@@ -487,6 +487,7 @@ class AdaptivePolicy:
             one = other.estimates.get(regime) if other.is_eager else None
             if one is not None and (one is not estimate or not jump):
                 one.borrow(shared)
+        self._to_choose = self._by_use.copy()
         return True
 
     # -- choosing -----------------------------------------------------------------------
@@ -496,26 +497,30 @@ class AdaptivePolicy:
         known, ledger = self._known(bucket), self.ledger
         base = known.get(bucket.base_arm)
         typical = 0.0 if base is None else base.expect(bucket.base_arm.size) or 0.0
-        room = ledger.allowance(typical) - _at_risk_us(bucket)
+        room = ledger.allowance(typical)
+        if _at_risk_us(bucket) >= room:
+            room = 0.0
         horizon = ledger.horizon()
         bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
-        if bucket.stale and bucket not in self._stale:
-            self._stale.append(bucket)
 
     def _choose_later(self, arm: Arm) -> None:
         """Have all buckets with an arm chosen again."""
-        for bucket in self._buckets.values():
-            if arm in bucket.arms and bucket not in self._to_choose:
-                self._to_choose.append(bucket)
+        self._to_choose.update(dict.fromkeys(self._with_arm[arm]))
 
-    def _choose_next(self) -> None:
-        """Choose again in the bucket that waits longest; its cells are renewed later."""
-        if self._to_choose:
-            self._choose(self._to_choose.popleft())
+    def _choose_next(self) -> list[CellUpdate]:
+        """Choose again in the next bucket; return the update that renews its cells, if any."""
+        if not self._to_choose:
+            return []
+        bucket, _ = self._to_choose.popitem()
+        self._choose(bucket)
+        return bucket.renew()
 
-    def _renew(self) -> list[CellUpdate]:
-        """Return the update of the bucket whose cells are stale for longest, if there is one."""
-        return [self._stale.popleft().renew()] if self._stale else []
+    def _choose_all(self) -> None:
+        """Choose again in all buckets that are due; those with stale cells stay due."""
+        for bucket in list(self._to_choose):
+            self._choose(bucket)
+            if not bucket.stale:
+                del self._to_choose[bucket]
 
     def _account(
         self,
