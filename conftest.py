@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -22,11 +23,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
+# Inductor compiles here, and starts no pool of processes that each import torch first.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 # No deadlines: a test fails for a wrong answer, never for a busy machine.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=20, **_common)
-settings.register_profile("ci", max_examples=15, derandomize=True, **_common)
+settings.register_profile("ci", max_examples=10, derandomize=True, **_common)
 settings.register_profile("nightly", max_examples=10_000, print_blob=True, **_common)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
@@ -80,7 +83,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of later garbage collections, which tests ask for by hundreds."""
+    """Prepare for thousands of tests.
+
+    What was imported is kept out of later garbage collections, which tests ask for by hundreds.
+    pytest puts its handlers on the root logger and on each that does not propagate, six times per
+    test; torch has fifty of these.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # Python's own collections, which come by thousands

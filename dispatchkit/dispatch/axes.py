@@ -77,7 +77,7 @@ class PlainView(GraphView):
 
 def without_axes(batch: Batch) -> Batch:
     """Return a batch without its axes."""
-    return attrs.evolve(batch, axes=())
+    return attrs.evolve(batch, axes=()) if batch.axes else batch
 
 
 def answer_with_axes(decision: Decision, axes: AxisBuckets) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,22 +20,21 @@ class Outcome:
 
 
 @pytest.fixture(autouse=True)
-def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the plugins of the default policy and of planning, whatever else is installed here."""
-    from dispatchkit.cli import options
-
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm,plan")
     monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
-    options.forget_plugins()
-    yield
-    options.forget_plugins()
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the command line in this process; unexpected exceptions come through."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run the command line in this process; unexpected exceptions come through.
+
+    The current folder is an empty one, with no ``pyproject.toml`` to read at each run.
+    """
     from dispatchkit.cli.app import run as run_app
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
 
@@ -48,7 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Let the command line find plugin objects besides the installed ones."""
     from dispatchkit import plugins as plugins_module
     from dispatchkit.cli import options
@@ -61,4 +61,5 @@ def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         )
         options.forget_plugins()
 
-    return use
+    yield use
+    options.forget_plugins()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 import pytest
@@ -22,17 +23,19 @@ class Outcome:
 
 @pytest.fixture
 def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Outcome]]:
-    """Run a command in this process; unexpected exceptions come through."""
-    from dispatchkit.cli import options
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Outcome]:
+    """Run a command in this process; unexpected exceptions come through.
+
+    The current folder is an empty one, with no ``pyproject.toml`` to read at each run.
+    """
     from dispatchkit.cli import run as run_app
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm,plan")
     monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
-    options.forget_plugins()
 
     def call(*args: str) -> Outcome:
         capsys.readouterr()
@@ -40,5 +43,4 @@ def run(
         said = capsys.readouterr()
         return Outcome(code, said.out, said.err)
 
-    yield call
-    options.forget_plugins()
+    return call
