@@ -177,7 +177,7 @@ def test_lanes_of_graphed_may_be_an_object():
     fast(torch.ones(2))
     assert fast.graphed.memory is memory
     assert len(fast.graphed.runners[0].lanes) == 2
-    with pytest.raises(ConfigError, match="given in only one place"):
+    with pytest.raises(ConfigError, match="omitted if lanes= has a memory"):
         graphed(double, lanes=Lanes(1, memory=memory), memory=memory)
 
 

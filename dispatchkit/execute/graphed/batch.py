@@ -1,9 +1,9 @@
-"""Derive the batch dimension of each tensor of a call if it is not declared.
+"""Guess the batch dimension of each tensor of a call.
 
-It is dimension 0 of the first tensor and of those that share its size. A recurrent state has the
-batch in dimension 1, after the layers. If no tensor shares dimension 0 of a sequence but some share
-dimension 1, as time-first sequences and their states do, dimension 1 is the batch of all. Such a
-guess can be wrong, and is proven like any other.
+By default it is dimension 0 of the first tensor, and dimension 0 of each tensor of the same size. A
+recurrent state has its batch in dimension 1, after the layers. If the other tensors share dimension
+1 of the first tensor but not dimension 0, as the states of a time-first sequence do, dimension 1 is
+the batch dimension of all tensors. A guess may be wrong, so captures prove it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def guess_batch_dims(
 
     Args:
         tensors: The call's tensors.
-        known: The result for an earlier call of the kind; a tensor that once did not follow the
-            batch stays unbatched.
-        time_first: The target is known to take time-first sequences.
+        known: Result for earlier calls of the same kind, or None. A tensor that was unbatched there
+            stays unbatched.
+        time_first: Whether the target takes time-first sequences.
     """
     may_follow = [
         one.dim() > 0 and (known is None or known[index] is not None)
@@ -55,7 +55,7 @@ def _dim_of(tensor: torch.Tensor, rows: int) -> int | None:
 def _is_time_first(
     first: torch.Tensor, tensors: Sequence[torch.Tensor], may_follow: Sequence[bool]
 ) -> bool:
-    """Return whether tensors share dimension 1, but not 0, of the first one."""
+    """Return whether tensors share dimension 1, but not dimension 0, of the first tensor."""
     others = [one for one, may in zip(tensors, may_follow, strict=True) if may and one is not first]
     if first.dim() < 3 or not others:
         return False

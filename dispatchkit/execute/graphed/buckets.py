@@ -1,8 +1,8 @@
-"""Buckets of an undeclared axis: powers of two first, then planned from observed sizes.
+"""Choose buckets for an undeclared axis: powers of two, later planned from observed sizes.
 
-Planning does not need more graphs than are in use: the same number of buckets is placed where it
-pads least. New buckets invalidate all graphs of a form, so they must pay off, and are planned at
-most twice.
+A plan uses as many buckets as are in use, placed to minimize padding, so it needs no more graphs.
+New buckets invalidate all graphs of a form. They are therefore planned at most twice, and used only
+if they save enough padding.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Final
 
 #: The smallest bucket of an axis.
 MIN_BUCKET: Final = 16
-#: Buckets exceed the largest size so far by this factor, since growing invalidates all graphs.
+#: Factor by which buckets exceed the largest size so far, because growing invalidates all graphs.
 _ROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)
-#: Fraction of all positions, including padding, that a plan must not exceed to justify new graphs.
+#: Maximum ratio of padded positions with a plan to those without, for the plan to be used.
 _WORTH: Final = 0.85
-#: Sizes are counted and buckets planned in multiples of this.
+#: Granularity of counted sizes and planned buckets.
 _STEP: Final = 8
-#: Number of sizes that a plan distinguishes; its time grows with the square.
+#: Maximum number of sizes that a plan distinguishes; planning takes quadratic time.
 _MAX_SIZES: Final = 128
 
 
 class Buckets:
-    """Buckets of one axis, adapted to the observed sizes.
+    """The buckets of one axis, adapted to observed sizes.
 
     Attributes:
-        sizes: The buckets, ascending.
-        is_planned: They are planned rather than powers of two.
-        is_fixed: Graphs were captured before calls, so no plan may invalidate them.
+        sizes: Buckets in ascending order.
+        is_planned: Whether the buckets were planned from observed sizes.
+        is_fixed: Whether planning is disabled, because graphs were captured in advance.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Buckets:
         self._next_plan = next(self._plan_after, 0)
 
     def note(self, size: int) -> bool:
-        """Record the size of a call; return whether the buckets changed."""
+        """Record the size of a call, and return whether the buckets changed."""
         self._num_calls += 1
         self._counts[_stepped(size)] += 1
         if not self.sizes or size > self.sizes[-1]:
@@ -54,7 +54,7 @@ class Buckets:
         return self._num_calls == self._next_plan and self._plan()
 
     def _plan(self) -> bool:
-        """Plan buckets from the sizes so far; return whether they pay off."""
+        """Plan buckets from the sizes so far, and return whether they are used."""
         self._next_plan = next(self._plan_after, 0)
         if self.is_fixed:
             return False
@@ -83,11 +83,11 @@ class Buckets:
 
 
 def plan_buckets(counts: Mapping[int, int], num_buckets: int) -> tuple[int, ...]:
-    """Return the buckets that pad sizes least, including the largest size.
+    """Return the buckets that minimize padding; they include the largest size.
 
     Args:
-        counts: How often each size occurred.
-        num_buckets: Most buckets, at least one.
+        counts: Number of calls by size.
+        num_buckets: Maximum number of buckets, at least one.
     """
     step = 1
     while len({-(-size // step) for size in counts}) > _MAX_SIZES:
@@ -96,9 +96,10 @@ def plan_buckets(counts: Mapping[int, int], num_buckets: int) -> tuple[int, ...]
     for size, count in counts.items():
         merged[-(-size // step) * step] += count
     sizes = sorted(merged)
-    # Number of calls with one of the first sizes.
+    # calls[n] is the number of calls with one of the n smallest sizes.
     calls = [0, *itertools.accumulate(merged[size] for size in sizes)]
-    # The cost of the first sizes with this many buckets, and the buckets.
+    # best[n - 1] is the minimum cost of the n smallest sizes, and its buckets. Each iteration
+    # allows one more bucket.
     best: list[tuple[int, tuple[int, ...]]] = [
         (calls[end] * sizes[end - 1], (sizes[end - 1],)) for end in range(1, len(sizes) + 1)
     ]
@@ -124,7 +125,7 @@ def _stepped(size: int) -> int:
 
 
 def _powers_of_two(above: int, largest: int) -> tuple[int, ...]:
-    """Return powers of two from a smallest size up to at least a largest one."""
+    """Return the powers of two above ``above``, up to the first that is at least ``largest``."""
     found, bucket = [], MIN_BUCKET
     while bucket < largest or bucket <= above:
         found.append(bucket)

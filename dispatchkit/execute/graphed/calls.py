@@ -1,4 +1,4 @@
-"""Find the form of each call of a graphed module or function, and run it."""
+"""GraphedCalls: finds the form of each call of a graphed target, and runs the call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from dispatchkit.dispatch import Lanes, Reason
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.batch import guess_batch_dims
+from dispatchkit.execute.graphed.call_cache import MAX_CACHED_CALLS, CallCache
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
-from dispatchkit.execute.graphed.looks import MAX_LOOKS, Looks
 from dispatchkit.execute.graphed.plain import PlainSteps
 from dispatchkit.execute.graphed.varying import Family, Shapes
 from dispatchkit.execute.io.input_errors import unsupported_kind
@@ -36,19 +36,19 @@ from dispatchkit.once import Once, warn_at_call
 
 _is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
 
-#: The default of ``batch_dims``, nothing declared (None means that nothing is batched).
+#: Default of ``batch_dims``; None would mean that no tensor is batched.
 DERIVED = "derived"
 
-#: Most forms with graphs; calls of further forms run eager.
+#: Maximum number of forms with graphs; calls of further forms run eager.
 MAX_FORMS = 16
 
-#: Reasons of calls without graphs that are not warned about, since there is nothing to replay.
+#: Reasons that cause no warning, because the call has nothing to replay.
 _SILENT = frozenset({Reason.EMPTY_BATCH})
 
-#: What to do about calls that run eager.
+#: Next step for each reason of an eager call.
 _NEXT_STEPS: Mapping[str, str] = {
     Reason.NO_BATCH: (
-        "No tensor of the call has a batch dimension; batch_dims= of graphed declares one."
+        "No tensor of the call has a batch dimension. Declare it with graphed(batch_dims=...)."
     ),
     Reason.SEVERAL_DEVICES: "Move all tensors of the call to one device.",
     Reason.TENSOR_KIND: "Pass dense tensors, and convert them inside the graphed function.",
@@ -56,16 +56,17 @@ _NEXT_STEPS: Mapping[str, str] = {
 }
 _TRAINING = (
     "The module is in training mode and gradients are enabled, which replays do not support. For "
-    "inference, call model.eval(); in a training loop, there is nothing to do."
+    "inference, call model.eval(). Ignore this warning in a training loop."
 )
 _REQUIRES_GRAD = (
     "A tensor of the call requires gradients, which replays do not support. If gradients are not "
     "needed, detach it or call under torch.no_grad()."
 )
 _PADDING_CHANGES = (
-    "Calls differ in sizes other than the batch, and {}. So each exact size needs its own graphs, "
-    f"for at most {MAX_FORMS} forms of calls. A mask that hides padding would let sizes share "
-    "graphs, as would GraphRunner(..., axes=[Axis(...)]) with inputs whose fill is harmless."
+    "Calls differ in sizes other than the batch, and {}. Each exact size therefore needs its own "
+    f"graphs, for at most {MAX_FORMS} forms of calls. To let sizes share graphs, pass a mask that "
+    "hides padding, or use GraphRunner(..., axes=[Axis(...)]) with fill values that change no "
+    "result."
 )
 
 _layout_of: Callable[[Any], Any] = attrgetter("layout")
@@ -77,9 +78,9 @@ class GraphedStats:
 
     Attributes:
         calls: Number of calls.
-        plain: Calls that ran eager without a runner, by reason.
-        runners: The counters of each form's runner, by a description of the form; a form whose
-            sizes grew had one runner per capacity.
+        plain: Number of calls that ran eager without a runner, by reason.
+        runners: Counters of each runner, by a description of its form. A form whose sizes grew has
+            had one runner per capacity.
     """
 
     calls: int
@@ -88,7 +89,7 @@ class GraphedStats:
 
     @property
     def steps_by_mode(self) -> dict[str, int]:
-        """Steps of all runners by runtime mode; eager calls count as NONE."""
+        """Number of steps of all runners by runtime mode; eager calls count as NONE."""
         total = Counter({"NONE": sum(self.plain.values())})
         for one in self.runners.values():
             total.update(one.steps_by_mode)
@@ -106,11 +107,11 @@ class GraphedStats:
 
 
 @attrs.frozen
-class _ByResult:
-    """A call that runs eager; its result shows whether others of the kind must, too.
+class _GradientProbe:
+    """An eager call whose result shows whether calls of its kind need gradients.
 
     Attributes:
-        kind: The kind of call.
+        kind: Kind of the call.
     """
 
     kind: Hashable
@@ -118,16 +119,16 @@ class _ByResult:
 
 @attrs.frozen
 class _Route:
-    """How calls of one look are run.
+    """The form and sizes of calls with one cache key.
 
     Attributes:
-        form: Their form.
-        sizes: The size of each axis.
-        num_rows: Rows of the batch.
-        kind: The kind of the calls.
-        names: Their keywords, in the order of the form's inputs.
-        types: Types of their tensors, which a look omits.
-        layouts: Layouts of their tensors.
+        form: Form of the calls.
+        sizes: Size of each axis.
+        num_rows: Number of rows of the batch.
+        kind: Kind of the calls.
+        names: Keywords of the calls, in the order of the form's inputs.
+        types: Types of the tensors, which are not part of a cache key.
+        layouts: Layouts of the tensors, which are not part of a cache key.
     """
 
     form: Form
@@ -139,31 +140,33 @@ class _Route:
     layouts: tuple[torch.layout, ...]
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensors of a call of the look have the same types and layouts."""
+        """Return whether the tensors of a call have the types and layouts of the route."""
         return (*map(type, tensors),) == self.types and (*map(_layout_of, tensors),) == self.layouts
 
 
-#: What is known about calls of one look.
-_Known = str | _ByResult | PlainSteps | _Route
-#: The target of a call, its current runner, and the call's tensors.
-_Found = tuple[_Route, GraphRunner, Sequence[torch.Tensor]]
+#: Result of analyzing a call: the reason why it runs eager, or how it is run.
+_Analysis = str | _GradientProbe | PlainSteps | _Route
+#: Route of a call, current runner of the form, and tensors of the call.
+_RoutedCall = tuple[_Route, GraphRunner, Sequence[torch.Tensor]]
 
 
 class GraphedCalls:
     """The calls of one module or function, with a runner for each form.
 
     Args:
-        target: The module or function.
-        batch_dims: Batch dimension by parameter name, or one for all; derived by default.
+        target: Module or function.
+        batch_dims: Batch dimension by parameter name, or one dimension for all tensors; derived by
+            default.
         settings: Settings of the runners.
 
     Attributes:
-        target: The module or function.
+        target: As passed.
         module: The target if it is a module, else None.
-        settings: Settings of the runners.
-        memory: Memory that the runners share: a pool wherever possible, a budget and an account.
-        batch_dims: As given.
-        grows: Sizes are not declared, so each form's sizes grow with its largest batch.
+        settings: As passed.
+        memory: Memory that the runners share: a budget, an account and, if possible, a pool.
+        batch_dims: As passed.
+        grows: Whether sizes are undeclared, so that the sizes of each form grow with its largest
+            batch.
     """
 
     target: Callable[..., Any]
@@ -176,7 +179,8 @@ class GraphedCalls:
         settings: dict[str, Any],
     ) -> None:
         if not callable(target):
-            raise ConfigError("module_or_function", target, "a module or a function")
+            hint = "Pass a torch.nn.Module or a callable."
+            raise ConfigError("module_or_function", target, "a module or a function", hint)
         self.target, self.settings = target, settings
         self._of_runners = _sharing_memory(settings)
         self.memory: GraphMemory = self._of_runners["lanes"].memory.memory
@@ -188,17 +192,16 @@ class GraphedCalls:
         self.batch_dims = batch_dims
         self._families: dict[Any, Family] = {}
         self._forms: dict[Any, Form] = {}
-        # Forms by the shapes of calls, apart from the batch, with the sizes of axes.
+        # Forms and sizes of axes, by the shapes of calls without the batch dimension.
         self._routes: dict[Any, tuple[Form, Mapping[str, int]]] = {}
         self._dims: dict[Any, list[int | None]] = {}
-        # Why calls run eager, or the runner's steps they are.
-        self._looks: Looks[_Known] = Looks()
+        self._cache: CallCache[_Analysis] = CallCache()
         self._lock = threading.RLock()
         self._plain: Counter[str] = Counter()
         self._calls = 0
         self._once = Once()
         self._weights = HeldWeights(target)
-        self._find_place()
+        self._record_address()
         try:
             self._signature: inspect.Signature | None = inspect.signature(
                 target.forward if isinstance(target, torch.nn.Module) else target
@@ -210,66 +213,66 @@ class GraphedCalls:
         """Run a call through its form's runner, or eager with a counted reason."""
         self._calls += 1
         has_grad, is_training = _is_grad_enabled(), getattr(self.module, "training", False)
-        looks = self._looks
-        known = looks.at_once(args, kwargs, has_grad, is_training)
-        is_sure = known is not None
-        if known is None:
-            known = looks.get(args, kwargs, has_grad, is_training)
-        found: _Found | None = None
-        if isinstance(known, PlainSteps):
-            result = known.run(self.target, args, kwargs)
+        cache = self._cache
+        cached = cache.get_guarded(args, kwargs, has_grad, is_training)
+        is_sure = cached is not None
+        if cached is None:
+            cached = cache.get(args, kwargs, has_grad, is_training)
+        routed: _RoutedCall | None = None
+        if isinstance(cached, PlainSteps):
+            result = cached.run(self.target, args, kwargs)
             if result is not AGAIN:
                 return result
-        elif isinstance(known, str):
-            self._plain[known] += 1
+        elif isinstance(cached, str):
+            self._plain[cached] += 1
             return self.target(*args, **kwargs)
-        elif isinstance(known, _ByResult):
-            return self._run_for_gradients(known, args, kwargs)
-        elif known is not None:
-            found = self._follow(known, args, kwargs, has_grad, is_sure)
-        if found is None:
-            anew = self._find(args, kwargs)
-            if isinstance(anew, str):
-                looks.remember(args, kwargs, has_grad, is_training, anew)
-                return self._run_plainly(anew, args, kwargs)
-            if isinstance(anew, _ByResult):
-                looks.remember(args, kwargs, has_grad, is_training, anew)
-                return self._run_for_gradients(anew, args, kwargs)
-            found, known = anew, None
-        route, runner, tensors = found
+        elif isinstance(cached, _GradientProbe):
+            return self._run_probe(cached, args, kwargs)
+        elif cached is not None:
+            routed = self._reuse_route(cached, args, kwargs, has_grad, is_sure)
+        if routed is None:
+            analyzed = self._analyze(args, kwargs)
+            if isinstance(analyzed, str):
+                cache.put(args, kwargs, has_grad, is_training, analyzed)
+                return self._run_eager(analyzed, args, kwargs)
+            if isinstance(analyzed, _GradientProbe):
+                cache.put(args, kwargs, has_grad, is_training, analyzed)
+                return self._run_probe(analyzed, args, kwargs)
+            routed, cached = analyzed, None
+        route, runner, tensors = routed
         eager = runner.lanes[0].eager
         num_eager = eager.num_runs
         result = route.form.run(runner, tensors, route.sizes, args, kwargs)
         if eager.num_runs != num_eager and not route.sizes:
             plain = PlainSteps(route.form, runner, route.num_rows, route.names, has_grad)
-            looks.remember(args, kwargs, has_grad, is_training, plain)
-        elif known is None and len(tensors) == len(args) + len(kwargs):
-            looks.remember(args, kwargs, has_grad, is_training, route)
+            cache.put(args, kwargs, has_grad, is_training, plain)
+        elif cached is None and len(tensors) == len(args) + len(kwargs):
+            cache.put(args, kwargs, has_grad, is_training, route)
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> StepFuture:
         """Queue a call on one of the lanes and return immediately.
 
         Raises:
-            InputError: Such a call has no graphs; the message gives the reason.
+            InputError: The call has no graphs; the message contains the reason.
         """
-        route, runner, tensors = self._find_or_raise(args, kwargs)
+        route, runner, tensors = self._route_or_raise(args, kwargs)
         self._calls += 1
         return runner.submit(*tensors, **route.sizes)
 
     def capture(self, *args: Any, **kwargs: Any) -> int:
-        """Capture all sizes for calls like this one in advance; return the number of graphs.
+        """Capture all sizes for the form of a call in advance; return the number of graphs.
 
         Raises:
-            InputError: Such a call has no graphs; the message gives the reason.
+            InputError: The call has no graphs; the message contains the reason.
         """
-        route, runner, _ = self._find_or_raise(args, kwargs, for_result=False)
+        route, runner, _ = self._route_or_raise(args, kwargs, for_result=False)
         form = route.form
         num_graphs = runner.capture().num_graphs
         form.fix_buckets()
         if not num_graphs and not form.has_graphs():
             warn_at_call(
-                f"Nothing was captured for {form}, so its calls run eager. "
+                f"No graph was captured for {form}, so its calls run eager. "
                 "print(fast.graphed.runners[-1]) shows the reason for each size.",
                 EagerStepWarning,
             )
@@ -286,20 +289,20 @@ class GraphedCalls:
         return "\n".join([f"Graphs of {name}", str(self.stats()), *problems])
 
     def invalidate(self) -> None:
-        """Release all graphs, after memory they read was replaced."""
+        """Release all graphs, after memory that they read was replaced."""
         with self._lock:
             for form in self._forms.values():
                 if form.runner is not None:
                     form.runner.invalidate()
 
     def stats(self) -> GraphedStats:
-        """Return the counters."""
+        """Return the counters of all calls."""
         with self._lock:
             runners: dict[str, RunnerStats] = {}
             for form in self._forms.values():
                 for words, one in form.stats().items():
-                    # Two forms may have the same description, for example if a value is given by
-                    # position or by name.
+                    # Two forms may have the same description, for example if one passes a value by
+                    # position and the other by name.
                     count = sum(1 for name in runners if name.partition(" #")[0] == words)
                     runners[f"{words} #{count + 1}" if count else words] = one
             return GraphedStats(self._calls, dict(self._plain), runners)
@@ -313,32 +316,32 @@ class GraphedCalls:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _follow(
+    def _reuse_route(
         self,
         route: _Route,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         has_grad: bool,
         is_sure: bool,
-    ) -> _Found | None:
-        """Return the target of a call of a known look, or None if unknown."""
+    ) -> _RoutedCall | None:
+        """Return a call with a cached route, or None if the call must be analyzed."""
         tensors = (*args, *[kwargs[name] for name in route.names]) if kwargs else args
-        if not (is_sure or route.fits(tensors)) or self._place_now() != self._place:
+        if not (is_sure or route.fits(tensors)) or self._read_address() != self._address:
             return None
         if self.module is None and has_grad and self._weights.need_gradients(route.kind):
             return None
         with self._lock:
             return route, route.form.runner_for(route.num_rows, route.sizes), tensors
 
-    def _find(
+    def _analyze(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
-    ) -> str | _ByResult | _Found:
-        """Return a call's form, runner, tensors and sizes, or why it has none.
+    ) -> str | _GradientProbe | _RoutedCall:
+        """Return the route, runner and tensors of a call, or the reason why it runs eager.
 
         Args:
-            args: The call's arguments.
-            kwargs: The call's keyword arguments.
-            for_result: The caller uses the result, which may require gradients.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
+            for_result: Whether the caller uses the result, which may require gradients.
         """
         if len(kwargs) > 1:
             kwargs = dict(sorted(kwargs.items()))  # keyword order does not matter
@@ -351,7 +354,7 @@ class GraphedCalls:
             nesting = repr(spec)
             tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
             constants = tuple(
-                # By its text: zeros of both signs are equal, and NaN is not equal to itself.
+                # In hexadecimal, because 0.0 equals -0.0 and NaN does not equal itself.
                 (at, type(one), one.hex() if isinstance(one, float) else one)
                 for at, one in enumerate(leaves)
                 if not isinstance(one, torch.Tensor)
@@ -360,8 +363,8 @@ class GraphedCalls:
             getattr(self.module, "training", False) or any(one.requires_grad for one in tensors)
         ):
             return Reason.GRADIENTS
-        if self._place_now() != self._place:
-            self._find_place()
+        if self._read_address() != self._address:
+            self._record_address()
             self.invalidate()
         kind = (nesting, constants, tuple(one.dim() for one in tensors))
         try:
@@ -374,7 +377,7 @@ class GraphedCalls:
             and torch.is_grad_enabled()
             and self._weights.need_gradients(kind)
         ):
-            return _ByResult(kind)
+            return _GradientProbe(kind)
         dims = self._dims.get(kind)
         try:
             rows = None if dims is None else _rows(tensors, dims)
@@ -383,12 +386,12 @@ class GraphedCalls:
         if dims is None or rows is None:
             if any(map(unsupported_kind, tensors)):
                 return Reason.TENSOR_KIND
-            derived = self._derive(args, kwargs, tensors, dims)
+            derived = self._batch_dims_of(args, kwargs, tensors, dims)
             if isinstance(derived, str):
                 return derived
             with self._lock:
                 dims = self._dims[kind] = derived
-                self._looks.clear()  # earlier calls may now belong to another form
+                self._cache.clear()  # earlier calls may now have another form
             rows = next(
                 one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
             )
@@ -409,19 +412,19 @@ class GraphedCalls:
             ),
         )
         with self._lock:
-            route = self._routes.get(key)
-            if route is None:
-                found = self._route(key, args, kwargs, tensors, dims)
+            form_and_sizes = self._routes.get(key)
+            if form_and_sizes is None:
+                found = self._find_form(key, args, kwargs, tensors, dims)
                 if isinstance(found, str):
                     return found
-                route = found
-            form, sizes = route
+                form_and_sizes = found
+            form, sizes = form_and_sizes
             runner = form.runner_for(rows, sizes)
         types, layouts = tuple(map(type, tensors)), tuple(map(_layout_of, tensors))
-        found_route = _Route(form, sizes, rows, kind, tuple(kwargs), types, layouts)
-        return found_route, runner, tensors
+        route = _Route(form, sizes, rows, kind, tuple(kwargs), types, layouts)
+        return route, runner, tensors
 
-    def _route(
+    def _find_form(
         self,
         key: tuple[Any, ...],
         args: tuple[Any, ...],
@@ -429,7 +432,7 @@ class GraphedCalls:
         tensors: Sequence[torch.Tensor],
         dims: Sequence[int | None],
     ) -> str | tuple[Form, Mapping[str, int]]:
-        """Return the form of a call with new shapes, and the sizes of its axes."""
+        """Return the form and axis sizes of a call with new shapes, or why it runs eager."""
         if any(map(unsupported_kind, tensors)):
             return Reason.TENSOR_KIND
         if len({one.device for one in tensors}) > 1:
@@ -466,44 +469,46 @@ class GraphedCalls:
                 self._names(args, kwargs, len(tensors)),
             )
             family.note_first(shapes)
-            self._looks.clear()
-        if len(self._routes) >= MAX_LOOKS:
+            self._cache.clear()
+        if len(self._routes) >= MAX_CACHED_CALLS:
             self._routes.clear()
-        route = self._routes[key] = form, sizes or {}
-        return route
+        found = self._routes[key] = form, sizes or {}
+        return found
 
-    def _find_or_raise(
+    def _route_or_raise(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
-    ) -> _Found:
-        found = self._find(args, kwargs, for_result=for_result)
-        if isinstance(found, _ByResult):
+    ) -> _RoutedCall:
+        found = self._analyze(args, kwargs, for_result=for_result)
+        if isinstance(found, _GradientProbe):
             found = Reason.GRADIENTS
         if isinstance(found, str):
             raise InputError(
-                found, f"Such a call runs without graphs: {found}. Call the function directly."
+                found,
+                f"This call has no graphs, for reason {found}. Call the function directly to run "
+                "it eager.",
             )
         return found
 
-    def _derive(
+    def _batch_dims_of(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
         known: Sequence[int | None] | None,
     ) -> str | list[int | None]:
-        """Return the batch dimension of each tensor, declared or derived.
+        """Return the declared or derived batch dimension of each tensor, or a reason.
 
         Raises:
             ConfigError: The declaration does not match the call.
         """
         if self.batch_dims != DERIVED:
-            return self._as_declared(args, kwargs, tensors)
+            return self._declared_dims(args, kwargs, tensors)
         module = self.module
         time_first = isinstance(module, torch.nn.RNNBase) and not module.batch_first
         dims = guess_batch_dims(tensors, known, time_first=time_first)
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
-    def _as_declared(
+    def _declared_dims(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
     ) -> str | list[int | None]:
         declared = self.batch_dims
@@ -511,17 +516,21 @@ class GraphedCalls:
         if isinstance(declared, Mapping):
             odd = sorted(set(declared) - set(names))
             if odd:
-                raise ConfigError("batch_dims", odd, f"names of tensors of the call: {names}")
+                hint = "Correct the names, or remove them from batch_dims."
+                raise ConfigError("batch_dims", odd, f"names of tensors of the call: {names}", hint)
             dims = [declared.get(name) for name in names]
         else:
             dims = [declared if one.dim() else None for one in tensors]  # type: ignore[misc]
         for name, one, dim in zip(names, tensors, dims, strict=True):
             if dim is not None and (whole_number(dim) is None or not 0 <= dim < one.dim()):
-                raise ConfigError(f"batch_dims[{name!r}]", dim, f"0..{one.dim() - 1} or None")
+                allowed = f"a dimension of a tensor with shape {tuple(one.shape)}, or None"
+                raise ConfigError(
+                    f"batch_dims[{name!r}]", dim, allowed, "Correct it, or pass None if unbatched."
+                )
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[str]:
-        """Return a name for each tensor of a call: its parameter's, possibly numbered."""
+        """Return a name for each tensor of a call: the parameter name, possibly numbered."""
         pairs: list[tuple[str, Any]] = [(f"arg{index}", one) for index, one in enumerate(args)]
         if self._signature is not None:
             names = [
@@ -538,11 +547,11 @@ class GraphedCalls:
             alone = len(tensors) == 1
             base = f"{name}_" if name in RESERVED_NAMES else name
             found += [base if alone else f"{base}_{index}" for index in range(len(tensors))]
-        if len(found) != count or len(set(found)) != count:  # names that coincide
+        if len(found) != count or len(set(found)) != count:  # the names are ambiguous
             return [f"input_{index}" for index in range(count)]
         return found
 
-    def _run_plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._plain[reason] += 1
         name = reason, getattr(self.module, "training", False)
         if reason not in _SILENT and self._once.first(name):
@@ -553,10 +562,10 @@ class GraphedCalls:
         if reason == Reason.GRADIENTS:
             return _TRAINING if getattr(self.module, "training", False) else _REQUIRES_GRAD
         if reason == Reason.TOO_MANY_FORMS:
-            return self._what_varied()
+            return self._describe_forms()
         return _NEXT_STEPS[reason]
 
-    def _what_varied(self) -> str:
+    def _describe_forms(self) -> str:
         """Describe how the forms of calls differ, and how to reduce their number."""
         with self._lock:
             forms = list(self._forms.values())
@@ -567,55 +576,54 @@ class GraphedCalls:
                 shapes.setdefault(name, set()).add(text)
             for at, value in enumerate(form.constants):
                 values.setdefault(at, set()).add(f"{value!r:.30}")
-        varied = [
-            f"{name} came as {_some(found)}" for name, found in shapes.items() if len(found) > 1
-        ]
+        varied = [f"{name} was {_some(found)}" for name, found in shapes.items() if len(found) > 1]
         if any(len(found) > 1 for found in values.values()):
             found = max(values.values(), key=len)
-            varied.append(f"a value came as {_some(found)} (pass it as a tensor)")
+            varied.append(f"a value was {_some(found)} (pass it as a tensor)")
         return (
-            f"{len(forms)} forms of calls have graphs, which is the limit: "
+            f"The limit of {len(forms)} forms of calls with graphs is reached: "
             f"{'; '.join(varied)}. For sizes, declare GraphRunner(..., axes=[Axis(...)])."
         )
 
     def _warn(self, message: str) -> None:
-        warn_at_call(f"{message} Warned once; stats() counts such calls.", EagerStepWarning)
+        warn_at_call(f"{message} Warned once; stats() counts these calls.", EagerStepWarning)
 
-    def _run_for_gradients(
-        self, found: _ByResult, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _run_probe(
+        self, probe: _GradientProbe, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call eager whose result may require gradients due to held weights."""
+        """Run a call eager, and record whether its result requires gradients."""
         result = self.target(*args, **kwargs)
-        if not self._weights.note(found.kind, result):
+        if not self._weights.note(probe.kind, result):
             self._plain[Reason.FIRST_CALL] += 1
-            self._looks.clear()  # such calls may have graphs from now on
+            self._cache.clear()  # calls of this kind may have graphs from now on
             return result
         self._plain[Reason.GRADIENTS] += 1
         if self._once.first("held weights"):
             self._warn(
-                "Calls run without graphs, reason gradients: the function holds weights that "
-                "require gradients, so its results do, too. Call it under torch.no_grad() if "
-                "gradients are not needed."
+                "Calls run without graphs, reason gradients. The function holds weights that "
+                "require gradients, so its results require gradients too. If they are not needed, "
+                "call the function under torch.no_grad()."
             )
         return result
 
-    def _find_place(self) -> None:
-        """Return a bound method of one of a module's tensors that reveals whether it was moved."""
-        self._place_now = int if self.module is None else address_reader(self.module)
-        self._place = self._place_now()
+    def _record_address(self) -> None:
+        """Record the address of a tensor of the module, which shows whether the module moves."""
+        self._read_address = int if self.module is None else address_reader(self.module)
+        self._address = self._read_address()
 
 
 def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of each runner, with the shared memory.
+    """Return the settings of each runner, including the shared memory.
 
     Raises:
-        ConfigError: The given memory is invalid.
+        ConfigError: ``memory`` is invalid, or ``lanes`` also has a memory.
     """
     lanes, options = settings.get("lanes", 1), settings["options"]
     lanes = lanes if isinstance(lanes, Lanes) else Lanes(lanes)
     given = settings.get("memory")
     if given is not None and lanes.memory is not None:
-        raise ConfigError("memory", given, "given in only one place", "lanes= also has one.")
+        hint = "Remove one of them."
+        raise ConfigError("memory", given, "omitted if lanes= has a memory", hint)
     group = MemoryGroup.of(lanes.memory if given is None else given)
     if group is None:
         limits = options.memory
@@ -627,7 +635,7 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int | None:
-    """Return the batch size that all tensors agree on, or None."""
+    """Return the common batch size of all tensors, or None."""
     rows = None
     for one, dim in zip(tensors, dims, strict=True):
         if dim is not None:
@@ -644,7 +652,7 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _some(found: Iterable[str]) -> str:
-    """Return the text of a few of many values."""
+    """Return the first three values as text, with the number of other values."""
     ordered = sorted(found)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

@@ -1,8 +1,8 @@
-"""Forms of calls: the values built into a form's graphs, and its runner.
+"""Form: calls that share their graphs, and the runner of these graphs.
 
-A call's tensors are its inputs. Everything else (other values, the keywords, the nesting of
-tensors, their dtypes and fixed dimensions) is built into the graphs, so that calls that differ in
-it belong to different forms. Within a form, calls differ in the size of the batch and of axes.
+The tensors of a call are the inputs of its graphs. Everything else (other values, keywords, the
+nesting of tensors, their dtypes and fixed dimensions) is built into the graphs, so calls that
+differ in it have different forms. Calls of one form differ only in the sizes of the batch and axes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 def geometric_sizes(largest: int) -> tuple[int, ...]:
-    """Return two sizes per doubling: few graphs, and at most a third of padding."""
+    """Return two sizes per doubling, which need few graphs and pad at most a third."""
     sizes = {largest}
     size = 1
     while size < largest:
@@ -48,16 +48,16 @@ def geometric_sizes(largest: int) -> tuple[int, ...]:
 
 
 class Form:
-    """One form of calls, with its runner.
+    """A form of calls, with its runner.
 
     Args:
-        target: The module or function.
+        target: Module or function.
         settings: Settings of the runner.
-        grows: Sizes are not declared and grow with the largest batch.
-        args: Arguments of the call that it is derived from.
-        kwargs: Keyword arguments of the call.
-        shapes: Shape of each tensor, in order: None at the batch, names at axes.
-        fills: The padding value of each tensor.
+        grows: Whether sizes are undeclared, so that they grow with the largest batch.
+        args: Arguments of the first call.
+        kwargs: Keyword arguments of the first call.
+        shapes: Shape of each tensor, in order, with None for the batch and a name for an axis.
+        fills: Padding value of each tensor.
         names: Name of each tensor.
     """
 
@@ -77,7 +77,8 @@ class Form:
         self.constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
         self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
         self._names = names
-        # A graph reads part of the buffer, which is contiguous only along the first dimension.
+        # A graph reads part of the buffer. The part is not contiguous if the batch dimension is not
+        # the first.
         self._strided = [
             name for name, shape in zip(names, shapes, strict=True) if None in shape[1:]
         ]
@@ -91,7 +92,7 @@ class Form:
         for shape in shapes:
             self.buckets.update({size: Buckets() for size in shape if isinstance(size, str)})
         self.runner: GraphRunner | None = None
-        self._words = ""  # of the runner's buckets, which may have changed since
+        self._words = ""  # description of the form when the runner was created
         self.outgrown: dict[str, RunnerStats] = {}
 
     def run(
@@ -102,14 +103,14 @@ class Form:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call; an eager step gets the caller's own containers.
+        """Run a call; an eager step receives the caller's own containers.
 
         Args:
-            runner: The runner from ``runner_for``.
-            tensors: The call's tensors.
-            sizes: The size of each axis.
-            args: The call's arguments.
-            kwargs: The call's keyword arguments.
+            runner: Runner from ``runner_for``.
+            tensors: Tensors of the call.
+            sizes: Size of each axis.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         own = self._call
         if own is None:
@@ -123,8 +124,8 @@ class Form:
     def runner_for(self, rows: int, sizes: Mapping[str, int]) -> GraphRunner:
         """Return a runner with capacity for a number of rows and a size of each axis.
 
-        Capacity for rows grows only if sizes are not declared. The runner is replaced if its
-        capacity is too small, or if buckets were planned.
+        The runner is replaced if its capacity is too small or its buckets changed. The capacity for
+        rows grows only if sizes are not declared.
         """
         runner = self.runner
         is_new = runner is None or (rows > self.top and self._grows)
@@ -140,29 +141,29 @@ class Form:
         return runner
 
     def fix_buckets(self) -> None:
-        """Keep the buckets from now on, since graphs were captured for all of them."""
+        """Disable later planning of buckets, because graphs were captured for all of them."""
         for one in self.buckets.values():
             one.is_fixed = True
 
     def _captured(self) -> Iterator[tuple[Executor, GraphKey]]:
-        """Yield the keys with graphs, each with its runner."""
+        """Yield the captured keys, each with its lane."""
         for lane in () if self.runner is None else self.runner.lanes:
             for key, entry in lane.registry.entries.items():
                 if entry.state is KeyState.CAPTURED:
                     yield lane, key
 
     def has_graphs(self) -> bool:
-        """Return whether any of its graphs is captured."""
+        """Return whether at least one graph is captured."""
         return any(True for _ in self._captured())
 
     def is_pure(self) -> bool:
-        """Return whether its graphs show that running it has no visible effects."""
+        """Return whether a capture has shown that the target has no visible effects."""
         if self.runner is None or self.runner.backend.is_capturing():
             return False
         return any(lane.warmups.is_pure(key) for lane, key in self._captured())
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call the target directly, on other tensors."""
+        """Call the target directly with other tensors."""
         leaves = list(self.constants)
         for at, one in zip(self._places, tensors, strict=True):
             leaves[at] = one
@@ -170,7 +171,7 @@ class Form:
         return self._target(*args, **kwargs)
 
     def stats(self) -> dict[str, RunnerStats]:
-        """Return the counters of all runners it had, by form and capacity."""
+        """Return the counters of the current and all replaced runners, by description."""
         now = {} if self.runner is None else {self._words: self.runner.stats()}
         return {**self.outgrown, **now}
 
@@ -196,7 +197,7 @@ class Form:
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
-        self.top = top  # not earlier: a runner that could not be created has no capacity
+        self.top = top  # only now, because creating the runner may fail
         return runner
 
     def shapes(self) -> Iterator[tuple[str, str]]:
@@ -239,11 +240,11 @@ def _step_of(
     spec: TreeSpec,
     call: _CurrentCall | None,
 ) -> Callable[..., Any]:
-    """Return a step that calls a target like the calls of a form.
+    """Return a step that calls the target in the form of its calls.
 
-    It is a function rather than a method, since its effects are detected in what it closes over. On
-    the tensors of a call it makes the call itself. On dummy rows it uses its own containers, and
-    raises a CaptureError if the target writes to them.
+    With the tensors of the current call, the step passes the caller's own arguments. With dummy
+    rows, it builds containers of its own, and raises a CaptureError if the target writes to them.
+    The step is a closure rather than a method, because effects are searched for in its cells.
     """
 
     def step(**inputs: torch.Tensor) -> Any:
@@ -265,19 +266,19 @@ def _step_of(
 
 
 def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return a step that passes contiguous inputs as in calls, which cuDNN requires of states.
+    """Return a step that receives contiguous inputs, as cuDNN requires of recurrent states.
 
-    If an input is not contiguous, the step runs on a copy. Writing to the copy is refused like
-    writing to the input.
+    An input that is not contiguous is copied. Writing to the copy is rejected, as writing to the
+    input would be.
 
     Args:
-        step: Takes inputs by name.
-        names: Inputs that a graph would read with strides.
+        step: Step that takes inputs by name.
+        names: Names of inputs that a graph would read with strides.
     """
 
     def contiguous_step(**inputs: torch.Tensor) -> Any:
         copies = {}
-        with torch.inference_mode(False):  # only then does a tensor have a version
+        with torch.inference_mode(False):  # inference tensors have no version
             for name in names:
                 if not inputs[name].is_contiguous():
                     copies[name] = inputs[name].contiguous()
@@ -286,8 +287,9 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
         for name, one in copies.items():
             if one._version != versions[name]:
                 raise CaptureError(
-                    f"The step writes into its input {name!r}. Eager would change the caller's "
-                    "tensor, but a graph only its own copy. Clone it in the step first.",
+                    f"The step writes to its input {name!r}. An eager step would change the "
+                    "caller's tensor, but a replay would change only a copy. Clone the input in "
+                    "the step before writing to it.",
                     reason="input_written",
                 )
         return result
@@ -296,10 +298,10 @@ def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable
 
 
 def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
-    """Raise if a step wrote to a container of its call.
+    """Check that a step has not written to containers of its call.
 
     Raises:
-        CaptureError: The step wrote to one, with reason ``container_written``.
+        CaptureError: The step has written to a container; reason ``container_written``.
     """
     now, now_spec = tree_flatten(call)
     if now_spec == spec and all(one is other for one, other in zip(leaves, now, strict=True)):
@@ -312,8 +314,8 @@ def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
         if path not in before or path not in after or before[path] is not after[path]
     ]
     raise CaptureError(
-        f"The step writes {', '.join(changed[:3])} in a container from its arguments, which a "
-        "replay would not do. Return the new value, and write it outside the step.",
+        f"The step writes {', '.join(changed[:3])} to a container of its arguments, which a replay "
+        "would not do. Return the new value, and write it outside the step.",
         reason=Reason.CONTAINER_WRITTEN,
     )
 

@@ -1,7 +1,7 @@
 """graphed: run a module or a function through graphs with one line.
 
-Properties derived from calls rather than declared are guesses, and are proven: if padding changes a
-graph's rows, the graph serves only full buckets.
+Properties that are derived from calls are guesses, so each capture proves them. If padding changes
+the results of a graph, the graph serves only full buckets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class GraphedFunction:
     """A function whose calls run through graphs; created by ``graphed``.
 
     Attributes:
-        graphed: Its graphs: ``stats()``, ``capture()``, ``runners``, ``invalidate()``.
+        graphed: The calls and their graphs, with ``stats()``, ``capture()``, ``runners`` and
+            ``invalidate()``.
     """
 
     def __init__(self, calls: GraphedCalls) -> None:
@@ -43,11 +44,11 @@ class GraphedFunction:
         return self.graphed(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Bind as a method if defined in a class."""
+        """Bind the function to an instance if it is defined in a class."""
         return self if owner is None else types.MethodType(self, owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle: the same settings, without graphs."""
+        """Copy or pickle the function and its settings, without graphs."""
         calls = self.graphed
         return _remake_function, (calls.target, calls.batch_dims, calls.settings)
 
@@ -71,32 +72,34 @@ def graphed(
 ) -> Any:
     """Run a module or a function through graphs; also a decorator.
 
-    No option is required: inputs and batch dimension are derived from the calls, graphs are
-    captured on demand, sizes grow with the batches, and each graph is proven not to depend on
-    padding. Calls that need gradients run eager: those with a tensor that requires gradients, and
-    those of a module in training while gradients are enabled.
+    No option is required. Inputs and batch dimensions are derived from calls, graphs are captured
+    on demand, sizes grow with the batches, and each capture proves that padding does not change
+    results. Calls that need gradients run eager. While gradients are enabled, these are the calls
+    with a tensor that requires gradients and the calls of a module in training mode.
 
     Args:
-        module_or_function: The module or function; if omitted, a decorator is returned.
+        module_or_function: Module or function; if omitted, a decorator is returned.
         sizes: Batch sizes to capture; larger batches run eager.
-        policy: Name of the policy, or an object.
-        lanes: Streams that ``.graphed.submit`` spreads calls over.
-        outputs: ``owned``: results are fresh. ``view``: valid until the next call.
-        example: Arguments of a call, a tuple or a mapping by name: all of its sizes are captured
-            immediately rather than on demand.
-        batch_dims: Batch dimension by parameter name (None if not batched; nested tensors are
-            numbered, ``name_0``), or one for all. Derived by default: dimension 0 of the tensors
-            whose size always equals the first one's.
-        memory: A ``GraphMemory``, or one of its groups, to share with others. By default the graphs
-            of all forms share one: a pool, and a common budget of ``MemoryOptions.max_bytes``,
-            which counts what ``GraphMemory`` counts.
-        pieces: Capture in segments, around eager calls: functions under ``eager_region``, and
-            operators declared as not capturable.
+        policy: Policy object, or the name of a policy.
+        lanes: Number of streams that ``.graphed.submit`` distributes calls over, or ``Lanes``.
+        outputs: ``owned`` returns results that the caller owns; ``view`` returns results that are
+            valid until the next call.
+        example: Arguments of a call, as a tuple or a dictionary by name. Graphs for this form of
+            call are captured immediately, at all sizes.
+        batch_dims: Batch dimension of all tensors, or a dictionary by parameter name, with None for
+            unbatched tensors; the tensors of a nested argument are ``name_0``, ``name_1`` and so
+            on. By default it is derived: dimension 0 of all tensors whose size there always equals
+            that of the first tensor.
+        memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the
+            graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``, which
+            counts the same memory as ``GraphMemory``.
+        pieces: Whether to capture in segments around eager calls, which are functions with
+            ``eager_region`` and operators declared as not capturable.
         settings: Further settings of ``GraphRunner``.
 
     Returns:
-        A module for a module, which shares its parameters, attributes and hooks; a function
-        for a function. Both have ``.graphed``: counts, runners, capture ahead.
+        For a module, a module that shares its parameters, attributes and hooks; for a function, a
+        function. Its attribute ``graphed`` has the counters and runners, and captures in advance.
 
     Raises:
         ConfigError: A setting is invalid, or the argument is not a module or a function.
@@ -109,7 +112,8 @@ def graphed(
         raise ConfigError("options", options, "RunnerOptions")
     if check_flag(pieces, "pieces"):
         if "mode" in settings or "mode" in changed_settings(options.config):
-            raise ConfigError("pieces", pieces, "given without a mode", "It is mode='PIECEWISE'.")
+            hint = "pieces=True selects mode='PIECEWISE'. Omit one of them."
+            raise ConfigError("pieces", pieces, "False if a mode is given", hint)
         settings["mode"] = "PIECEWISE"
     if isinstance(sizes, Iterable) and not isinstance(sizes, str):
         sizes = tuple(sizes)
@@ -137,7 +141,7 @@ def graphed(
     return made
 
 
-#: Properties that calls determine, which cannot be set.
+#: Arguments of GraphRunner that are derived from calls.
 _OF_CALLS = frozenset({"step", "inputs", "example"})
 
 
@@ -145,8 +149,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     known = set(inspect.signature(GraphRunner).parameters) - _OF_CALLS
     for name in settings:
         if name in _OF_CALLS:
-            allowed = "omitted, since inputs are derived from calls"
-            raise ConfigError(name, settings[name], allowed, "Use example= to give one.")
+            allowed = "omitted, because inputs are derived from calls"
+            hint = "To capture in advance, pass the arguments of a call as example=."
+            raise ConfigError(name, settings[name], allowed, hint)
         if name not in known:
             own = inspect.signature(graphed).parameters
             raise UnknownNameError("setting of graphed", name, known.union(own) - {"settings"})
@@ -172,12 +177,12 @@ def _check_values(settings: Mapping[str, Any], batch_dims: Any) -> None:
         if dim is None or whole_number(dim) is not None or (dim is batch_dims and dim == DERIVED):
             continue
         allowed = f"the index of a dimension, None, {DERIVED!r}, or a dictionary by name"
-        hint = "Write {'x': 0, 'mask': None}, for example."
+        hint = "For example, pass {'x': 0, 'mask': None}."
         raise ConfigError("batch_dims", batch_dims, allowed, hint)
 
 
 def _check_example(example: Any) -> None:
-    # A tensor is a sequence of its rows, too.
+    # Sequence would accept a tensor.
     if example is not None and not isinstance(example, tuple | list | Mapping):
         allowed = "the arguments of a call: a tuple, or a dictionary by name"
-        raise ConfigError("example", example, allowed, "For one argument, give (x,).")
+        raise ConfigError("example", example, allowed, "For a single argument, pass (x,).")

@@ -1,8 +1,9 @@
-"""Detect whether a function's results require gradients because of weights it holds.
+"""Detect whether results of a function require gradients because of weights that it holds.
 
-For a tensor of a call, or a module in training, this is known before the call. It is not for a
-function's closure, a method's object or the arguments of a ``partial``: if they hold a tensor that
-requires gradients, the first call with gradients enabled runs eager, and its result shows it.
+The tensors of a call and the training mode of a module can be checked before the call. A function
+may also hold tensors in its closure, in the object that a method is bound to, or in the arguments
+of a ``partial``. If any of them requires gradients, the first call with gradients enabled runs
+eager, and its result shows whether calls of this form need gradients.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dispatchkit.execute.step.python_state import PythonState
 
 
 class HeldWeights:
-    """Determines which calls of a function must run eager while gradients are enabled.
+    """The weights that a function holds, and whether its results require their gradients.
 
     Args:
-        target: The function.
+        target: Function.
     """
 
     def __init__(self, target: Callable[..., Any]) -> None:
@@ -32,12 +33,13 @@ class HeldWeights:
         self._needed: dict[Hashable, bool] = {}
 
     def need_gradients(self, form: Hashable) -> bool:
-        """Return whether a call must run eager, possibly to inspect its result.
+        """Return whether a call must run eager while gradients are enabled.
 
-        If no held tensor requires gradients, each call checks one held tensor, in turn.
+        It must if its results require gradients, or if this is not known yet. As long as no held
+        tensor requires gradients, each call checks another held tensor.
 
         Args:
-            form: The form of the call; calls of one form behave alike.
+            form: Identity of the form of the call.
         """
         if self._turn is None:
             tensors = list(_held_tensors(self._target))
@@ -50,7 +52,7 @@ class HeldWeights:
         return self._has_trainable and self._needed.get(form, True)
 
     def note(self, form: Hashable, result: Any) -> bool:
-        """Record whether the result of an eager call requires gradients, for the next call."""
+        """Record and return whether the result of an eager call requires gradients."""
         leaves = [result] if type(result) is torch.Tensor else leaves_of(result)
         needed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
         self._needed[form] = needed

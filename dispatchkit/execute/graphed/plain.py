@@ -1,7 +1,8 @@
-"""Eager calls of one look, with little overhead over calling the model.
+"""PlainSteps: runs eager calls with little overhead over calling the model.
 
-A runner's work around an eager step can take longer than a small model. If none of it is needed (no
-state to order, no retry due, no measuring or comparing), the step is only decided and counted.
+The work of a runner around an eager step can take longer than a small model. If the step needs no
+order among streams, no retry of a capture, no measurement and no comparison, it is only decided and
+counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.replay.plans import AGAIN, EagerPlan
 from dispatchkit.execute.runner import GraphRunner
 
-#: Consecutive direct steps before one goes through the runner, which counts the ones it missed.
+#: Maximum number of consecutive steps that bypass the runner; the next step reports them to it.
 _MAX_IN_A_ROW: Final = 256
 
 
@@ -24,14 +25,14 @@ _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class PlainSteps:
-    """Calls of one form and size, as long as their steps run eager.
+    """The calls of one form and size, as long as they run eager.
 
     Args:
-        form: The form.
-        runner: Its current runner.
-        num_tokens: Rows of the calls.
+        form: Form of the calls.
+        runner: Current runner of the form.
+        num_tokens: Number of rows of the calls.
         names: Keywords of the calls, in the order of the form's inputs.
-        has_grad: Gradients are enabled in the calls.
+        has_grad: Whether gradients are enabled in the calls.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class PlainSteps:
         self._given = self._left = _MAX_IN_A_ROW
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as its step is decided; return AGAIN if it needs the runner.
+        """Run a call, or return AGAIN if the call must go through the runner.
 
         Args:
-            call: The module or function.
-            args: The call's arguments.
-            kwargs: The call's keyword arguments.
+            call: Module or function.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         with self._lock:
             if self._left <= 0 or self._form.runner is not self._runner:
@@ -83,7 +84,7 @@ class PlainSteps:
             return result
 
     def _adopt(self, plan: Any) -> bool:
-        """Return whether a plan's steps can run directly, and use the plan from now on."""
+        """Use a plan if its steps can bypass the runner, and return whether they can."""
         self._give_back()
         num_plain = plan.num_plain() if isinstance(plan, EagerPlan) else 0
         if num_plain:
@@ -92,14 +93,14 @@ class PlainSteps:
         return num_plain > 0
 
     def _give_back(self) -> None:
-        """Report to the runner the steps that it has not seen."""
+        """Report the steps that bypassed the runner to it."""
         plan, num_steps = self._plan, self._given - self._left
         self._plan, self._left = None, 0
         if plan is not None:
             plan.note_plain(num_steps)
 
     def _run_plan(self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step whose decision has changed; the next call needs the runner."""
+        """Run a step whose decision has changed; the next call goes through the runner."""
         self._left = 0
         values = (*args, *[kwargs[name] for name in self._names])
         tensors = [one for one in values if isinstance(one, torch.Tensor)]

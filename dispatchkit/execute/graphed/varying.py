@@ -1,15 +1,17 @@
-"""Find dimensions other than the batch that vary, such as a sequence length, and prove them.
+"""Find dimensions that vary besides the batch, such as a sequence length, and prove padding.
 
-A dimension whose size differs between two calls of a family varies; dimensions of equal size in all
-calls form one axis. Calls are padded along an axis only after a proof that padding changes no
-result.
+Dimensions whose size differs between two calls of a family vary. Dimensions that have equal sizes
+in each call form one axis. Calls are padded along an axis only after a proof that padding does not
+change their results.
 
-The proof needs no size beyond that of the call: its first half, padded to the whole, must give the
-same results as the half alone. It is padded twice, with fill and with the call's own second half,
-since a comparison of different sizes must allow for rounding and would miss a small dependency.
-Masks are padded both times with a value that hides positions, which is found by trial: False or
-True in flags, 0 in masks of 0 and 1, minus infinity or the smallest number in masks added to
-scores.
+The proof takes the first half of a call, pads it to the size of the call, and compares the results
+with those of the half alone. The half is padded twice, with the fill value and with the second half
+of the call. The two padded results have equal sizes, so they are compared bit by bit. The
+comparison with the half alone must allow for rounding, and would miss a small dependency.
+
+Masks are padded both times with a value that hides positions. It is found by trial: False or True
+for flags, 0 for masks of 0 and 1, and minus infinity or the smallest number for masks that are
+added to scores.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from dispatchkit.execute.io.structure import flatten, is_same_value
 #: Size of each dimension of each tensor of a call; None for the batch.
 Shapes = tuple[tuple[int | None, ...], ...]
 
-#: Allowed error of another kernel, relative to the norm of an output, and for sums that cancel.
+#: Allowed error of another kernel: relative to the norm of an output, and absolute per element.
 _RELATIVE, _ABSOLUTE = 2e-2, 1e-5
-#: A value this small, added to scores, hides a position; -1e4 is common in half precision.
+#: Added to scores, a value up to this hides a position; -1e4 is common in half precision.
 _HIDES: Final = -1e4
-#: Most combinations of fills to try.
+#: Maximum number of combinations of padding values to try.
 _MAX_PROOFS: Final = 9
 
 
 @attrs.frozen
 class Axes:
-    """The dimensions of a call's tensors that vary, and which of them vary together.
+    """The axes of the tensors of calls.
 
     Attributes:
-        shapes: The shape of each tensor: None at the batch, a size, or the name of an axis.
-            ``dim_1`` is dimension 1 of the first tensor that has it.
+        shapes: Shape of each tensor, with None for the batch and a name for an axis. An axis
+            ``dim_1`` is dimension 1 of the first tensor that has the axis.
     """
 
     shapes: tuple[tuple[int | str | None, ...], ...]
@@ -59,7 +61,13 @@ class Axes:
         return found
 
     def narrowed(self, tensor: torch.Tensor, index: int, sizes: dict[str, int]) -> torch.Tensor:
-        """Return the first part of a call's tensor, with a given size of each axis."""
+        """Return the beginning of a tensor, with a given size along each axis.
+
+        Args:
+            tensor: Tensor of a call.
+            index: Number of the tensor in the call.
+            sizes: Size of each axis.
+        """
         for dim, name in enumerate(self.shapes[index]):
             if isinstance(name, str):
                 tensor = tensor.narrow(dim, 0, sizes[name])
@@ -67,10 +75,10 @@ class Axes:
 
 
 def guess_axes(calls: Sequence[Shapes]) -> Axes:
-    """Return the axes of calls whose tensors have equal numbers of dimensions.
+    """Return the axes of calls of one family.
 
     Args:
-        calls: Their shapes, at least one.
+        calls: Shapes of one or more calls, with equal numbers of tensors and dimensions.
     """
     names: dict[tuple[int | None, ...], str] = {}
     found: list[tuple[int | str | None, ...]] = []
@@ -94,8 +102,8 @@ class PaddingProof:
     """The effect of padding along axes on the results of a call.
 
     Attributes:
-        fills: The padding value of each tensor if padding changes nothing, else None.
-        problem: How results change, in words.
+        fills: Padding value of each tensor, or None if padding changes results.
+        problem: Description of the change; empty if there is none.
     """
 
     fills: tuple[float, ...] | None
@@ -108,13 +116,13 @@ def prove_padding(
     tensors: Sequence[torch.Tensor],
     run: Callable[[Sequence[torch.Tensor]], Any],
 ) -> PaddingProof | None:
-    """Return whether a call may be padded along its axes; None if it is too small to tell.
+    """Test whether a call may be padded along its axes; return None if it is too small.
 
     Args:
-        axes: The axes of the call.
-        shapes: Shapes of its tensors, None at the batch.
-        tensors: The call's tensors.
-        run: Runs the model eager; it must have no effects and draw no random numbers.
+        axes: Axes of the call.
+        shapes: Shapes of the call's tensors, with None for the batch.
+        tensors: Tensors of the call.
+        run: Function that runs the model eager on such tensors, without effects or random numbers.
     """
     whole = axes.sizes(shapes) or {}
     half = {name: size // 2 for name, size in whole.items()}
@@ -136,8 +144,8 @@ def prove_padding(
             kept.append(padded if fill.hides else one)
         try:
             found = _difference(half, whole, run(short), run(filled), run(kept))
-        except Exception as error:  # noqa: BLE001 - whatever it raises: it takes no padding
-            found = f"it raised {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - any error shows that padding is unsupported
+            found = f"the target raised {type(error).__name__}: {error}"
         if not found:
             return PaddingProof(tuple(fill.value for fill in chosen))
         problem = problem or found
@@ -149,8 +157,9 @@ class _Fill:
     """A candidate padding value of a tensor.
 
     Attributes:
-        value: The value.
-        hides: In a mask it may hide positions, so the call's own values cannot serve as padding.
+        value: Padding value.
+        hides: Whether the value may hide positions of a mask, so that values of the call cannot be
+            used as padding.
     """
 
     value: float
@@ -158,7 +167,7 @@ class _Fill:
 
 
 def _possible_fills(tensor: torch.Tensor) -> list[_Fill]:
-    """Return candidate padding values of a call's tensor, in the order to try."""
+    """Return the candidate padding values of a tensor, in the order to try them."""
     if tensor.dtype is torch.bool:  # True may hide a position or show it
         return [_Fill(0, hides=True), _Fill(1, hides=True)]
     is_flags = bool(((tensor == 0) | (tensor == 1)).all())
@@ -173,38 +182,38 @@ def _possible_fills(tensor: torch.Tensor) -> list[_Fill]:
 def _difference(
     half: dict[str, int], whole: dict[str, int], short: Any, filled: Any, kept: Any
 ) -> str:
-    """Describe how the results of a half change when it is padded to the whole."""
+    """Describe how the results of a half change if it is padded; empty if they do not."""
     want, structure = flatten(short)
     results = []
     for padded in (filled, kept):
         leaves, other = flatten(padded)
         if other != structure:
-            return "the structure of its results changes"
+            return "the structure of the results changes"
         results.append(leaves)
     for index, (one, first, second) in enumerate(zip(want, *results, strict=True)):
         if not isinstance(one, torch.Tensor):
             if not (is_same_value(one, first) and is_same_value(one, second)):
                 return (
-                    f"output {index} is {one!r:.40} for the half, but {first!r:.40} for the whole"
+                    f"output {index} is {one!r:.40} without padding, but {first!r:.40} with padding"
                 )
             continue
         cuts = [_cut(each, one, half, whole) for each in (first, second)]
         if cuts[0] is None or cuts[1] is None:
             return (
-                f"output {index} is {tuple(one.shape)} for the half, but {tuple(first.shape)} "
-                "padded"
+                f"output {index} has shape {tuple(one.shape)} without padding, but "
+                f"{tuple(first.shape)} with padding"
             )
         if not bits_equal(cuts[0], cuts[1]):
-            return f"output {index} depends on the padding after the call's own values"
+            return f"output {index} depends on the values of the padding"
         if not _is_close(cuts[0], one):
-            return f"output {index} depends on the size that it is padded to"
+            return f"output {index} depends on the padded size"
     return ""
 
 
 def _cut(
     padded: Any, short: torch.Tensor, half: dict[str, int], whole: dict[str, int]
 ) -> torch.Tensor | None:
-    """Return the part of a padded result that corresponds to the half's; None if there is none."""
+    """Return the part of a padded result without the padding; None if the shapes do not match."""
     if not isinstance(padded, torch.Tensor) or padded.dim() != short.dim():
         return None
     growth = {whole[name] - half[name] for name in half}
@@ -231,11 +240,11 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Family:
-    """Calls that differ only in sizes, and the dimensions along which they are padded.
+    """Calls that differ only in sizes, and the axes along which they are padded.
 
     Attributes:
-        axes: Dimensions that are padded to buckets; None if there are none yet.
-        fills: The padding value of each tensor.
+        axes: Axes that are padded to buckets; None if no axes are proven yet.
+        fills: Padding value of each tensor.
     """
 
     def __init__(self) -> None:
@@ -250,15 +259,15 @@ class Family:
         return self._calls[0]
 
     def sizes(self, shapes: Shapes) -> dict[str, int] | None:
-        """Return the size of each axis in a call; None if exact graphs serve it."""
+        """Return the size of each axis in a call; None if the call needs graphs of exact size."""
         return None if self.axes is None else self.axes.sizes(shapes)
 
     def may_vary(self, shapes: Shapes) -> bool:
-        """Return whether a call that no axis serves has a dimension to try as one."""
+        """Return whether a call has dimensions that may be tried as axes."""
         return not self._is_refused and bool(self._calls) and shapes != self._calls[0]
 
     def note_first(self, shapes: Shapes) -> None:
-        """Store the shapes to compare later calls with."""
+        """Store the shapes of the first call, to compare later calls with."""
         if not self._calls:
             self._calls.append(shapes)
 
@@ -268,12 +277,12 @@ class Family:
         tensors: Sequence[torch.Tensor],
         run: Callable[[Sequence[torch.Tensor]], Any],
     ) -> str:
-        """Find and prove the axes of a call; return why it cannot be padded, if so.
+        """Find the axes of a call and test padding; return the problem, or an empty string.
 
         Args:
-            shapes: The call's shapes.
-            tensors: The call's tensors.
-            run: As for ``prove_padding``.
+            shapes: Shapes of the call's tensors, with None for the batch.
+            tensors: Tensors of the call.
+            run: Function that runs the model eager, as for ``prove_padding``.
         """
         axes = guess_axes([*self._calls, shapes])
         proof = prove_padding(axes, shapes, tensors, run)
