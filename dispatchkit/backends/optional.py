@@ -170,15 +170,15 @@ class UnwatchedCaptureBackend(Protocol):
             run: The callable.
             stream: A stream from ``new_stream()``.
             pool: The pool for the graph's memory.
-            generators: Random generators other than the default one.
+            generators: Random generators, except the default generator.
             watched: Whether to watch each operation. False if an earlier capture watched the same
                 operations; the caller then adds ``holds`` of that graph to this graph.
             notes: Plain notes from a warmup of the same operations, which replace the watch. Memory
                 used only by the warmup is not kept alive.
             compiled: Whether the callable calls functions of torch.compile, which must run
                 compiled.
-            draws: Whether the callable may draw random numbers. False if a warmup drew none; other
-                threads may then use the generators during the capture.
+            draws: Whether the callable may draw random numbers. If it is False, because a warmup
+                drew no numbers, other threads may use the generators during the capture.
 
         Raises:
             CaptureError: As for ``GraphBackend.capture``.
@@ -255,7 +255,7 @@ class SegmentingBackend(Protocol):
             run: The callable.
             stream: A stream from ``new_stream()``, which must be current when a segment ends.
             pool: The pool for the memory of all segments.
-            generators: Random generators other than the default one.
+            generators: Random generators, except the default generator.
             compiled: Whether the callable calls functions of torch.compile, which must run
                 compiled.
             draws: Whether the callable may draw random numbers.

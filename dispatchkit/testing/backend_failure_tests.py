@@ -70,7 +70,7 @@ class FailureTests:
         same = torch.equal(rig.default_generator().get_state(), default_before)
         assert same, f"The {draws} default generator {after}."
         assert torch.equal(generator.get_state(), own_before), f"The {draws} generator {after}."
-        assert rig.equal(state, state_before), f"The {draws} tensor outside {after}."
+        assert rig.equal(state, state_before), f"A tensor outside the graph {after}."
         torch.rand(2, device=backend.torch_device)  # eager draws still work
         x.fill_(4)
         assert rig.read(rig.replayed(healthy)) == [10.0] * 8

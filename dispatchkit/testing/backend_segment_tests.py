@@ -95,7 +95,9 @@ class SegmentTests:
         x.fill_(2)
         for graph in graphs:
             graph.replay()
-        assert rig.read(result[:2]) == [7.0] * 2, "A segment was overwritten by a later one."
+        assert rig.read(result[:2]) == [7.0] * 2, (
+            "A later segment overwrote memory of an earlier segment."
+        )
 
     def test_memory_from_elsewhere_is_not_kept(self, rig: Rig) -> None:
         """``keeps`` is False for memory allocated before the capture or between segments."""

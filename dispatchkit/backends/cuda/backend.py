@@ -353,15 +353,15 @@ class CudaBackend:
             run: The callable to capture.
             stream: The stream to capture on.
             pool: The pool for the graph's memory.
-            generators: Random generators other than the default one.
+            generators: Random generators, except the default generator.
             watched: Whether to watch each operation, which takes several microseconds per
                 operation. It is not required if an earlier capture watched the same operations.
                 Unwatched operations that cannot be captured fail with the driver's error.
             notes: Notes of a warmup of the same operations, which replace the watch.
             compiled: Whether the callable calls functions of torch.compile. If True, no function
                 mode is used, because it would cause recompilation.
-            draws: Whether the callable may draw random numbers. False if a warmup drew none; other
-                threads may then draw during the capture.
+            draws: Whether the callable may draw random numbers. If it is False, because a warmup
+                drew no numbers, other threads may draw during the capture.
 
         Raises:
             CaptureError: The capture failed with reason ``host_sync``, ``out_of_memory``,

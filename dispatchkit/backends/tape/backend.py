@@ -67,7 +67,7 @@ class _CurrentStream(threading.local):
 
 
 class TapeBackend:
-    """A backend that captures and replays on a CPU, with the semantics of CUDA graphs.
+    """A backend that captures and replays graphs on a CPU, like CUDA graphs.
 
     Args:
         scheduler: Seed of the deferred scheduler, which exposes missing waits; None runs all work

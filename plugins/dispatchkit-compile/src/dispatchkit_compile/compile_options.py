@@ -17,7 +17,7 @@ __all__ = ["CompileOptions"]
 
 #: Inductor's modes, which this backend rejects with a hint.
 _INDUCTOR_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-#: Options that must be passed elsewhere, with the hint to give.
+#: Options that must be passed elsewhere, with a hint for each.
 _MISPLACED = {
     "skip_guards": "Use dispatchkit_compile.compile(skip_guards=True), or pass "
     "guard_filter_fn=torch.compiler.skip_all_guards_unsafe in the options of torch.compile.",
@@ -83,8 +83,9 @@ class CompileOptions:
         policy: A policy or its name.
         device_backend: The capture backend: ``auto``, a name or an instance.
         outputs: ``owned`` or ``view``.
-        lazy: Capture each size when it is first needed; if False, capture all in the first call.
-        piece_compiler: Compiles the graph pieces: ``"inductor"``, the name of another
+        lazy: Whether to capture each size when it is first needed. If False, the first call
+            captures all sizes.
+        piece_compiler: Compiler of the graph pieces: ``"inductor"``, the name of another
             ``torch.compile`` backend, or a function of a graph and the fake values of its
             arguments.
         options: Further settings of the runner. With ``strict``, a step that no graph can serve

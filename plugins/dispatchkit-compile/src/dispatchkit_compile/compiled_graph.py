@@ -1,8 +1,8 @@
 """One Dynamo graph, run by a GraphRunner.
 
 Dynamo passes tensors of the exact size. The batched tensors go to the runner, which decides,
-pads, replays and trims. Steps run eager, counted by reason, if the graph cannot be captured or
-the arguments differ from those it was compiled for.
+pads, replays and trims. A step runs eager, and is counted by reason, if the graph cannot be
+captured or was compiled for other arguments.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class CompiledGraph:
         self._plain_steps[reason] += 1
         return self._graph(*args)
 
-    # -- making -------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------
 
     def _fill_is_missing(self) -> tuple[str, str] | None:
         """Return the reason if the graph must not run on padding rows, or None."""
@@ -272,7 +272,7 @@ class CompiledGraph:
             options=set_options,
         )
 
-    # -- reading ------------------------------------------------------------------------
+    # -- statistics ---------------------------------------------------------------------
 
     def stats(self) -> CompiledStats:
         """Return the statistics so far."""

@@ -1,7 +1,7 @@
 """Analyze the arguments of a Dynamo graph before it runs.
 
-Dynamo passes inputs, sizes, weights and buffers as arguments. Whether and how the graph can be
-captured depends on which of them are batched, held or written, and on whether a result aliases one.
+Dynamo passes inputs, sizes, weights and buffers as arguments. Whether the graph can be captured
+depends on which arguments are batched, held or written, and whether a result aliases an argument.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GraphArguments:
         held_positions: Positions of the held tensors in the argument list.
         written: Indices of the held tensors that the graph writes.
         num_rows: The only size that the graph was compiled for; None if it serves any size.
-        plain: The reason why it cannot be captured, as (reason, explanation), or None.
+        plain: The reason why the graph cannot be captured, as (reason, explanation), or None.
     """
 
     traced: TracedStep
@@ -153,7 +153,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
 
 
 def _labels(nodes: Sequence[fx.Node]) -> dict[str, str]:
-    """Return a name for each argument: that of its parameter if it has one."""
+    """Return a name for each argument, if possible the name of its parameter."""
     labels: dict[str, str] = {}
     for node in nodes:
         source = getattr(node.meta.get("grapharg"), "source", None)
@@ -173,7 +173,7 @@ def _results(graph: fx.GraphModule) -> Sequence[Any]:
 def _is_argument(node: fx.Node) -> bool:
     """Return whether a graph's argument is an argument of the compiled function.
 
-    The others are reached through attributes or globals, such as weights.
+    Other arguments, such as weights, come from attributes or globals.
     """
     if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
         return False
@@ -194,7 +194,8 @@ def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set
 
     Runs the graph once on fake tensors, which have shapes and storages but no data.
     """
-    # Use the mode of the fake tensors: the current one is the mode that Dynamo set for backends.
+    # Use the mode of the fake tensors, because the current mode is the mode that Dynamo sets for
+    # backends.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:
         return set(), set()

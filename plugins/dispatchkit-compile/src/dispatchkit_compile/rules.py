@@ -73,7 +73,7 @@ class SplitRules:
 def op_name(node: fx.Node) -> str | None:
     """Return the qualified name of the operator that a node calls, or None."""
     target = node.target
-    # Dynamo's graphs contain overload packets, graphs of other tracers single overloads.
+    # Graphs of Dynamo contain overload packets; graphs of other tracers contain overloads.
     if isinstance(target, torch._ops.OpOverloadPacket):
         return str(target._qualified_op_name)
     if isinstance(target, torch._ops.OpOverload):

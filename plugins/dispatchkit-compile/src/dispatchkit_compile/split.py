@@ -38,7 +38,7 @@ from dispatchkit_compile.tracing import (
 
 __all__ = ["SplitRules", "split_graph", "split_module"]
 
-# Operations without a kernel launch: a graph of only these would be empty.
+# Operations that launch no kernels. A graph of only these operations would be empty.
 _WITHOUT_LAUNCH = frozenset(
     "getitem _assert_scalar _check sym_size sym_stride size stride dim numel view view_as unbind "
     "squeeze unsqueeze transpose permute expand split chunk detach empty empty_like "
@@ -71,7 +71,7 @@ def split_module(
             (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
             its class or the class's name), or a function or tensor method that the code
             calls (or its name).
-        device: Device of inputs declared by a StaticInput; by default that of the weights.
+        device: Device of inputs declared by a StaticInput; by default the device of the weights.
 
     Raises:
         UnknownNameError: A name in ``at`` is unknown; the error suggests similar names.
@@ -110,7 +110,7 @@ def split_graph(
         traced: The step.
         rules: The operations to split at.
         name: Prefix of piece names, followed by a number.
-        compile_piece: Compiles a graph piece, given the fake values of its arguments.
+        compile_piece: Function that compiles a graph piece, given the fake values of its arguments.
         held: The list from which pieces read held tensors when they run; the traced tensors
             by default.
 
@@ -146,7 +146,7 @@ def _launches(node: fx.Node) -> bool:
         return True
     name = (name or function_name(node)).rpartition("::")[2]
     if name in _SIZE_ARITHMETIC:
-        # Arithmetic on sizes runs on the host, on tensors on the device.
+        # Arithmetic on sizes runs on the host; arithmetic on tensors runs on the device.
         return not isinstance(example_of(node), _SIZES)
     return name not in _WITHOUT_LAUNCH
 
@@ -182,12 +182,12 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
             if not part.nodes:
                 continue
         elif before is not None and not any(map(_launches, before.nodes)):
-            # The part before has only size computations and checks.
+            # The previous part contains only size computations and checks.
             before.is_graph = part.is_graph
             before.nodes += part.nodes
             continue
         if not any(map(_launches, part.nodes)):
-            part.is_graph = False  # without launches there is nothing to capture
+            part.is_graph = False  # a part without launches would be an empty graph
         if before is not None and not part.is_graph and not before.is_graph:
             before.nodes += part.nodes
         else:

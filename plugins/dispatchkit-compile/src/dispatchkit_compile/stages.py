@@ -32,7 +32,7 @@ def source_of(role: Role) -> tuple[str, Any]:
 class Stage:
     """The callable of a piece.
 
-    Gathers the arguments, runs the operations, and returns the values that later pieces need.
+    It gathers the arguments, runs the operations, and returns the values that later pieces need.
 
     Args:
         name: Name of the piece in messages.
@@ -44,7 +44,7 @@ class Stage:
     Attributes:
         arguments: The source of each argument of ``run``.
         returns: The source of each returned value.
-        spec: The structure of the step's result in the last piece; None in others.
+        spec: The structure of the step's result in the last piece; None in other pieces.
         unused_inputs: Inputs of the step that no piece reads; the first piece accepts them.
         failed_at: The operation that raised last, with its line in the user's code.
     """

@@ -52,7 +52,7 @@ def backend(
 
     Args:
         graph: The Dynamo graph.
-        example_inputs: Fake tensors and sizes; unused, because the graph contains them too.
+        example_inputs: Fake tensors and sizes; unused, because the graph also contains them.
         options: Fields of ``CompileOptions`` by name.
         mode: Alternative to the option ``mode``.
 
@@ -117,10 +117,10 @@ def compile(  # noqa: A001 - as torch.compile is called
         batch: The batch dimension of each argument, by parameter name; None for an argument that
             is not batched. By default, tensors are batched in dimension 0 if they have the length
             of the first tensor.
-        fullgraph: Raise an error if the model would be split into several graphs.
-        skip_guards: Skip Dynamo's guards after the first call. Types, shapes and non-tensor
-            arguments are still compared. Anything else that the model's Python code
-            reads (attributes, globals) must not change.
+        fullgraph: Whether to raise an error if the model would be split into several graphs.
+        skip_guards: Whether to skip Dynamo's guards after the first call. Types, shapes and
+            non-tensor arguments are still compared. Other values that the model's Python code
+            reads, such as attributes and globals, must not change.
         **options: Fields of ``CompileOptions``.
 
     Raises:
@@ -136,8 +136,8 @@ class CompiledModel:
     Attributes:
         model: The original model.
         backend: The backend that compiles it.
-        num_uncompiled: Number of calls that ran the original model, because guards are skipped
-            and the arguments differed from those of the first call in more than values and sizes.
+        num_uncompiled: Number of calls that ran the original model. With skipped guards, these are
+            the calls whose arguments differ from the first call in more than values and sizes.
     """
 
     model: Callable[..., Any]
@@ -222,7 +222,7 @@ class CompiledModel:
             torch.is_grad_enabled(),
         )
 
-    # -- reading ------------------------------------------------------------------------
+    # -- statistics ---------------------------------------------------------------------
 
     @property
     def graphs(self) -> list[CompiledGraph]:

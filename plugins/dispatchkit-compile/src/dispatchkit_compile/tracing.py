@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from dispatchkit.errors import CaptureError, ConfigError
 
-# First of the integers that stand for unknown sizes in the traced step's result. User code is
+# First of the integers that represent unknown sizes in the traced step's result. User code is
 # unlikely to contain them.
 _FIRST_STAND_IN = 0x5D15_7A7C_0000
 
@@ -72,7 +72,7 @@ class TracedStep:
     """A step traced into a graph.
 
     Attributes:
-        graph: The graph; parameters of the model are arguments of it, too.
+        graph: The graph, whose arguments include the parameters of the model.
         inputs: Names of the step's inputs.
         roles: The role of each argument of the graph.
         held: The held tensors.
@@ -102,7 +102,7 @@ def trace(
         CaptureError: The step cannot be traced as one graph (reason ``not_traceable``), or it
             has side effects in Python that a replay would omit (``python_effects``).
     """
-    # Mark aliases, so that the caller's tensors stay unmarked.
+    # Mark aliases of the tensors, so that the caller's tensors stay unmarked.
     inputs = {name: tensor.detach() for name, tensor in example.items()}
     for name, dim in batch_dims.items():
         mark_batch(inputs[name], dim)
@@ -183,8 +183,8 @@ def example_of(node: fx.Node) -> Any:
 def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with a new code object that calls the step.
 
-    Dynamo stores compilations per code object. Those of a new code object are released with the
-    trace, and do not count toward the recompile limits of the user's compilations.
+    Dynamo stores compilations per code object. The compilations of a new code object are released
+    with the trace, and do not count toward the recompile limits of the user's compilations.
     """
 
     def call(inputs: dict[str, torch.Tensor]) -> Any:
@@ -196,7 +196,7 @@ def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stand_ins(graph: fx.GraphModule) -> list[Any]:
-    """Return a recognizable stand-in for each result of a graph."""
+    """Return a recognizable placeholder for each result of a graph."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     numbers = itertools.count(_FIRST_STAND_IN)
     return [
@@ -287,7 +287,7 @@ def _python_state(step: Callable[..., Any]) -> _ModuleState:
 
 
 def _restore_python_state(before: _ModuleState) -> list[str]:
-    """Restore attributes; return the names of the changed ones."""
+    """Restore attributes, and return the names of changed attributes."""
     changed = []
     for module, attributes, tables in before:
         now = vars(module)

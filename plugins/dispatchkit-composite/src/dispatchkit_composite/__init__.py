@@ -1,4 +1,4 @@
-"""Combine several policies by priority; the first one with an answer decides."""
+"""Combine several policies by priority; the first answer decides."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Member:
 
     Attributes:
         name: Name of the member, unique in the composite.
-        policy: Policy, or the name of one; by default, the name of the member.
+        policy: Policy or its name; by default, the name of the member.
         priority: Priority of the member. Members with higher priority are asked first. Members with
             equal priority are asked in the order in which they were added.
         options: Options for the policy's factory, if the policy is given by name.

@@ -16,6 +16,6 @@ def dispatchkit_register_policies() -> Sequence[PolicySpec]:
         PolicySpec(
             "composite",
             CompositePolicy,
-            summary="Several policies by priority; the first one with an answer decides",
+            summary="Several policies by priority; the first answer decides",
         )
     ]

@@ -40,7 +40,7 @@ _log = logging.getLogger("dispatchkit.composite")
 
 
 class CompositePolicy:
-    """Asks members by priority; the first one with an answer decides.
+    """A policy that asks its members by priority; the first answer decides.
 
     If a member raises or breaks a hard constraint, the fault is logged and counted, and the next
     member is asked. After ``max_faults`` consecutive faults, the member is suspended. Decisions
@@ -113,7 +113,7 @@ class CompositePolicy:
 
         Raises:
             ConfigError: The name is invalid or already used.
-            UnknownNameError: There is no policy of this name.
+            UnknownNameError: No policy has this name.
         """
         self._insert(member_state(Member(name, policy, priority, options)))
 
@@ -223,7 +223,7 @@ class CompositePolicy:
         """
         answer, graphs = update.decision, self._graphs
         if answer is None and update.up_to:
-            return update  # harmless: other members decide their cells in the same way again
+            return update  # harmless, because the deciding member makes the same decision again
         if graphs is None:
             return None
         for other in self._active():

@@ -22,7 +22,7 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the lane after the previously chosen one."""
+        """Return the lane after the previous choice."""
         lane = self._next % len(lanes)
         self._next = lane + 1
         return lane
@@ -55,7 +55,7 @@ class LeastLoaded:
     def least(self, lanes: Sequence[LaneState]) -> int:
         """Return the index of the least loaded of the given lanes."""
         last = self._last
-        # Lanes after the previously chosen one come first.
+        # Lanes after the previous choice come first.
         order = sorted(lanes, key=lambda lane: (lane.index <= last, lane.index))
         return min(order, key=self._load).index
 
@@ -122,7 +122,7 @@ class Priority:
         self._urgent, self._usual = LeastLoaded(), LeastLoaded()
 
     def stream_priorities(self, num_lanes: int) -> Sequence[int]:
-        """Return 1 for reserved lanes, 0 for the others."""
+        """Return priority 1 for reserved lanes and 0 for other lanes."""
         kept = min(self._reserved, num_lanes - 1)
         return [0] * (num_lanes - kept) + [1] * kept
 

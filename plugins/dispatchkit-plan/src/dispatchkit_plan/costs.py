@@ -16,7 +16,7 @@ All curves describe whole steps. ``covers`` returns whether a size is in the mea
 
 If the time of a step also depends on another quantity (a sequence length, an image size), the file
 has curves for several values of that axis: ``"axis": "length", "at": [[16, {"eager_us": ...,
-"graph_us": ...}], ...]``. The curves outside ``at`` are then those of the largest value.
+"graph_us": ...}], ...]``. The curves outside ``at`` are then the curves of the largest value.
 """
 
 from __future__ import annotations
@@ -205,8 +205,9 @@ class CostModel:
     def at(self, value: int) -> CostModel:
         """Return the model for a value of the axis, or the model itself if it has no axis.
 
-        Curves are interpolated linearly between measured values. Values below the first one use its
-        curves. Above the last one, the last two are extrapolated, but never downward.
+        Curves are interpolated linearly between measured values. Values below the first measured
+        value use its curves. Above the last measured value, the curves of the last two are
+        extrapolated, but never downward.
         """
         along = self.along
         if not along:
@@ -370,7 +371,7 @@ def check_cost_model(model: Any, setting: str) -> CostModel:
     """Validate a cost model given as an object, and return it.
 
     Raises:
-        ConfigError: It is not a ``CostModel`` of this package.
+        ConfigError: The object is not a ``CostModel`` of this package.
     """
     if not isinstance(model, CostModel):
         hint = "load_cost_model(name) returns a built-in model, or one in a file."

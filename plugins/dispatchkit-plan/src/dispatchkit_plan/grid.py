@@ -3,7 +3,7 @@
 A batch of n rows whose longest item has v positions runs in the smallest bucket of the axis that
 holds v, with the smallest capture size of that bucket that holds n. Sizes and buckets could be
 planned separately, with a graph for each combination. But short batches tend to have other sizes
-than long ones, so each bucket needs its own sizes.
+than long batches, so each bucket needs its own sizes.
 
 ``plan_grid`` finds the best plan in two steps, both by dynamic programming: the best sizes of each
 count for each range of values (``optimal``), and then the best ranges within one number of graphs.
@@ -418,7 +418,7 @@ class _GridPlanner:
             for begin in range(end - 1, -1, -1):
                 demand = demand + by_value[begin]
                 if begin and not by_value[begin].any():
-                    continue  # a bucket that begins at a later value is at least as good
+                    continue  # a bucket that begins at a later value costs no more
                 curve = size_curve(
                     sizes,
                     factor * objective.costs(sizes, hedge.apply(demand)),
@@ -449,7 +449,7 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return all distinct values if they are few, otherwise quantiles of the steps."""
+    """Return all distinct values if there are few, and otherwise quantiles of the steps."""
     different = np.unique(found)
     if len(different) > most:
         # Choose half by frequency and half by value, because rare large values are expensive.

@@ -22,7 +22,7 @@ __all__ = ["GridPolicy"]
 
 
 class GridPolicy:
-    """Replays the smallest sufficient graph; each bucket of an axis has its own sizes.
+    """A policy that replays the smallest sufficient graph, with separate sizes per bucket.
 
     The configuration must have exactly one axis, with the buckets of the grid. Its ``sizes`` set
     the size of the static inputs and must reach the largest size of the grid.
@@ -56,7 +56,7 @@ class GridPolicy:
 
         Raises:
             ConfigError: The configuration does not have exactly one axis with the buckets of the
-                grid, or its largest size is smaller than that of the grid.
+                grid, or its largest size is smaller than the largest size of the grid.
         """
         buckets = tuple(self.grid)
         if len(config.axes) != 1 or config.axes[0].buckets != buckets:

@@ -46,7 +46,7 @@ _MAX_CANDIDATES = 512
 
 @attrs.frozen
 class Hedge:
-    """A mixture of the trace's histogram and similar ones.
+    """A mixture of the trace's histogram and similar histograms.
 
     Attributes:
         own: Share of the trace's own histogram.
@@ -212,7 +212,7 @@ def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
 
 
 def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
-    """Return a subset of the candidates that is small enough to plan with 70 times."""
+    """Return a subset of the candidates that is small enough for 70 plans."""
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)

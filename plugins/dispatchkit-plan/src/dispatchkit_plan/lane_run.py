@@ -265,14 +265,15 @@ class LaneRun:
         """
         live, most = self._live, self.scenario.max_graphs
         if most is not None and most < len(set(keys)):
-            return False  # the graphs exceed the limit together
+            return False  # together, the graphs exceed the limit
         for key in keys:
             if key in live:
                 live[key] += 1
                 live.move_to_end(key)
             elif not self._use(key):
                 return False
-        return all(key in live for key in keys)  # the capture for one part may evict another
+        # Capturing the graph of one part may evict the graph of another part.
+        return all(key in live for key in keys)
 
     def _use(self, key: GraphKey) -> bool:
         """Capture a graph after making room for it; return False if it is not due yet."""

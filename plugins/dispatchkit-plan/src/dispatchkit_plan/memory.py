@@ -1,11 +1,11 @@
-"""Forecast the memory of a set of graphs from a few captured ones.
+"""Forecast the memory of a set of graphs from a few captures.
 
 Graphs of one lane share a pool and reuse each other's temporary memory. The pool grows only when a
 graph needs more memory at a time than all earlier graphs: the largest graph, which is captured
 first, and sometimes a small graph that uses another kernel. Memory that a graph keeps (tensors that
 outlive its capture) is added for each graph. The forecast is therefore the size of the pool after
 the sampled captures, plus the memory that each other size will keep. Between two measured sizes,
-this amount lies between theirs.
+this amount is between the amounts of the two.
 
 Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all growth counts as
 kept memory. This is safe, but far too high if the pool has grown once for all graphs.
@@ -101,10 +101,10 @@ def forecast_memory(
     *,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> MemoryForecast:
-    """Return the memory forecast for graphs of all sizes, from a few captured ones.
+    """Return the memory forecast for graphs of all sizes, from a few captures.
 
     Args:
-        samples: Samples in the order of capture, largest size first. The first one must be the
+        samples: Samples in the order of capture, largest size first. The first sample must have the
             largest of ``sizes``. Include the smallest size, and sizes about half the previous one:
             libraries choose other kernels around powers of two, which may grow the pool.
         sizes: All sizes that will be captured.
@@ -161,7 +161,7 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
     """Return the expected and the maximum driver memory for ``num_sizes`` sizes.
 
-    The driver allocates whole blocks, each when the current one is full. The fill of the first
+    The driver allocates whole blocks, each when the current block is full. The fill of the first
     block is unknown, so only growth after the next new block shows how fast blocks fill.
     """
     seen = [sample.driver_bytes for sample in taken]
@@ -200,7 +200,8 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
     """Return the minimum, expected and maximum increment of a size without a sample."""
     smaller = [(s, value) for s, value in increments if s < size]
     larger = [(s, value) for s, value in increments if s > size]
-    # Increments should grow with size; if the measured ones do not, the bounds include all of them.
+    # Increments should grow with size. If the measured increments do not, the bounds include all of
+    # them.
     least = min((value for _, value in smaller), default=0)
     most = max((value for _, value in increments), default=0)
     if larger:

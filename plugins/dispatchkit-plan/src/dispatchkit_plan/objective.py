@@ -1,7 +1,7 @@
 """Objectives of a plan: padded tokens, or time according to a cost model.
 
 Both define the cost of a batch of n tokens at a captured size, and its cost with a graph of exactly
-its size. The excess of the first over the second, in percent, measures the quality of a set of
+its size. The excess of the first cost over the second, in percent, measures the quality of a set of
 sizes. In tokens, it is the padding waste.
 """
 
@@ -26,7 +26,7 @@ from dispatchkit_plan.optimal import (
 
 __all__ = ["Objective", "PaddingObjective", "TimeObjective", "padded_sizes", "waste_pct"]
 
-#: When a graph that is large enough is replayed, see ``TimeObjective``.
+#: Condition for replaying a graph that is large enough; see ``TimeObjective``.
 DISPATCHES = ("always", "best")
 
 
@@ -75,8 +75,8 @@ class TimeObjective:
 
     Attributes:
         model: Cost model.
-        dispatch: ``always`` to replay a graph whenever one is large enough, ``best`` to run eager
-            if that is faster according to the model.
+        dispatch: ``always`` to replay whenever a graph is large enough, or ``best`` to run eager if
+            that is faster according to the model.
     """
 
     model: CostModel

@@ -1,7 +1,7 @@
 """Find exactly optimal sets of capture sizes by dynamic programming.
 
 Batches have many sizes, few sizes can be captured, and a batch runs at the smallest captured size
-that holds it. Which sizes have the lowest cost? Let ``cost[i, j]`` be the cost of all batches that
+that covers it. Which sizes have the lowest cost? Let ``cost[i, j]`` be the cost of all batches that
 candidate i serves if the next smaller captured size is candidate ``j - 1`` (no smaller size if ``j
 = 0``). The best set of k sizes that ends at candidate i consists of i and the best set of k - 1
 sizes that ends at ``j - 1``, for the j with the lowest total cost. The last size is always the
@@ -39,7 +39,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_ROWS = 64  # rows per block: larger blocks make windows wider, smaller ones add overhead
+_ROWS = 64  # rows per block: larger blocks make windows wider, smaller blocks add overhead
 
 
 def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
@@ -216,7 +216,7 @@ def best_sizes_within(
     sizes, least = _knapsack(candidates, cost, np.floor(scaled + 1e-9), units)
     by_size = dict(zip(candidates.tolist(), price.tolist(), strict=True))
     if sum(by_size[size] for size in sizes) <= budget * (1 + 1e-12):
-        return sizes, least  # the best of a superset of the allowed sets, and itself allowed
+        return sizes, least  # the best of a superset of the allowed sets, and also allowed
     return _knapsack(candidates, cost, np.ceil(scaled - 1e-9), units)
 
 

@@ -1,6 +1,6 @@
 """Choose sizes that deserve their own graph, in addition to existing graphs.
 
-A batch without a graph of its size is padded to a larger one, or runs eager. The time that a graph
+A batch without a graph of its size is padded to a larger size, or runs eager. The time that a graph
 of its exact size saves depends on the traffic (the frequency of the size), the device (the cost of
 padding or eager) and the other chosen graphs, because a graph also serves smaller batches. All
 sizes are therefore chosen together, by the dynamic program in ``optimal``: existing graphs are

@@ -91,8 +91,8 @@ def plan_sizes(
             faster.
         align: Divisor of all sizes, in tokens, including ``max_size``.
         token_budget: Size above ``max_size`` to consider one graph for; ``auto`` for the most
-            frequent one. It takes the place of another graph if that saves time according to the
-            cost model. Only considered if the budget is a number of graphs.
+            frequent size. Its graph replaces another graph if that saves time according to the cost
+            model. It is considered only if the budget is a number of graphs.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         capture_s_per_graph: Time of each capture, for ``capture_time_s``.
         lora_overhead: Extra cost of a graph for each of its adapters, as a share.
@@ -411,7 +411,7 @@ class _Planner:
 
 
 def _matched_by(curve: Sequence[tuple[int, float]], waste: float) -> int | None:
-    """Return the fewest graphs from which the rest of the curve is at least as good."""
+    """Return the smallest number of graphs from which on the curve is at least as good."""
     matched = None
     for graphs, planned in reversed(curve):
         if planned > waste + 1e-9:

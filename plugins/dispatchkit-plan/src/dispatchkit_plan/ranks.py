@@ -10,8 +10,8 @@ dispatcher decides. The simulation assumes the following:
 * An exchange is a chain of messages, each of which waits for the previous one: ``2 *
   ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its 256 bytes
   take no additional time.
-* Differences in the time at which ranks reach the exchange come only from their last step. This
-  wait is attributed to the slowest rank.
+* Differences between the times at which ranks reach the exchange come only from their last step.
+  This wait is attributed to the slowest rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Exchange:
     Attributes:
         shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).
         hop_us: Microseconds for one message to another rank, including the wake-up of its process.
-        own_us: Microseconds of this rank's own work.
+        own_us: Microseconds of work on each rank.
     """
 
     shape: Literal["tree", "ring"] = "tree"
@@ -133,7 +133,7 @@ def simulate_ranks(
 
     Args:
         trace: Steps, which are assigned to the ranks in turn. Steps without tokens are skipped, as
-            are the last ones if they do not fill a common step.
+            are the last steps if they do not fill a common step.
         ranks: Number of ranks.
         scenario: Policy, sizes and costs. Limits on graphs, lanes, axes and split batches are not
             supported.

@@ -63,8 +63,8 @@ class Scenario:
             the first step.
         max_bytes: Maximum memory of live graphs per lane, according to ``graph_bytes`` of the cost
             model.
-        eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the one
-            with the fewest replays relative to its size.
+        eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the
+            graph with the fewest replays relative to its size.
         capture_after: Number of requests for a graph before it is captured; until then, its steps
             run eager. Above 1, nothing is captured before the first step.
         lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own

@@ -41,8 +41,8 @@ class Difference:
         active: Current decision, as text.
         candidate: Decision after the swap, as text.
         num_steps: Number of these steps.
-        min_tokens: Number of tokens of the smallest of these steps.
-        max_tokens: Number of tokens of the largest of these steps.
+        min_tokens: Smallest number of tokens of these steps.
+        max_tokens: Largest number of tokens of these steps.
         gain_us: Total time that the swap saves on these steps; negative if they take longer.
     """
 

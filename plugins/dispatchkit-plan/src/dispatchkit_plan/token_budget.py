@@ -60,7 +60,7 @@ def weigh_token_budget(
     curve: SizeCurve,
     num_graphs: int | None,
 ) -> TokenBudget | None:
-    """Return whether one of the graphs is better used at the token budget.
+    """Judge whether one of the graphs saves more time at the token budget.
 
     Args:
         work: Steps used for planning.

@@ -46,15 +46,15 @@ class Predictive:
     """Captures and uploads graphs in idle time, before steps need them.
 
     Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
-    records keys. If a step has the same key as the step before, this costs one comparison.
+    records keys. If a step has the same key as the previous step, this costs one comparison.
 
     Args:
         order: Length of the longest context used for predictions, in keys.
         decay: Factor by which each new count reduces earlier counts, above 0 and at most 1.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
-        least_used: Share of prefetched graphs that steps must use, 0 to 1. If the share is lower,
-            prefetching pauses.
+        least_used: Minimum share of prefetched graphs that steps use, from 0 to 1. If the share is
+            lower, prefetching pauses.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -75,7 +75,7 @@ class Predictive:
         self._num_wanted = self._num_uploads = 0
 
     def attach(self, runner: GraphRunner, *, max_graphs: int | None = None) -> None:
-        """Start observing the decisions of a runner.
+        """Start to record the decisions of a runner.
 
         Args:
             runner: A runner created with ``lazy=True``. With a high ``capture_after``, graphs are
@@ -101,16 +101,17 @@ class Predictive:
         runner.taps.on_decision(self._on_decision)
 
     def detach(self) -> None:
-        """Stop observing the runner and discard what was learned."""
+        """Stop recording, and discard the learned predictions."""
         runner, self._runner, self._planner = self._runner, None, None
         if runner is not None:
             runner.taps.on_decision(None)
 
     def idle(self, max_captures: int = 1) -> list[GraphKey]:
-        """Use an idle moment: capture missed or expected keys, then upload the next graph.
+        """Capture missed or expected keys in idle time, then upload the next graph.
 
         Args:
-            max_captures: Most captures; each may take a large part of a second.
+            max_captures: Maximum number of captures, each of which may take a large part of a
+                second.
 
         Returns:
             The keys that were captured.

@@ -11,12 +11,12 @@ from dispatchkit.keys import check_count
 
 from dispatchkit_predictive.predictor import KeyPredictor
 
-# The number of recent prefetches that are judged, and of key changes that a pause lasts.
+# Number of recent prefetches that are evaluated, and length of a pause in key changes.
 _LOOK_BACK, _REST = 100, 100
 
 
 class CapturePlanner:
-    """Chooses which graph to capture next; pauses prefetching if it does not pay.
+    """Chooses the next graph to capture, and pauses prefetching while it is not worthwhile.
 
     To prefetch is to capture a key before a step has missed it. This class needs no device.
 
@@ -25,11 +25,11 @@ class CapturePlanner:
         max_graphs: Maximum number of live graphs; None for no limit.
         margin: Factor, at least 1, by which the score of a key must exceed that of the key
             evicted for it.
-        least_used: Share of prefetched graphs that steps must use, 0 to 1. If the share is lower,
-            prefetching pauses; keys that a step has missed are still captured.
+        least_used: Minimum share of prefetched graphs that steps use, from 0 to 1. If the share is
+            lower, prefetching pauses; keys that a step has missed are still captured.
 
     Attributes:
-        predictor: The given predictor.
+        predictor: The predictor.
         num_ahead: Number of prefetched graphs.
         num_used: Number of prefetched graphs that a step used before they were evicted.
     """
@@ -50,7 +50,7 @@ class CapturePlanner:
             raise ConfigError("least_used", least_used, "0 to 1")
         self.predictor = predictor
         self._max_graphs, self._margin, self._least_used = max_graphs, margin, least_used
-        self._wanted: dict[GraphKey, None] = {}  # missed by a step, latest last
+        self._wanted: dict[GraphKey, None] = {}  # keys that steps have missed, latest last
         self._ahead: set[GraphKey] = set()
         self._outcomes: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._uses: dict[GraphKey, int] = {}
@@ -82,8 +82,8 @@ class CapturePlanner:
     def next_capture(self, live: Collection[GraphKey]) -> tuple[GraphKey, GraphKey | None] | None:
         """Return the key to capture now and the key to evict for it.
 
-        Keys that a step has missed come first, the most recent one before earlier ones. The second
-        key is None if there is room. Returns None if no capture pays.
+        Keys that steps have missed come first, most recent first. The second key is None if there
+        is room. Returns None if no capture is worthwhile.
         """
         while self._wanted:
             key = next(reversed(self._wanted))

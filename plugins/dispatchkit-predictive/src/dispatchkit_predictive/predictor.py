@@ -1,14 +1,14 @@
 """Predict the next graph key from several forecasts, weighted by their past accuracy.
 
-Only changes of the key count: a hundred steps in a row with one key are one event, because the
+Only changes of the key count: a hundred consecutive steps with one key are one event, because the
 graph must be captured once. There are four forecasts:
 
-- how often each key came recently;
+- how often each key occurred recently;
 - the distance, in buckets, to the last key of the same kind. Batches tend to grow and shrink by one
-  bucket, so unseen keys are expected near seen ones;
+  bucket, so new keys are expected near known keys;
 - the keys that followed the latest keys, for contexts of up to ``order`` keys. A long context with
-  few counts defers to the shorter one;
-- how often each kind of key came, with equal shares for all keys of a kind.
+  few counts has less weight than a shorter context;
+- how often each kind of key occurred, with equal shares for all keys of a kind.
 
 Each forecast is a probability distribution over the keys. Its weight is multiplied by the
 probability that it assigned to the actual key (a Bayesian mixture). At each change, part of the
@@ -45,7 +45,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class KeyPredictor:
-    """Learns in which order steps need keys.
+    """Learns the order in which steps need keys.
 
     ``record`` only appends a key; learning happens when a prediction or a counter is read.
 

@@ -160,7 +160,7 @@ def _without(
 def fewest_eager_steps(
     keys: Sequence[GraphKey | None], *, max_graphs: int, idle_every: int = 1, ahead: bool = True
 ) -> int:
-    """Return the fewest steps that can miss a graph, with the future known.
+    """Return the minimum number of steps that miss a graph, if the future is known.
 
     Captures the key that is needed soonest and evicts the key that is needed last (Belady's rule).
     If there is time for a capture after each step, no rule does better.

@@ -131,7 +131,7 @@ class EngineExport:
             ) from error
 
     def close(self) -> None:
-        """Write the file a last time, or close the port."""
+        """Write the file one last time, or close the port."""
         self._ended.set()
         if self.path is not None:
             self._write()

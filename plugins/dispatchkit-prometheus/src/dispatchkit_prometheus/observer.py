@@ -16,12 +16,13 @@ from dispatchkit.observe import (
 
 __all__ = ["PrometheusObserver"]
 
-# In seconds: the capture of a small model takes milliseconds, that of a large model seconds.
+# Histogram buckets in seconds. Captures of small models take milliseconds, captures of large models
+# take seconds.
 _BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class PrometheusObserver:
-    """Observer that exports captures, failures, evictions and policy faults.
+    """An observer that exports captures, failures, evictions and policy faults.
 
     It receives the events of runners that are created with its plugins::
 

@@ -1,8 +1,8 @@
-"""Decide together with other ranks: one mode and one padded size for every step.
+"""Make all ranks use the same mode and padded size in every step.
 
 ``RankAgreement`` exchanges facts between the ranks of a torch.distributed process group.
 ``RankedDispatcher`` and ``RankedRunner`` use it to wrap a ``Dispatcher`` and a ``GraphRunner``.
-``RankAgreement`` and ``RankedRunner`` import torch on first use; the rest needs no torch.
+``RankAgreement`` and ``RankedRunner`` import torch on first use; the other modules do not.
 """
 
 from __future__ import annotations

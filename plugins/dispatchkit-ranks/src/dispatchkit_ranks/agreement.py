@@ -37,8 +37,8 @@ ROW_WIDTH = _ROW + MAX_COLUMNS
 # A collective waits several times, and its limit restarts with each wait. Two limits and the time
 # for notes must fit into the timeout.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
-# A rank without a note counts as one that never arrived. On a busy machine, a rank may need this
-# long to leave its note.
+# A rank without a note is reported as one that never arrived. On a busy machine, a rank may need
+# this long to leave its note.
 _MIN_NOTES_SECONDS = 1.0
 # Other ranks wait at least this share of a collective's limit, counted from the last collective.
 _SHARE_UNTIL_CHECK = 0.5
@@ -73,14 +73,14 @@ class RankAgreement:
 
     Args:
         group: A torch.distributed process group; by default the group of all ranks.
-        timeout: Time in seconds after which every rank has stopped if another rank does not reach
-            a step. With a timeout below 15 seconds, or if the store does not answer, this may take
+        timeout: Maximum time in seconds until every rank stops if another rank does not reach a
+            step. With a timeout below 15 seconds, or if the store does not answer, this may take
             two seconds longer. A rank is late after 0.4 of the timeout.
         setup_timeout: The timeout of start-up, captures and the first step, which ranks may reach
             at very different times.
         device: The device of the exchange. The default is the CPU with gloo, which does not delay
             device work. A CUDA device uses NCCL and synchronizes with the device in every step.
-        name: Distinguishes agreements of the same ranks in the store.
+        name: Name that distinguishes agreements of the same ranks in the store.
         facts: Facts that must be equal on all ranks, compared at creation.
 
     Attributes:
@@ -314,7 +314,7 @@ class RankAgreement:
             self._check_open()
             return [data]
         longest = self.exchange((len(data),), Phase.SHARE)[0]
-        # Each rank fills its own row. The others stay 0, so the maximum keeps every row.
+        # Each rank fills its own row. Other rows stay 0, so the maximum keeps every row.
         width = longest + 8
         table = np.zeros((num_rows, width), dtype=np.uint8)
         if num_rows > 1 or self.rank == row:
@@ -399,7 +399,7 @@ class RankAgreement:
             reason = LEFT if Phase.CLOSE in others else "differs"
             text = f"{report[0].upper()}{report[1:]}, while rank {me} reached {where}."
         else:
-            # All ranks get here, because the merged marks are the same on all of them.
+            # All ranks reach this point, because the merged marks are equal on all ranks.
             everyone = self._marks(mark, where)
             who = "; ".join(differences(everyone, self.members).values())
             blamed, reason = deviating_ranks(everyone, self.members), "differs"

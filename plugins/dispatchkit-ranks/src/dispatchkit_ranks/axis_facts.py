@@ -17,7 +17,7 @@ _MAX_VALUE = 1 << 62
 
 
 class AxisFacts(Facts):
-    """Encode one rank's row including axis values, and decode the merged row.
+    """Encoder of one rank's row with axis values, and decoder of the merged row.
 
     ``loras`` is a variant, as returned by ``DispatchConfig.variant``.
 
@@ -76,7 +76,7 @@ class AxisFacts(Facts):
         ceiling: int,
         switches: int = 0,
     ) -> AgreedBatch:
-        """Return this rank's own facts as the agreed batch, if ranks cannot differ."""
+        """Return the facts of this rank as the agreed batch, if ranks cannot differ."""
         agreed = AgreedBatch(num_tokens, num_reqs, uniform, loras, ceiling, switches)
         return agreed._replace(axes=self._variants.values(loras)) if num_tokens else agreed
 

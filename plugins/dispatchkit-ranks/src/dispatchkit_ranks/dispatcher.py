@@ -23,7 +23,7 @@ _HASH = (1 << 61) - 1
 
 
 class RankedDispatcher:
-    """Decide each step together with the other ranks, with the same mode and padded size.
+    """A dispatcher that chooses the same mode and padded size on all ranks.
 
     The policy determines how the ranks agree:
 
@@ -37,8 +37,8 @@ class RankedDispatcher:
 
     Args:
         dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
-            during a step may fail on one rank only. Its graphs may be captured before, or later
-            with ``capture``.
+            during a step may fail on one rank only. Its graphs may already be captured, or are
+            captured later by ``capture``.
         ranks: The agreement.
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
             one scheduler. With a stateless policy, such steps need no exchange.
@@ -114,13 +114,13 @@ class RankedDispatcher:
             has_axes = bool(dispatcher.config.axes)
             self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
-            ranks.fail(error)  # the other ranks would otherwise wait for this rank
+            ranks.fail(error)  # otherwise, the other ranks would wait for this rank
             raise
         # Number of steps per exchange; 0 without exchanges.
         self._every = check_every if self._same_batches else 1
         if ranks.size == 1 and self._leader is None:
             self._every = 0
-        # Makes the agreed batch of a step without an exchange.
+        # Creates the agreed batch of a step without an exchange.
         self._own: Callable[..., AgreedBatch] = AgreedBatch
         if isinstance(self._facts, AxisFacts):
             self._own = self._facts.own
@@ -209,7 +209,8 @@ class RankedDispatcher:
     ) -> Decision:
         """Return the decision of this step that all ranks agreed on.
 
-        ``num_tokens`` of the decision is the agreed number, which may exceed this rank's.
+        ``num_tokens`` of the decision is the agreed number, which may exceed the number of this
+        rank.
 
         Raises:
             DescriptorError: See ``agree``.
@@ -228,9 +229,9 @@ class RankedDispatcher:
         """Capture keys on all ranks in the same order, largest first.
 
         Args:
-            capture: Captures one key and records it in the registry. It is also called for keys
-                that are captured here but not on another rank. If it raises an error, the key
-                fails.
+            capture: Function that captures a key and records it in the registry. It is also called
+                for keys that are captured here but not on another rank. If it raises an error, the
+                key fails.
             keys: The keys to capture, the same on all ranks; by default all declared keys.
 
         Returns:
@@ -270,8 +271,8 @@ class RankedDispatcher:
         """
         lost = self._keys.merge_reports(self.ranks.gather(self._keys.report()))
         if self._leader is not None:
-            # A key that changed on one rank only has emptied cells there, including one-shot
-            # decisions. Make all ranks start again from an empty table.
+            # A key that changed on one rank has cleared cells there, including one-shot decisions.
+            # Make all ranks continue with an empty table.
             self.dispatcher.set_lazy(False)
         return lost
 
@@ -338,7 +339,7 @@ class RankedDispatcher:
         ceiling: int,
         switches: int,
     ) -> AgreedBatch:
-        """Return this rank's own facts as the agreed batch, in a step without an exchange."""
+        """Return the facts of this rank as the agreed batch, in a step without an exchange."""
         if self._keys.has_changes and self.ranks.size > 1:
             error = RankError(
                 "A graph of this rank changed, but this step has no exchange, so other ranks would "

@@ -53,7 +53,7 @@ class AgreedBatch(NamedTuple):
 
 
 class Facts:
-    """Encode one rank's row, and decode the merged row of all ranks.
+    """Encoder of one rank's row, and decoder of the merged row of all ranks.
 
     Args:
         config: The configuration with the query classes.

@@ -32,7 +32,7 @@ _BATCH = tuple(field.name for field in attrs.fields(Batch))
 
 
 class LeaderPolicy:
-    """Serve the decisions of a base policy, overridden by the leader's published updates.
+    """A policy that serves decisions of a base policy and updates published by a leader.
 
     Args:
         base: The policy for batches without a published update. It must have the trait
@@ -82,7 +82,7 @@ class LeaderPolicy:
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the published decision for a batch, or else that of the base policy."""
+        """Return the published decision for a batch, or else the decision of the base policy."""
         served = self._published.get(batch)
         if served is None or (served.key is not None and not graphs.is_ready(served.key)):
             served = self.base.decide(batch, graphs)
@@ -124,7 +124,7 @@ class LeaderPolicy:
         )
 
     def apply_updates(self, text: str, dispatcher: Dispatcher) -> int:
-        """Apply published updates; return the number of applied ones.
+        """Apply published updates, and return the number of applied updates.
 
         Updates with decisions that are not allowed are ignored on all ranks, and counted as learner
         errors.

@@ -89,7 +89,7 @@ class Notes:
 
         Args:
             note: The note.
-            seconds: Time limit for the store; by default that of other calls.
+            seconds: Time limit for the store; by default the limit of other calls.
         """
         text = json.dumps(attrs.asdict(note))
 
@@ -162,8 +162,8 @@ class Notes:
     def _are_set(self, keys: list[str], seconds: float) -> bool:
         """Wait for keys; return whether all are set in time.
 
-        Polls, because the timeout of the store's own ``wait`` depends on an answer that a frozen
-        store does not send.
+        This polls the store, because the store's own ``wait`` depends on an answer even for its
+        timeout, which a frozen store does not send.
         """
         deadline, pause = time.monotonic() + seconds, 0.002
         while keys and not self._store.check(keys):

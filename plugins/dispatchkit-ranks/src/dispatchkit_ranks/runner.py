@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RankedRunner:
-    """Run steps with the same mode and padded size on all ranks.
+    """A runner that uses the same mode and padded size on all ranks.
 
     Every rank must create this object at the same point, call ``capture``, and then call the runner
     once in every step, or ``idle`` if it has no batch.
@@ -28,8 +28,8 @@ class RankedRunner:
     Args:
         runner: The runner of this rank, created with ``lazy=False``.
         ranks: The agreement.
-        inputs: The runner's static inputs; their fill values pad this rank's batch if that of
-            another rank is larger.
+        inputs: The runner's static inputs; their fill values pad this rank's batch if another rank
+            has a larger batch.
         options: Options of ``RankedDispatcher``.
 
     Attributes:
@@ -177,8 +177,9 @@ class RankedRunner:
 
         Args:
             agreed: The facts that the ranks agreed on.
-            inputs: Returns the inputs for the chosen key; None selects eager.
-            cut: Trims the result to this rank's values of the axes.
+            inputs: Function that returns the inputs for the chosen key, or for eager if the key is
+                None.
+            cut: Function that trims the result to this rank's values of the axes.
         """
         try:
             decision = self.runner.decisions.decide(*agreed[:5])
@@ -282,7 +283,8 @@ class RankedRunner:
             elif tensor.shape == shape:
                 padded[name] = tensor
             else:
-                # Keep the dtype: the runner must reject a wrong one, not convert it.
+                # Keep the dtype, because the runner must reject a wrong dtype instead of converting
+                # it.
                 padded[name] = pad_input(tensor, spec, shape)
         return padded | {name: one for name, one in given.items() if name not in padded}
 
@@ -293,7 +295,7 @@ class RankedRunner:
     def _cuts(
         self, key: GraphKey | None, values: Mapping[str, int], wanted: Mapping[str, int]
     ) -> tuple[AxisCut, ...]:
-        """Return how to trim the outputs from the agreed axis values to this rank's.
+        """Return how to trim the outputs from the agreed axis values to the values of this rank.
 
         Raises:
             RankError: No capture has measured which output dimensions follow the axes.

@@ -1,4 +1,4 @@
-"""Keys that all ranks can run: a key that any rank loses is not used anywhere."""
+"""Restrict keys to those that all ranks can run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.registry import KeyState, RegistryEvent
 
 
 class SharedKeys:
-    """Withhold keys on this rank that another rank cannot run.
+    """Withholds keys on this rank that another rank cannot run.
 
     Withheld keys are disabled in the registry, and enabled again when all ranks can run them.
     Every change of a key must be exchanged before the next decision.

@@ -34,7 +34,7 @@ class Verdict:
     """The ranks that made the others stop, and the reason.
 
     Attributes:
-        ranks: Global ranks of those responsible.
+        ranks: Global ranks that made the others stop.
         reason: The reason in one word.
         text: The explanation.
     """

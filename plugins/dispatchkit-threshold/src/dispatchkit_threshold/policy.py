@@ -26,7 +26,7 @@ PADDING_LIMIT = "padding_limit"
 
 
 class ThresholdPolicy:
-    """Replays the smallest graph for batches within fixed limits, else runs eager.
+    """A policy that replays the smallest graph within fixed limits, and otherwise runs eager.
 
     Args:
         min_tokens: Minimum number of tokens; smaller batches run eager.
@@ -134,7 +134,7 @@ def _keys(
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
-    """Return the sizes that hold whole requests, at most ``max_num_seqs`` of these."""
+    """Return the sizes of whole requests, up to ``max_num_seqs`` requests."""
     own = config.uniform_sizes if query_len > 1 else None
     sizes = config.sizes if own is None else own
     return [

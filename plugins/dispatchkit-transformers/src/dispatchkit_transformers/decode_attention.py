@@ -117,7 +117,7 @@ def decode_attention(
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask, True where a token may attend, to an additive one."""
+    """Convert a boolean mask, True where a token may attend, to an additive mask."""
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
@@ -140,7 +140,7 @@ def _for_cudnn(
     )
 
 
-# torch.compile cannot trace the check, so it evaluates this function and keeps the result.
+# torch.compile cannot trace this check, so it calls the function and keeps the result.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether cuDNN is enabled and supports shared key heads with a mask."""

@@ -36,8 +36,8 @@ def decode_step(
         memory: The cache.
         lengths: Cache lengths that the step may read, ascending.
         forward: The model, or a compiled version of it.
-        wants_logits: Return logits instead of tokens.
-        compile: Called with the step of each length; returns the function to run instead.
+        wants_logits: Whether to return logits instead of tokens.
+        compile: Function that receives the step of each length and returns its replacement.
     """
 
     def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -90,7 +90,7 @@ def verify_step(
         lengths: Cache lengths that the step may read, ascending.
         forward: The model, or a compiled version of it.
         num_draft_tokens: Number of drafts per row.
-        compile: Called with the step of each length; returns the function to run instead.
+        compile: Function that receives the step of each length and returns its replacement.
     """
     offsets = torch.arange(1 + num_draft_tokens, device=probe.device)
     last_token = probe.vocabulary - 1

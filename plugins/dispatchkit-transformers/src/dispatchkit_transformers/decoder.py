@@ -99,7 +99,7 @@ class DecoderStats:
 
 
 class GraphDecoder:
-    """Decode many sequences one token per step, padded to a captured batch size.
+    """A decoder of many sequences, one token per step, padded to a captured batch size.
 
     The live sequences are rows 0 to ``num_rows`` - 1, in the first slots of the cache.
 
@@ -119,12 +119,13 @@ class GraphDecoder:
         compile: True compiles the whole step with ``torch.compile``, including cache writes and
             the choice of tokens, and captures the compiled kernels. A function receives the step
             and returns the function to run instead.
-        forward: Replaces the model in a step, such as ``torch.compile(model)``.
+        forward: Function that replaces the model in a step, such as ``torch.compile(model)``.
         policy: A policy or its name.
         state: Further state of the step, see ``GraphRunner``.
         options: Options of the runners.
         backend: ``auto``, a backend or its name.
-        lazy: Capture a graph when a step needs it; if False, only in ``capture()``.
+        lazy: Whether to capture a graph when a step needs it. If False, only ``capture()`` captures
+            graphs.
         settings: ``lanes`` and ``mode``, see ``GraphRunner``.
 
     Attributes:
@@ -190,7 +191,7 @@ class GraphDecoder:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:
             options = with_settings(options, {"output_batch_dims": 0})
-        # Skip the proof of rows: kernels for few rows round differently than those for many rows.
+        # Skip the proof of rows: kernels for few rows round differently than kernels for many rows.
         # Padding rows use only the sink, as tests of the cache verify.
         options = with_settings(options, {"prove_rows": False})
         declared = StepState.of(state)
@@ -218,7 +219,7 @@ class GraphDecoder:
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
         # For each row, the end of all positions ever written, including rejected and discarded
-        # ones; more for rows that cannot be truncated to their prompt.
+        # positions; more for rows that cannot be truncated to their prompt.
         self._ends: list[int] = []
         # Whether an error or interrupt in a step left tokens and cache in an unknown state.
         self._is_amid_step = False
@@ -291,14 +292,14 @@ class GraphDecoder:
     ) -> torch.Tensor:
         """Run prompts and append a row for each of them.
 
-        The current token of a new row is the most likely one, unless ``tokens`` is assigned.
+        The current token of a new row is the most likely next token, unless ``tokens`` is assigned.
 
         Args:
             input_ids: Prompts (B, T), padded on the left.
-            attention_mask: 0 at padding (B, T).
-            encoder_outputs: Output of the model's encoder, for encoder-decoder models. The prompts
-                are then those of the decoder.
-            encoder_attention_mask: 0 at padding of the encoder output (B, S).
+            attention_mask: Mask (B, T), 0 at padding.
+            encoder_outputs: Output of the model's encoder, for encoder-decoder models.
+                ``input_ids`` are then prompts of the decoder.
+            encoder_attention_mask: Mask of the encoder output (B, S), 0 at padding.
 
         Returns:
             Logits of the first new token (B, V), float32.
@@ -306,8 +307,8 @@ class GraphDecoder:
         Raises:
             DescriptorError: There are too few free slots, or a prompt is too long.
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
-                vocabulary, or the encoder output is missing or longer than
-                ``max_source_length``. Or an earlier step was interrupted.
+                vocabulary, or the encoder output is missing or longer than ``max_source_length``;
+                or an earlier step was interrupted.
         """
         self._check_ended()
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
@@ -370,15 +371,15 @@ class GraphDecoder:
     def verify(self, drafts: torch.Tensor) -> list[list[int]]:
         """Run the current token and the drafts of each row, and return the next tokens.
 
-        Accepts the drafts before the first mismatch with the most likely token. The tokens are
-        equal to those of repeated calls of ``step``. Waits for the device.
+        It accepts the drafts before the first mismatch with the most likely token. The tokens are
+        equal to those of repeated calls of ``step``. This waits for the device.
 
         Args:
             drafts: Drafts of the tokens after each row's current token (rows, N), N from 1 to
                 ``num_draft_tokens``. Negative values mean no draft.
 
         Returns:
-            For each row, the accepted drafts and one more token (1 to N + 1 tokens). The last one
+            For each row, the accepted drafts and one more token (1 to N + 1 tokens). The last token
             is the row's new current token.
 
         Raises:
@@ -481,12 +482,12 @@ class GraphDecoder:
     def capture(self, *, logits: bool = False, drafts: bool = False, progress: bool = False) -> int:
         """Capture the graphs of all lengths and sizes, and return their number.
 
-        Includes the graphs of prompts if ``prompt_sizes`` is set.
+        This includes the graphs of prompts if ``prompt_sizes`` is set.
 
         Args:
-            logits: Capture ``logits()``, which sampling uses, instead of ``step()``.
-            drafts: Capture ``verify()`` instead of ``step()``.
-            progress: Show a progress bar on stderr.
+            logits: Whether to capture ``logits()``, which sampling uses, instead of ``step()``.
+            drafts: Whether to capture ``verify()`` instead of ``step()``.
+            progress: Whether to show a progress bar on stderr.
         """
         runner = self.runner(logits=logits, drafts=drafts)
         num_graphs = runner.capture(progress=progress).num_graphs
@@ -496,11 +497,12 @@ class GraphDecoder:
         """Return the runner of ``step()``, which is created on first use.
 
         Args:
-            logits: Return the runner of ``logits()`` instead.
-            drafts: Return the runner of ``verify()`` instead.
+            logits: Whether to return the runner of ``logits()`` instead.
+            drafts: Whether to return the runner of ``verify()`` instead.
 
         Raises:
-            ConfigError: Both are True, or the decoder was created without ``num_draft_tokens``.
+            ConfigError: ``logits`` and ``drafts`` are both True, or the decoder was created without
+                ``num_draft_tokens``.
         """
         if logits and drafts:
             raise ConfigError("logits", True, "False with drafts=True")
@@ -749,7 +751,7 @@ _RUNNER_SETTINGS = ("lanes", "mode")
 
 
 def _merge_states(declared: StepState, own: StepState) -> StepState:
-    """Combine the declared state and the decoder's own."""
+    """Return the declared state together with the decoder's own state."""
     return attrs.evolve(
         declared,
         tensors=(*declared.tensors, *own.tensors),

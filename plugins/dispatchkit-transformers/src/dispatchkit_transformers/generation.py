@@ -192,8 +192,8 @@ def generate(
         decoder: The decoder with the graphs and the cache.
         model: The decoder's model.
         input_ids: Prompts (B, T), padded on the left.
-        logits_processor: Changes scores (B, V) before a token is chosen.
-        stopping_criteria: Determines which rows are finished.
+        logits_processor: Processor that changes scores (B, V) before tokens are chosen.
+        stopping_criteria: Criteria that determine which rows are finished.
         generation_config: The options of the call.
         prepared: The arguments that transformers prepared for the model.
 
@@ -381,7 +381,7 @@ class _Loop:
         return scores.argmax(-1)
 
     def _take(self, tokens: torch.Tensor) -> bool:
-        """Append a token to each output row, and pass those of live rows to the decoder.
+        """Append a token to each output row, and pass the tokens of live rows to the decoder.
 
         Returns:
             Whether all rows are finished.
@@ -404,7 +404,7 @@ class _Loop:
         return False
 
     def _compact(self, flags: list[int]) -> None:
-        """Drop finished rows as soon as the others fit into a smaller graph."""
+        """Drop finished rows when the other rows fit into a smaller graph."""
         finished = [row for row, place in enumerate(self.live) if not flags[place]]
         if not finished:
             return
@@ -430,7 +430,7 @@ def check_prompts(input_ids: Any) -> None:
     """Check that prompts are a tensor of tokens (B, T).
 
     Raises:
-        InputError: They are not.
+        InputError: The prompts are anything else.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
         hint = "For a list of tokens, pass torch.tensor([tokens])."
@@ -479,7 +479,7 @@ def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
     """Check that all tokens are in the vocabulary; waits for the device.
 
     On a CUDA device, an invalid token would trigger an assertion, after which the process cannot
-    use the device anymore.
+    use the device.
 
     Raises:
         InputError: A token is not from 0 to ``vocabulary`` - 1.

@@ -34,9 +34,9 @@ from dispatchkit_transformers.static_models import (
     trial_prompts,
 )
 
-#: The count of prompts that ran through graphs.
+#: Name under which prompts that ran through graphs are counted.
 GRAPHS = "graphs"
-#: Runs prompts (first slot, prompts (B, T), lengths) and returns their logits (B, V).
+#: Function that runs prompts (first slot, prompts (B, T), lengths) and returns their logits (B, V).
 Run = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
 # Chunks up to about this number of tokens take equally long, because all of them read all weights.
@@ -67,7 +67,7 @@ def plan_chunks(
 ) -> list[tuple[int, ...]]:
     """Return the chunk sizes for prompts of 0 to ``most`` tokens; empty if there are none.
 
-    Minimizes the estimated time, and then the number of chunks. The first chunk is padded.
+    They minimize the estimated time, and then the number of chunks. The first chunk is padded.
 
     Args:
         sizes: Allowed chunk sizes.
@@ -183,13 +183,13 @@ def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
     Args:
         probe: The probe of the model.
         length: Number of positions of the cache.
-        whole: Run each prompt in one chunk instead of two.
+        whole: Whether to run each prompt in one chunk instead of two.
     """
     try:
         with torch.no_grad():
             return any(_matches_prompts(probe, length, trial, whole=whole) for trial in TRIALS)
     except torch.OutOfMemoryError:
-        raise  # it says nothing about the model
+        raise  # independent of the model
     except CALL_ERRORS:
         return False
 
@@ -231,7 +231,7 @@ def _continues(
     Args:
         memory: The cache.
         found: The states before the chunk.
-        run: Runs the chunk again and returns its logits.
+        run: Function that runs the chunk again and returns its logits.
         logits: The logits of the first run.
     """
     for ignored in range(len(found)):

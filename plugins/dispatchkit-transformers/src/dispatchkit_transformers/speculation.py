@@ -32,7 +32,7 @@ _MOST_PADDING = 512
 
 
 class Drafter(Protocol):
-    """Propose drafts of the next tokens, for the same rows as a decoder.
+    """A source of drafts of the next tokens, for the same rows as a decoder.
 
     A wrong draft costs time, but does not change the tokens.
     """
@@ -67,7 +67,7 @@ class Drafter(Protocol):
 
 
 class SpeculativeDecoder:
-    """Decode rows with steps that verify drafts.
+    """A decoder of rows whose steps verify drafts.
 
     Args:
         decoder: The decoder that verifies drafts, created with ``num_draft_tokens``.
@@ -167,7 +167,7 @@ class SpeculativeDecoder:
 
 
 class PromptLookup:
-    """Draft the tokens that followed an earlier occurrence of a row's last tokens.
+    """A drafter of the tokens that followed an earlier occurrence of a row's last tokens.
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
     the device. A lookup on the host would have to wait for each step, and the device would be idle
@@ -175,7 +175,7 @@ class PromptLookup:
 
     Args:
         decoder: The decoder whose rows get drafts.
-        num_draft_tokens: Number of drafts per row; by default that of the decoder.
+        num_draft_tokens: Number of drafts per row; by default the number of the decoder.
         max_ngram: Maximum number of tokens to compare. The longest match is used, and the latest
             of equally long matches. If a row ends before there are enough drafts, the tokens
             after the match are repeated.
@@ -227,7 +227,7 @@ class PromptLookup:
         return drafts
 
     def drop(self, order: Sequence[int]) -> None:
-        """Reorder the stored tokens to those of the remaining rows."""
+        """Keep the stored tokens of the remaining rows, in their new order."""
         if list(order) != list(range(len(order))):
             index = torch.tensor(order, dtype=torch.int64, device=self._tokens.device)
             self._tokens[: len(order)] = self._tokens.index_select(0, index)
@@ -255,9 +255,9 @@ class PromptLookup:
 
 
 class DraftModel:
-    """Draft tokens with a smaller model that has the same tokenizer.
+    """A drafter that runs a smaller model with the same tokenizer.
 
-    Runs one step per draft, and another step to store the last draft in the cache.
+    It runs one step per draft, and another step to store the last draft in the cache.
 
     Args:
         decoder: The decoder that verifies the drafts.
@@ -338,7 +338,7 @@ class DraftModel:
 
 
 class VerifiedRows:
-    """Pass verified tokens to ``generate``, one per row and step.
+    """Passes verified tokens to ``generate``, one per row and step.
 
     Rows advance at different rates, so tokens of faster rows are stored while slower rows need
     steps. A row leaves the decoder when its cache is full.

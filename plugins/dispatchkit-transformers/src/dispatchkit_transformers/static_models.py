@@ -66,7 +66,7 @@ class PromptOutput:
 
 @attrs.frozen
 class Probe:
-    """How a model must be called.
+    """A description of how a model must be called.
 
     Attributes:
         model: The model.
@@ -74,8 +74,8 @@ class Probe:
         cross: Layers of the model's cross-attention cache; empty for decoder-only models.
         dtype: The dtype of the parameters.
         device: The device of the parameters.
-        convert_mask: Converts a boolean mask, True where a token may attend, to the format of the
-            attention implementation.
+        convert_mask: Function that converts a boolean mask, True where a token may attend, to the
+            format of the attention implementation.
         mask_format: The mask format that the model expects, one of ``MASK_FORMATS``.
         prefix: Prefix of the decoder's argument names.
         cache_name: Name of the cache argument, one of ``CACHE_NAMES``.
@@ -279,7 +279,7 @@ def probe(model: Any, max_length: int) -> Probe:
         try:
             seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
         except torch.OutOfMemoryError:
-            raise  # it says nothing about the model
+            raise  # independent of the model
         except CALL_ERRORS as error:
             allowed = f"one that returns its cache for a prompt of one token{_cause(error)}"
             raise ConfigError("model", name, allowed, _ADVICE) from error
@@ -315,7 +315,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
             if any(_matches_prompts(made, length, trial) for trial in TRIALS):
                 return made
         except torch.OutOfMemoryError:
-            raise  # it says nothing about the model
+            raise  # independent of the model
         except CALL_ERRORS as error:
             wrong = wrong or error
     raise ConfigError(
@@ -363,7 +363,7 @@ def supports_drafts(found: Probe, length: int) -> bool:
             trials = [(*trial, trial[0][1:]) for trial in TRIALS]
             return any(_matches_prompts(found, length, trial, 2) for trial in trials)
     except torch.OutOfMemoryError:
-        raise  # it says nothing about the model
+        raise  # independent of the model
     except CALL_ERRORS:
         return False
 

@@ -15,17 +15,17 @@ __all__ = ["DIALECTS", "Dialect", "Loras", "Padding"]
 
 
 class Loras(enum.Enum):
-    """Which numbers of active adapters have separate graphs."""
+    """The numbers of active adapters that have separate graphs."""
 
     NONE = "none"  # Adapters are not part of the key.
     FLAG = "flag"  # Keys have an adapter flag; one graph serves every number of adapters.
-    EVERY_COUNT = "every count"  # Each number has graphs; when drafting, only the largest.
+    EVERY_COUNT = "every count"  # Each number has graphs; with drafts, only the largest number.
     CASES = "cases"  # The largest number, and powers of two below it if configured.
     CASES_CLAMPED = "cases, clamped"  # Like CASES; larger numbers use the largest case.
 
 
 class Padding(enum.Enum):
-    """How the bucket of a batch is chosen."""
+    """The rule that chooses the bucket of a batch."""
 
     SHARED = "shared"  # All modes share one list of sizes and one padding table.
     PER_QUERY_LEN = "per query length"  # Uniform batches with longer queries have separate sizes.
@@ -39,13 +39,13 @@ class Dialect:
     Attributes:
         name: Name of the policy.
         summary: One-line description for lists of policies.
-        padding: How the bucket of a batch is chosen.
-        loras: Which numbers of active adapters have graphs.
+        padding: The rule that chooses the bucket of a batch.
+        loras: The numbers of active adapters that have separate graphs.
         sizes_descending: Whether keys are declared in descending order of size.
         names_requests: Whether keys include a number of requests.
-        relaxes_mixed_full: Whether FULL keys of mixed batches allow any number of requests. A
-            batch then looks for such a key after its exact key. Otherwise, these keys allow the
-            number of requests that fit, and a batch looks only for its exact key.
+        relaxes_mixed_full: Whether FULL keys of mixed batches allow any number of requests. A batch
+            then tries this key after its exact key. Otherwise, these keys allow the number of
+            requests that fit, and a batch uses only its exact key.
         caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
         uniform_needs_separate: Whether uniform batches are distinguished only if the mode has a
             separate routine for them.

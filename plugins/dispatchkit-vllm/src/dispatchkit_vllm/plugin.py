@@ -14,7 +14,7 @@ from dispatchkit_vllm.runner_rule import current_rule
 
 
 def _vllm() -> Policy:
-    """Return the newest rule; inside vLLM, that of the installed release."""
+    """Return the newest rule; inside vLLM, the rule of the installed release."""
     return current_rule() or VllmPolicy(NEWEST)
 
 

@@ -19,7 +19,8 @@ class RunnerRule:
 
     Args:
         keys: Keys of the graphs that the runner captures.
-        ask: Returns the key that the runner's own code chooses for a batch; None for eager.
+        ask: Function that returns the key that the runner's own code chooses for a batch; None for
+            eager.
     """
 
     name = "vllm"
@@ -60,7 +61,7 @@ def current_rule() -> Policy | None:
 
 @contextmanager
 def use_rule(rule: Policy) -> Iterator[None]:
-    """Make the policy name ``vllm`` stand for a runner's own rule inside the context."""
+    """Make the policy name ``vllm`` select a runner's own rule inside the context."""
     token = _rule.set(rule)
     try:
         yield

@@ -9,7 +9,7 @@ as are random generators.
 The time of a step is the time that it adds to a sequence of steps, including host and device:
 
 - ``queued``: steps are launched without waiting, and the device is synchronized at the end. The
-  time of a step is that of the slower of host and device.
+  time of a step is the time of the slower of host and device.
 - ``waited``: each step is waited for before the next is launched, as in a loop that reads its
   sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
@@ -83,7 +83,7 @@ def calibrate(
         inputs: Static inputs, if ``step`` is not a runner.
         example: One tensor for each input, instead of ``inputs``.
         sizes: Sizes to capture and replay; by default, the runner's sizes.
-        eager_sizes: Sizes to run eager; by default, ``sizes`` and larger ones up to
+        eager_sizes: Sizes to run eager; by default, ``sizes`` and larger sizes up to
             ``max_num_tokens`` of the runner.
         make_inputs: Function that returns the inputs for a number of rows and, if the runner has an
             axis, a value of the axis. By default, floating-point inputs are random, and all others
@@ -381,7 +381,7 @@ def _summary(us: list[float]) -> _Times:
 
 
 def _eager_sizes(runner: GraphRunner) -> list[int]:
-    """Return the sizes to run eager: captured sizes, and larger ones up to the limit."""
+    """Return the sizes to run eager: captured sizes, and larger sizes up to the limit."""
     sizes = set(runner.config.sizes)
     size, limit = max(sizes), runner.config.max_num_tokens
     while size < limit:

@@ -33,9 +33,9 @@ def forecast(
 ) -> MemoryForecast:
     """Forecast the memory of the graphs of all sizes, captured by any function.
 
-    The largest size, the smallest and some between are captured, kept until all are measured, and
-    then released. Keep ``high_bytes + driver_high_bytes`` of the device's memory free; the rest can
-    be used for other purposes, such as a key/value cache::
+    The largest size, the smallest size and some sizes in between are captured. Their graphs are
+    kept until all are measured, and then released. Keep ``high_bytes + driver_high_bytes`` of the
+    device's memory free; the rest can be used for other purposes, such as a key/value cache::
 
         forecast = forecast(capture, sizes)
         free, _ = torch.cuda.mem_get_info()

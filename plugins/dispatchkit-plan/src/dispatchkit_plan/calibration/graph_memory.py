@@ -1,8 +1,8 @@
 """Measure the memory of graphs, and forecast it from a few captures.
 
 A graph uses memory in three places: the pool that torch reserves, the outputs that graphs share,
-and the driver, which keeps an executable form of each graph. Torch does not report the last; it is
-computed here as the device's used memory minus the memory reserved by torch.
+and the driver, which keeps an executable form of each graph. torch does not report the memory of
+the driver, so it is computed as the device's used memory minus the memory reserved by torch.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def forecast_graph_memory(
 ) -> MemoryForecast:
     """Forecast the memory of a runner's graphs by capturing a few of its sizes.
 
-    The largest size, the smallest and some between are captured into a separate pool, which is
-    released at the end.
+    The largest size, the smallest size and some sizes in between are captured into a separate pool,
+    which is released at the end.
 
     Args:
         step: Runner, which is not changed, or a step to create a runner for.

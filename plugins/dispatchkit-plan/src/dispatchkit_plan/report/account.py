@@ -175,7 +175,7 @@ class Account:
     def explain(self, one: AccountedDecision) -> Explanation:
         """Return the explanation of a decision, including the nearest graph."""
         answer = explain(self.dispatcher, one.num_tokens, one.num_reqs, one.uniform, one.loras)
-        # A learning policy may have changed its decision since; explain the recorded one.
+        # A learning policy may have changed its decision since, so explain the recorded decision.
         candidates = tuple(
             attrs.evolve(each, chosen=each.key == one.decision.key) for each in answer.candidates
         )

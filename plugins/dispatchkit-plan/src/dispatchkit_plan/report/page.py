@@ -124,7 +124,7 @@ def render(report: Report, *, version: str) -> str:
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            # The browser loads and runs nothing beyond this page, whatever the data contains.
+            # The browser must not load or run anything else, regardless of the data.
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             f"<title>{text(report.title)}</title>",
             f"<style>{PAGE}</style>",

@@ -25,7 +25,7 @@ class IterationLog:
     """Collector of the steps in a log, while its blocks are read.
 
     A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
-    those without tokens are skipped. Times include only the time in steps.
+    iterations without tokens are skipped. Times include only the time in steps.
     """
 
     def __init__(self) -> None:

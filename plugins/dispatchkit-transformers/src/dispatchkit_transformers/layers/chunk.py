@@ -35,7 +35,7 @@ class RingMask:
 
         Args:
             positions: Positions of each row's tokens (B, T).
-            ahead: The integers from 0, at least ``capacity`` of them.
+            ahead: Consecutive integers from 0, at least ``capacity`` of them.
         """
         places, tokens = ahead[: self.capacity], positions.shape[1]
         # The position in each entry of the ring before the chunk; negative for unused entries.

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-#: Converts a boolean mask, True where a token may attend, to the attention function's format.
+#: Function that converts a boolean mask, True where a token may attend, to the attention function's
+#: format.
 Converter = Callable[[torch.Tensor], torch.Tensor]
 
 # The attention masks of hybrid layer types; transformers passes their recurrent part another mask.
@@ -45,12 +46,12 @@ class StepMask:
 
         In a ring buffer, entries up to the row's position are valid: the written part of a
         partly filled ring, or all of a full ring. A ring with spare entries also contains
-        rejected positions and positions outside the window. There, an entry is valid if its
-        latest possible position up to the token's lies in the window.
+        rejected positions and positions outside the window. There, an entry is valid if its latest
+        possible position, at most the token's position, is in the window.
 
         Args:
             positions: Positions of each row's tokens (B, T).
-            ahead: The integers from 0, at least ``length`` of them.
+            ahead: Consecutive integers from 0, at least ``length`` of them.
         """
         places, last = ahead[: self.length], positions
         if self.chunk is not None:

@@ -100,7 +100,7 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
 
     Args:
         path: A JSON Lines file, gzipped if the name ends in ``.gz``.
-        every: Compare every ``every``-th record only, as a sample.
+        every: Interval between compared records; above 1, only a sample is compared.
 
     Raises:
         OSError: The file cannot be read.

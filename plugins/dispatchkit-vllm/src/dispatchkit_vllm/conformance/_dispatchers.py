@@ -164,7 +164,7 @@ def check_dispatcher(record: Record, found: Findings) -> None:
             found.compare("keys_before_error", before, keys_of(dispatcher))
             return
     found.compare("keys", record["keys"], keys_of(dispatcher))
-    # The newest release has its own table, the others read that of the configuration.
+    # The newest release has its own table; the other releases read the table of the configuration.
     table = config.compilation_config.bs_to_padded_graph_size
     table = getattr(dispatcher, "padding_table", None) or table
     for num_tokens, padded in record.get("pad", ()):

@@ -12,7 +12,7 @@ _MODE_ENUM = "mode-enum"
 
 
 class FormatError(ValueError):
-    """A record is malformed: a field is unknown, missing or invalid."""
+    """Raised for a record with an unknown, missing or invalid field."""
 
 
 @attrs.frozen
@@ -98,7 +98,7 @@ class Fields:
         """Return ``given`` if its fields are valid.
 
         Raises:
-            FormatError: It is not an object, or a field is unknown or missing.
+            FormatError: ``given`` is not an object, or a field is unknown or missing.
         """
         if not isinstance(given, Mapping):
             raise FormatError(f"{where} must be an object, got {given!r}.")
@@ -116,7 +116,7 @@ def kind_of(record: Mapping[str, Any]) -> str:
     """Return the kind of a record: its id up to the first slash.
 
     Raises:
-        FormatError: It has no valid id and is not a row of the mode table.
+        FormatError: The record has no valid id and is not a row of the mode table.
     """
     identity = record.get("id")
     if identity is None and "decode_mode" in record:

@@ -56,7 +56,7 @@ class Ranks:
 
 
 class StepController:
-    """Decide, record, count and measure the steps of a model runner.
+    """Decides, records, counts and measures the steps of a model runner.
 
     A runner opens a step, asks for a decision once, and closes the step. Outside of steps (in
     dummy runs, profiling and captures), vLLM's own class decides.
@@ -68,7 +68,7 @@ class StepController:
 
     Attributes:
         core: The active policy; None while vLLM's own dispatcher decides.
-        timer: Reports step times to a policy that learns; None otherwise.
+        timer: Timer that reports step times to a policy that learns; None otherwise.
         is_dummy: Whether a dummy run is in progress.
         is_open: Whether the policy decides the current step and has not been asked yet.
         answer: The policy's answer for the current step, until its forward pass begins.
@@ -76,7 +76,7 @@ class StepController:
             then by uniform query length, then by number of tokens. The ``plan`` of a decision is
             its answer.
         largest: For such a runner, the largest number of tokens with a graph.
-        on_activate: Called after a change of policy, to fill ``rows``.
+        on_activate: Function to call after a change of policy, to fill ``rows``.
         summary: Description of the active policy, for the log; empty without one.
         inactive_reason: Why the configured policy cannot act; empty if it acts.
     """
@@ -108,13 +108,13 @@ class StepController:
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
-        with _logs_lock:  # a process may create several dispatchers, but has one file
+        with _logs_lock:  # one file per process, which may create several dispatchers
             known = _logs.get(str(path))
             if known is None or not known.is_open:
                 known = _logs[str(path)] = StepLog(path)
             return known
 
-    # -- set-up -------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------
 
     def install(
         self,
@@ -130,10 +130,10 @@ class StepController:
         Args:
             mode: The runner's cudagraph mode.
             graphs: For each graph that the runner captures, the return value of its ``dispatch``.
-            facts: Returns sizes and limits as options of ``DispatchConfig``.
-            ask: Returns the key that the runner's own code chooses; None for eager.
-            eager: Returns the return value of the runner's ``dispatch`` for an eager batch, given
-                the batch and its number of requests.
+            facts: Function that returns sizes and limits as options of ``DispatchConfig``.
+            ask: Function that returns the key that the runner's own code chooses; None for eager.
+            eager: Function that returns the return value of the runner's ``dispatch`` for an eager
+                batch, given the batch and its number of requests.
 
         Raises:
             ConfigError: An option is invalid, the policy declares graphs that the runner does not
@@ -168,7 +168,7 @@ class StepController:
         """Return another policy for this runner's graphs, to pass to ``activate``.
 
         Raises:
-            ConfigError: The runner has no graphs yet; or see ``install``.
+            ConfigError: The runner has no graphs yet, or as for ``install``.
             PolicyError: The policy is invalid.
         """
         if self._make is None:

@@ -1,8 +1,8 @@
 """A policy that decides before one of vLLM's dispatchers.
 
 vLLM's own class manages keys, captures and replays. A policy only chooses among its graphs. vLLM's
-class decides where the policy is not allowed to, and if the policy raises an error or chooses a
-graph that cannot run. A failing policy therefore never stops the engine.
+class decides if the policy may not decide, raises an error or chooses a graph that cannot run. A
+failing policy therefore never stops the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EAGER_REFUSED, UNFIT_CHOICE = "eager_not_allowed", "unfit_choice"
 
 
 class UnfitPolicyError(ConfigError):
-    """A policy declares graphs that the model runner does not capture."""
+    """Raised for a policy that declares graphs that the model runner does not capture."""
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +67,7 @@ class Answer:
 
 
 def make_policy(settings: EngineSettings, rule: RunnerRule) -> Policy:
-    """Create the configured policy; the name ``vllm`` stands for the runner's own rule."""
+    """Create the configured policy; the name ``vllm`` selects the runner's own rule."""
     with use_rule(rule):
         return load_plugins().create_policy(settings.policy, **settings.policy_options)
 
@@ -90,8 +90,8 @@ class PolicyCore:
         policy: The policy.
         config: Sizes, limits and modes of the runner.
         graphs: For each graph that the runner captures, the return value of its ``dispatch``.
-        eager: Returns the return value of the runner's ``dispatch`` for an eager batch, given
-            the batch and its number of requests.
+        eager: Function that returns the return value of the runner's ``dispatch`` for an eager
+            batch, given the batch and its number of requests.
         runner: Name of the runner in messages.
 
     Attributes:
@@ -124,7 +124,7 @@ class PolicyCore:
         self._check_fit(self.dispatcher.registry)
         self._dispatch = self.dispatcher.dispatch
 
-    # -- set-up -------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------
 
     def _check_fit(self, keys: Iterable[GraphKey]) -> None:
         """Reject a policy that declares graphs that the runner does not capture."""
@@ -172,7 +172,7 @@ class PolicyCore:
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # steps report the same faults in the log
+            warnings.simplefilter("ignore")  # steps log the same faults
             for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
                 for kind in range(config.num_query_classes):
                     for case in cases:

@@ -165,7 +165,7 @@ def _ceiling(valid: Any, invalid: Any) -> int:
     return allowed_modes_code(frozenset(RuntimeMode[name] for name in names))
 
 
-# -- set-up -----------------------------------------------------------------------------
+# -- setup ------------------------------------------------------------------------------
 
 
 def _install(

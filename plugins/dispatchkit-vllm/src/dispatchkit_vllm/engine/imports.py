@@ -18,8 +18,8 @@ _waiting: dict[str, Callable[[ModuleType], None]] = {}
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
     """Call ``act`` with a module, now or right after its import.
 
-    A later call for the same module replaces a pending one. Exceptions of ``act`` propagate from
-    the import.
+    A later call for the same module replaces a pending function. Exceptions of ``act`` propagate
+    from the import.
     """
     module = sys.modules.get(name)
     if module is not None:

@@ -1,4 +1,4 @@
-"""The logger for messages inside vLLM, a child of vLLM's logger and thus of its settings."""
+"""The logger for messages inside vLLM, a child of vLLM's logger, whose settings apply."""
 
 from __future__ import annotations
 

@@ -91,14 +91,14 @@ def manager_class(original: type[Any]) -> type[Any]:
             _install(self, original, later)
 
         def capture(self, model: Any, *args: Any, **options: Any) -> Any:
-            """Capture as vLLM does; afterwards, the policy decides and steps are measured."""
+            """Capture graphs as vLLM does, then let the policy decide and measure steps."""
             found = super().capture(model, *args, **options)
             self._model = model
             self._apply_policy()
             return found
 
         def _apply_policy(self) -> None:
-            """Cache the active policy's answers; measure eager steps if it learns."""
+            """Cache the active policy's answers, and measure eager steps if it learns."""
             controller, timer = self.controller, self.controller.timer
             # With varying query lengths, the arguments of `dispatch` do not identify a row.
             if controller.core is not None and not self._varies:
@@ -129,7 +129,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             max_query_len: int | None = None,
             num_ubatches: int = 1,
         ) -> Any:
-            """Return the policy's descriptor, or that of vLLM's own code."""
+            """Return the policy's descriptor, or the descriptor chosen by vLLM's own code."""
             controller = self.controller
             # Minimize memory reads: the model ran since the last call, so the CPU caches are cold.
             if controller.is_open and num_ubatches == 1 and self._graphs_captured:

@@ -23,7 +23,7 @@ _MAX_PENDING = 64
 
 
 class Clock(Protocol):
-    """Sets marks on the current stream, and measures the time between two marks."""
+    """A clock that sets marks on the current stream and measures the time between them."""
 
     name: str
 
@@ -36,7 +36,7 @@ class Clock(Protocol):
         ...
 
     def set_mark(self, mark: Any) -> None:
-        """Set a mark behind the work submitted so far."""
+        """Set a mark after the work submitted so far."""
         ...
 
     def is_reached(self, mark: Any) -> bool:
@@ -85,7 +85,7 @@ class HostClock:
     name = "host"
 
     def is_busy(self) -> bool:
-        """Return False: a CPU step is finished when it returns."""
+        """Return False, because a CPU step is finished when it returns."""
         return False
 
     def new_mark(self) -> list[int]:
@@ -116,7 +116,7 @@ class _Measurement:
 
 
 class StepTimer:
-    """Measure some of the steps decided by a policy, and report the outcomes to it.
+    """Measures some steps decided by a policy, and reports the outcomes to it.
 
     A runner calls ``begin`` with the policy's answer before the model's forward pass, and
     ``end`` after it.

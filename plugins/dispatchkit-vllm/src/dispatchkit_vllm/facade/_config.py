@@ -117,10 +117,10 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
 
     Args:
         vllm_config: The configuration.
-        breakable: Whether captures can be interrupted at attention, which needs no splitting.
+        breakable: Whether captures can be interrupted at attention, so that no splitting is needed.
 
     Raises:
-        AssertionError: The mode needs a split model; vLLM's dispatchers raise the same error.
+        AssertionError: The mode requires a split model. vLLM's dispatchers raise the same error.
     """
     mode = mode_of(vllm_config)
     splits = breakable or splits_at_attention(vllm_config)

@@ -19,8 +19,8 @@ class KeySet(MutableSet[Any]):
     Args:
         registry: The registry with the keys.
         mode: Runtime mode of the keys.
-        to_key: Converts a descriptor to a key; raises an error for an invalid descriptor.
-        to_descriptor: Converts a key to a descriptor.
+        to_key: Function that converts a descriptor to a key, or raises an error if it is invalid.
+        to_descriptor: Function that converts a key to a descriptor.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Import wrapper names on first use: dispatchers do not need torch, wrappers do."""
+"""Import wrapper names on first use, because only wrappers require torch."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class FacadeBase:
     """
 
     dialect: ClassVar[Dialect]
-    # The types of results; inside vLLM, these are vLLM's.
+    # The types of results; inside vLLM, these are vLLM's types.
     mode_type: ClassVar[Any] = CUDAGraphMode
     descriptor_type: ClassVar[Any]
 
@@ -72,11 +72,11 @@ class FacadeBase:
         raise NotImplementedError
 
     def _declare(self, ladder: Ladder, **options: Any) -> None:
-        """Register the keys of a ladder; those before an error stay registered, as in vLLM."""
+        """Register the keys of a ladder; keys before an error stay registered, as in vLLM."""
         keys = []
         try:
             for key in ladder.keys(**options):
-                keys.append(self._key(key.mode, self._descriptor(key)))  # noqa: PERF401 - those before an error stay
+                keys.append(self._key(key.mode, self._descriptor(key)))  # noqa: PERF401 - see the docstring
         finally:
             self.registry.declare(keys)
 

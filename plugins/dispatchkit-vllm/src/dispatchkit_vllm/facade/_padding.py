@@ -29,7 +29,7 @@ from dispatchkit_vllm.policy import VllmPolicy
 
 
 class PaddingDispatcher(FacadeBase):
-    """Pad a batch and dispatch it through dispatchkit.
+    """A dispatcher that pads batches and dispatches them through dispatchkit.
 
     Args:
         vllm_config: vLLM's configuration, or any object with the same attributes.
@@ -49,7 +49,7 @@ class PaddingDispatcher(FacadeBase):
         self._core: Dispatcher | None = None
         self._table: Sequence[int] = ()
 
-    # -- set-up -------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------
 
     def _initialize(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
         """Register the keys of a mode. Keys of earlier calls stay registered, as in vLLM.
@@ -78,7 +78,7 @@ class PaddingDispatcher(FacadeBase):
         self._install(ladder)
         self._finish(mode)
 
-    #: Whether initialization with mode NONE creates nothing.
+    #: Whether initialization with mode NONE creates no keys.
     _skips_mode_none: ClassVar[bool] = False
 
     def _sizes(self) -> list[int] | None:
@@ -203,7 +203,7 @@ class PaddingDispatcher(FacadeBase):
         loras: int,
         allowed: int,
     ) -> tuple[Any, Any] | None:
-        """Look up a key that only a caller can have added.
+        """Look up a key that only the caller can have added.
 
         dispatchkit's interface rejects a contradictory flag and count, and a count above the
         maximum. vLLM looks up such keys.

@@ -12,7 +12,7 @@ from dispatchkit_vllm.facade._padding import PaddingDispatcher
 
 
 class TableDispatcher(PaddingDispatcher):
-    """Pad with the dispatcher's own table, and list the graphs to capture."""
+    """A dispatcher with its own padding table and list of graphs to capture."""
 
     _skips_mode_none: ClassVar[bool] = True
 
@@ -22,7 +22,7 @@ class TableDispatcher(PaddingDispatcher):
     def _max_loras(self) -> int:
         if not self._counts_loras:
             return super()._max_loras()
-        # One more than the number of loaded adapters: a batch may mix all of them with requests
+        # One more than the number of loaded adapters, because a batch may also contain requests
         # without an adapter.
         most = _config.max_loras(self.vllm_config)
         return most + 1 if most else 0

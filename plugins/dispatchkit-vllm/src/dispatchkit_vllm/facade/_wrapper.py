@@ -54,7 +54,7 @@ def current_device() -> Any:
 
 
 class CUDAGraphWrapper(GraphWrapper):
-    """Capture and replay a callable, controlled by the forward context.
+    """A wrapper that captures and replays a callable, controlled by the forward context.
 
     Args:
         runnable: The callable.
@@ -122,7 +122,7 @@ class CUDAGraphWrapper(GraphWrapper):
 
 
 class _Absent:
-    """A name that a release lacks, so that a lookup reaches the callable."""
+    """A name that a release lacks, so that a lookup continues with the callable."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(f"{owner.__name__} has no such name in this release of vLLM")

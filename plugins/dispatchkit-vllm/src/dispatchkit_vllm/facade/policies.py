@@ -1,8 +1,8 @@
 """The names of a third-party dispatcher with graphs, policies and statistics.
 
 Only its documentation is published, so there is no implementation to compare with. These classes
-follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` needs
-dispatchkit-adaptive, and ``StreamDispatcher`` needs dispatchkit-multistream.
+follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
+dispatchkit-adaptive, and ``StreamDispatcher`` requires dispatchkit-multistream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LANE_POLICY = "by-key"
 
 
 class NotBuiltError(DispatchkitError, NotImplementedError):
-    """A class of this module needs a distribution that is not installed."""
+    """Raised if a class of this module requires a distribution that is not installed."""
 
     def __init__(self, name: str, policy: str) -> None:
         self.name, self.policy = name, policy
@@ -56,7 +56,7 @@ class NotBuiltError(DispatchkitError, NotImplementedError):
 
 
 class DispatchMode(enum.Enum):
-    """How a batch runs."""
+    """The way that a batch runs."""
 
     EAGER = "eager"
     PIECEWISE = "piecewise"
@@ -140,7 +140,7 @@ class DispatchStats:
 
 
 class DispatchPolicy(abc.ABC):
-    """Decides whether and how a batch replays a graph."""
+    """A policy that decides whether and how a batch replays a graph."""
 
     @abc.abstractmethod
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
@@ -150,16 +150,16 @@ class DispatchPolicy(abc.ABC):
     def select_mode(
         self, key: DispatchKey, available_modes: Collection[DispatchMode]
     ) -> DispatchMode:
-        """Return the mode to run in, one of those with a graph."""
+        """Return the mode to run in, among the modes with a graph."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
-    """Replay graphs for batches within a range of tokens.
+    """A policy that replays graphs for batches within a range of tokens.
 
     Args:
         min_tokens_for_graph: Smallest number of tokens.
         max_tokens_for_graph: Largest number of tokens.
-        prefer_piecewise: Prefer PIECEWISE over FULL if both have a graph.
+        prefer_piecewise: Whether to prefer PIECEWISE over FULL if both have a graph.
 
     Raises:
         ConfigError: The range is empty, or a limit is not a number.
@@ -223,8 +223,8 @@ class CudagraphDispatcher:
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
-        policy: Decides whether and how a batch replays a graph.
-        max_cached_graphs: Maximum number of graphs; the least recently used is evicted first.
+        policy: Policy that decides whether and how a batch replays a graph.
+        max_cached_graphs: Maximum number of graphs; the least recently used graph is evicted first.
 
     Thread safety: all methods may be called from any thread.
     """
@@ -317,7 +317,7 @@ class CudagraphDispatcher:
         self.registry.set_enabled(True, mode=mode.runtime_mode)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Stop replaying graphs of a mode until it is enabled."""
+        """Stop replaying graphs of a mode until the mode is enabled."""
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
@@ -369,7 +369,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
 class CompositeDispatcher:
     """Several dispatchers, asked in order of priority.
 
-    The first dispatcher with a graph for the key runs the batch. If no dispatcher has one, the
+    The first dispatcher with a graph for the key runs the batch. If no dispatcher has a graph, the
     first dispatcher runs the batch eager. Dispatchers of equal priority are asked in the order in
     which they were added.
 
@@ -436,7 +436,7 @@ class _Cache:
 
 
 class StreamDispatcher(CudagraphDispatcher):
-    """Run batches on several streams; batches of a key always run on the same stream.
+    """A dispatcher of several streams, which runs batches of a key always on the same stream.
 
     The lane policy ``by-key`` of dispatchkit-multistream chooses the stream. A batch waits for
     earlier work on the caller's stream. To wait for batches, call ``wait`` or ``synchronize``.

@@ -19,7 +19,7 @@ __all__ = ["BatchExecutionDescriptor", "CUDAGraphMode", "CudaGraphManager"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchExecutionDescriptor:
-    """How a batch runs; None means that the graph does not depend on the field."""
+    """A way that a batch runs; None means that the graph does not depend on the field."""
 
     cg_mode: CUDAGraphMode
     num_tokens: int
@@ -38,7 +38,7 @@ class CudaGraphManager:
         device: The device of the graphs; not used for decisions.
         cudagraph_mode: The mode, resolved for the attention backend.
         decode_query_len: Tokens per request of a uniform decode batch.
-        lora_capture_cases: Numbers of adapters with graphs; by default those of the
+        lora_capture_cases: Numbers of adapters with graphs; by default the numbers of the
             configuration.
         varlen_decode: Whether decode graphs accept requests of varying length.
         ubatch_runner: Runner of microbatches; stored, but only vLLM has graphs for them.

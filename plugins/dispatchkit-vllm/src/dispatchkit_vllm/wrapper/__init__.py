@@ -1,6 +1,6 @@
 """Graphs of callables inside a model, selected by a forward context.
 
-Importing this package needs torch.
+Importing this package requires torch.
 """
 
 from dispatchkit_vllm.wrapper.context import (

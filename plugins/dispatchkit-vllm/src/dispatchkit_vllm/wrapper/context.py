@@ -26,7 +26,7 @@ __all__ = [
 
 
 class NoForwardContextError(DispatchkitError, LookupError, AssertionError):
-    """The forward context was requested outside of a step.
+    """Raised if the forward context is requested outside of a step.
 
     It is also an AssertionError, which vLLM raises in this case.
     """

@@ -73,7 +73,7 @@ class WrapperDevice(Protocol):
 class _Slot:
     """A graph that is created empty and filled by a capture.
 
-    It has those methods of ``torch.cuda.CUDAGraph`` that callers of a wrapper use.
+    It has the methods of ``torch.cuda.CUDAGraph`` that callers of a wrapper use.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class BackendDevice:
         backend: A GraphBackend or its name.
 
     Raises:
-        ConfigError: ``backend`` is neither a GraphBackend nor the name of one.
+        ConfigError: ``backend`` is neither a GraphBackend nor its name.
     """
 
     def __init__(self, backend: str | GraphBackend) -> None:

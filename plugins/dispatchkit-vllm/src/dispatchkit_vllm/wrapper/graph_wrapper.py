@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class WrapperError(ReplayError, AssertionError):
-    """A call does not match the graphs of its wrapper.
+    """Raised for a call that does not match the graphs of its wrapper.
 
     It is also an AssertionError, which vLLM's wrapper raises in this case.
     """
@@ -58,11 +58,11 @@ class WrapperOptions:
     """Options of a wrapper's captures.
 
     Attributes:
-        debug_log_enable: Log a debug message before each capture.
-        gc_disable: Do not collect garbage or empty the device cache before a capture. Only the
-            first of many pieces needs to do so.
-        weak_ref_output: Release the output inside the capture, so that later graphs can reuse its
-            memory. Callers must not use the output after the next replay.
+        debug_log_enable: Whether to log a debug message before each capture.
+        gc_disable: Whether to skip garbage collection and emptying the device cache before a
+            capture. Only the first of many pieces needs both.
+        weak_ref_output: Whether to release the output inside the capture, so that later graphs can
+            reuse its memory. Callers must not use the output after the next replay.
     """
 
     debug_log_enable: bool = True
@@ -149,7 +149,7 @@ def _validate_capturing(descriptor: Any) -> None:
 
 
 class _Counter:
-    """Counts the graphs captured by wrappers in this process."""
+    """A counter of the graphs captured by wrappers in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ capture_counter: _Counter = _Counter()
 
 
 class GraphWrapper:
-    """Wrap a callable to capture and replay it, controlled by the forward context.
+    """A wrapper that captures and replays a callable, controlled by the forward context.
 
     Args:
         runnable: The callable. Attributes that the wrapper lacks are read from and set on the
