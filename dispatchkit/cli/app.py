@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 PIPE_CLOSED = 141
 
-# Exception classes for incorrect command lines. They are click's, which newer versions of typer
-# vendor.
+# Exception classes for incorrect command lines, from click or from the copy in newer versions of
+# typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
 ClickException: Any = typer.BadParameter.__mro__[2]
 
@@ -307,7 +307,7 @@ def run(args: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-#: Allowed values by type name, which is click's (``integer``) or typer's (``int``).
+#: Allowed values by the type names of click (``integer``) and typer (``int``).
 _ALLOWED: dict[str, str] = {
     "int": "a whole number",
     "integer": "a whole number",

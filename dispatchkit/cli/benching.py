@@ -98,7 +98,7 @@ def _list(scripts: dict[str, Path], as_json: bool) -> None:
     if as_json:
         print_json([{"benchmark": name, "summary": text} for name, text in rows.items()])
     else:
-        console().print(table(["Benchmark", "What it measures"], list(rows.items())))
+        console().print(table(["Benchmark", "Summary"], list(rows.items())))
 
 
 def _summary(path: Path) -> str:

@@ -69,7 +69,7 @@ def demo(
         if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
             raise
         raise BackendUnavailableError(
-            f"The demo runs a model, and {error.name} is not installed. "
+            f"The demo needs {error.name}, which is not installed. "
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
     settings = settings_of({"policy": policy, "sizes": sizes, "mode": mode, "backend": device})
@@ -164,7 +164,7 @@ def _capture_lines(report: DemoReport) -> Iterator[str]:
     when = "on first use" if capture["lazy"] else f"in {capture['seconds']:.1f} s"
     yield (
         f"{capture['num_graphs']} graphs {when}, "
-        f"{capture['num_bytes'] / MIB:.1f} MiB for all of them, {len(failed)} failed"
+        f"{capture['num_bytes'] / MIB:.1f} MiB in total, {len(failed)} failed"
     )
     for key, reason in list(failed.items())[:MAX_SHOWN]:
         yield f"failed: {key}: {reason}"

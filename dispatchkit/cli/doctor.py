@@ -279,7 +279,7 @@ def _devices(torch: Any) -> Any:
         yield Finding(
             Level.SLOW,
             "device",
-            f"torch finds no usable CUDA device. {why} {slow}".replace("  ", " "),
+            f"torch reports no usable CUDA device. {why} {slow}".replace("  ", " "),
             "check with nvidia-smi that the driver is new enough for this torch and detects a "
             "device.",
         )
@@ -293,7 +293,8 @@ def _devices(torch: Any) -> Any:
                 Level.PROBLEM,
                 f"cuda:{index}",
                 f"The device exists but cannot be used: {error}",
-                "check with nvidia-smi for a process with exclusive access, or for an error.",
+                "check with nvidia-smi whether a process has exclusive access or the device "
+                "reports an error.",
             )
             continue
         yield Finding(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def explain_batch(
     num_tokens: Annotated[
         str | None,
-        typer.Argument(metavar="N", help="Number of tokens of the batch.", show_default=False),
+        typer.Argument(metavar="N", help="Number of tokens in the batch.", show_default=False),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -52,7 +52,7 @@ def explain_batch(
     num_reqs: Annotated[
         int,
         typer.Option(
-            "--num-reqs", metavar="N", help=("Number of requests of the batch; 0 if unknown.")
+            "--num-reqs", metavar="N", help="Number of requests in the batch; 0 if unknown."
         ),
     ] = 0,
     uniform: Annotated[
@@ -60,7 +60,7 @@ def explain_batch(
         typer.Option(
             "--uniform",
             metavar="",
-            help=("Whether the batch is a uniform decode batch, not a mixed batch."),
+            help="Explain a uniform decode batch instead of a mixed batch.",
         ),
     ] = False,
     loras: Annotated[

@@ -143,7 +143,7 @@ _FLAGS = {
 
 
 def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
-    """Return the given policy's name, the choice of a plugin, or the default."""
+    """Return the name of the given policy, or the policy that a plugin selects, or the default."""
     return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 

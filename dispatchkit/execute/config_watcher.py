@@ -1,7 +1,7 @@
 """ConfigWatcher: apply changes to a settings file while serving.
 
-It opens no port and starts no thread. Call ``poll`` in the serving loop, which checks the file's
-modification time, or run ``run`` in a thread.
+It opens no port and starts no thread. Call ``poll`` in the serving loop, or ``run`` in a separate
+thread. Both check the modification time of the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ConfigWatcher:
     """A watcher that applies changes to a settings file to a runner.
 
     Like ``pyproject.toml``, the file has its settings in the table ``[tool.dispatchkit]``. Settings
-    missing from the file keep their value, and the environment is ignored. Replace the file
+    missing from the file keep their values, and the environment is ignored. Replace the file
     atomically, by renaming, so that the watcher never reads a half-written file.
 
     Args:
@@ -77,7 +77,7 @@ class ConfigWatcher:
         return report
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Poll until ``stop`` is set; intended for a thread of its own.
+        """Poll until ``stop`` is set; call it in a separate thread.
 
         Args:
             stop: Event that ends the loop.

@@ -51,7 +51,7 @@ def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
         return None
     found = tuple(keys) if isinstance(keys, Iterable) else ()
     if not isinstance(keys, Iterable) or any(not isinstance(key, GraphKey) for key in found):
-        hint = "list(runner.registry) has the runner's keys."
+        hint = "list(runner.registry) returns the runner's keys."
         raise ConfigError("keys", keys, "a list of GraphKeys", hint)
     return found
 
@@ -106,7 +106,7 @@ class Controls:
         max_pause_us: float = 2000.0,
         between_operators: bool = False,
     ) -> BackgroundCapture:
-        """Capture keys that have no graph in a thread, while other threads run steps.
+        """Capture keys that have no graph in the background, while steps run.
 
         Waiting steps run between the phases of each capture: the warmup, the capture itself, the
         instantiation by the driver, and each replay of the row proof. Pauses longer than
@@ -242,7 +242,7 @@ class Controls:
                 member.dispatcher.set_lazy(False)
 
     def unfreeze(self) -> None:
-        """Allow captures again, including lazy ones in a lazy runner."""
+        """Allow captures again, including lazy captures in a lazy runner."""
         with self._lock:
             for member in self._executors:
                 member.lifecycle.is_frozen = False
@@ -446,7 +446,7 @@ class Controls:
         key = decision.key
         captured = None if key is None else self._first.lifecycle.live().get(key)
         if captured is not None and captured.pieces is not None and captured.pieces.segments:
-            yield f"It is {captured.pieces}."
+            yield f"The graph has {captured.pieces}."
 
     def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
         """Return whether a graph that draws random numbers would pad the step."""

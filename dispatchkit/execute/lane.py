@@ -195,7 +195,7 @@ class Lane:
             self.stream.synchronize()
 
     def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
-        """Make the lane one of several of a runner, before the first capture."""
+        """Connect the lane with the other lanes of its runner, before the first capture."""
         self.index, self.chain = index, chain
         # Weak references, as for plans below, so that the lane is freed with its runner.
         self._peers = tuple(weakref.ref(peer) for peer in peers)
@@ -265,7 +265,7 @@ class Lane:
             self._rows = num_rows
 
     def add_caching_plan(self, plan: Any) -> None:
-        """Record that a plan caches views; above the limit, drop those of the oldest plan."""
+        """Record that a plan caches views; above the limit, drop the views of the oldest plan."""
         self._ready.append(weakref.ref(plan))
         if len(self._ready) > MAX_CACHING_PLANS:
             self._forget_oldest()

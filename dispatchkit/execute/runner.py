@@ -329,7 +329,7 @@ class GraphRunner:
         return self.controls.freeze(strict=strict)
 
     def unfreeze(self) -> None:
-        """Allow captures again, including lazy ones in a lazy runner."""
+        """Allow captures again, including lazy captures in a lazy runner."""
         return self.controls.unfreeze()
 
     def evict(self, key: GraphKey) -> None:

@@ -206,7 +206,7 @@ def _is_built_in(backend: str) -> bool:
 
 
 def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
-    """Return a configuration with the runner arguments that are settings of it.
+    """Return a configuration with the settings given as runner arguments.
 
     Raises:
         ConfigError: A setting is invalid, or given both in the configuration and as an argument.
@@ -233,7 +233,7 @@ def requested_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
 def resolve_supported_mode(
     config: DispatchConfig, step: Step, backend: GraphBackend
 ) -> tuple[DispatchConfig, tuple[str, ...]]:
-    """Return the configuration with the closest supported mode, and the reasons.
+    """Return the configuration with the closest supported mode, and the reasons for a downgrade.
 
     Raises:
         ConfigError: FULL is requested for mixed batches, but a piece of the step is never captured.
@@ -305,7 +305,7 @@ def make_backend(
     factories = {}
     if plugins is not None:
         for name, one in plugins.backends.items():
-            # The entry of a built-in name is a plugin's only if its replacement was requested.
+            # A plugin provides a built-in name only if ``replace`` contains the name.
             if one.origin.distribution != _OWN_DISTRIBUTION:
                 factories[name] = functools.partial(_create, plugins, name)
     return resolve_backend(backend, device=device, registered=factories)

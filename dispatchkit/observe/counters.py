@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """The number of steps of one kind and of their tokens."""
+    """The counts of steps of one kind, and of their tokens."""
 
     __slots__ = ("steps", "tokens")
 
@@ -59,7 +59,7 @@ class StepCounters:
         self.failed_steps = 0
 
     def of_keys(self, *keys: GraphKey) -> StepCount:
-        """Return the counter of steps that replay one graph, or several graphs in parts."""
+        """Return the counter of steps that replay a graph, or one graph per part."""
         return self._hits.setdefault(keys, StepCount())
 
     def replays(self, key: GraphKey) -> int:

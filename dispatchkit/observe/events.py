@@ -4,9 +4,9 @@ An observer is any object with methods named after events: ``on_capture(event)``
 ``CaptureEvent``, and so on. The event is a frozen record; later versions may add fields.
 
 Events such as captures, evictions and policy swaps are rare, and steps do not use this module. A
-callback runs on the thread where the event occurs, possibly during a step or a capture. Other
-threads cannot enter the runner meanwhile. The callback may query the runner, but must not wait for
-a thread that calls the runner, queue work on the device, or capture. Its return value is ignored.
+callback runs on the thread where the event occurs, possibly during a step or a capture. Until it
+returns, other threads cannot enter the runner. It may query the runner, but must not wait for a
+thread that calls the runner, queue work on the device, or capture. Its return value is ignored.
 Exceptions are logged with the name of the observer; after three consecutive exceptions, the
 callback is disabled.
 
@@ -39,7 +39,7 @@ class CaptureEvent:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
         num_tokens: Capture size in tokens.
-        lane: Number of the lane that captured it.
+        lane: Number of the lane that captured the graph.
         elapsed_us: Host time in microseconds, including the warmup.
         num_bytes: Growth of the lane's pool in bytes; None if the backend cannot measure it. Graphs
             of one pool share memory, so this is not the size of the graph.
@@ -116,7 +116,7 @@ class PolicySwappedEvent:
 
     Attributes:
         policy: Name of the new policy.
-        epoch: Number of the new table, starting at 0.
+        epoch: Number of the new epoch, starting at 0.
         previous: Name of the previous policy; None for the initial policy.
         reason: The reason for the swap, as text; may be empty.
     """

@@ -85,7 +85,7 @@ class StepTrace(Sequence[TraceStep]):
         parsed = {name: list(values) for name, values in columns.items()}
         lengths = {name: len(values) for name, values in parsed.items()}
         if len(set(lengths.values())) > 1:
-            raise TraceError(source, None, f"columns differ in length: {lengths}.")
+            raise TraceError(source, None, f"columns must have the same length, got {lengths}.")
         builder = ColumnBuilder(source, tuple(parsed))
         builder.add_rows(None, list(zip(*parsed.values(), strict=True)))
         self._columns = builder.columns
@@ -229,7 +229,7 @@ def parse_trace(name: str, blocks: Blocks) -> StepTrace:
     if builder is None:
         raise TraceError(name, None, "is empty. A step trace starts with a line of column names.")
     if not builder.num_rows:
-        raise TraceError(name, None, "has a header but no steps.")
+        raise TraceError(name, None, "has a header but no steps. Record at least one step.")
     return StepTrace._of(builder.columns, name, ignored)  # noqa: SLF001 - same module
 
 

@@ -119,7 +119,7 @@ def check_header(
     unknown = tuple(column for column in header if column not in known)
     doubled = sorted({column for column in header if header.count(column) > 1})
     if doubled:
-        raise TraceError(name, line, f"column {doubled[0]!r} is given twice.")
+        raise TraceError(name, line, f"column {doubled[0]!r} is given twice. Remove one of them.")
     for column in unknown:
         if _RESEMBLES_AXIS.match(column):
             raise TraceError(
@@ -289,7 +289,7 @@ class ColumnBuilder:
 
 def _number_of(name: str, line: int, column: str, text: str) -> Any:
     kind: Callable[[str], Any] = float if column == "t_s" else int
-    wanted = "seconds" if column == "t_s" else "a whole number"
+    wanted = "a number of seconds" if column == "t_s" else "a whole number"
     try:
         if not text.isascii() or "_" in text:
             raise ValueError
@@ -307,7 +307,7 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
     """
     if column == "t_s":
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TraceError(name, line, f"t_s must be seconds, got {value!r}.")
+            raise TraceError(name, line, f"t_s must be a number of seconds, got {value!r}.")
         try:
             seconds = float(value)
         except OverflowError:  # an integer with hundreds of digits

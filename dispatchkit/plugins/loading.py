@@ -50,7 +50,7 @@ def load(
     Args:
         candidate: The plugin to load.
         present: The plugins that are already loaded, by name.
-        manager: The manager to add the plugin to.
+        manager: The manager to which the plugin is added.
 
     Raises:
         PluginError: The plugin is broken, or already loaded under this or another name. Its

@@ -352,7 +352,8 @@ def load_plugins(
         environ: Environment variables; by default ``os.environ``.
 
     Raises:
-        PluginLoadError: A plugin has a problem, in strict mode. It is a group of all problems.
+        PluginLoadError: A plugin has a problem, and ``strict`` is True. The exception group
+            contains all problems.
         ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra`` is not
             a list of pairs.
         UnknownNameError: A name in ``replace`` is not built in.

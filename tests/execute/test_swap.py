@@ -215,6 +215,16 @@ def test_a_copy_after_a_swap_has_the_axes(make_runner):
     assert copied(torch.ones(2, 3), length=3, ceiling=0).shape == (2, 3)
 
 
+@pytest.mark.parametrize(("name", "value"), [("axes", ()), ("max_loras", 2)])
+def test_a_swap_cannot_change_the_variants_of_the_inputs(make_runner, name, value):
+    inputs = {"x": StaticInput((None, "length"), "float32")}
+    runner = make_runner(lambda x: x * 2, inputs, axes=[Axis("length", (4, 16))])
+    changed = attrs.evolve(runner.config, **{name: value})
+    with pytest.raises(ConfigError, match=f"{name} must be unchanged by a swap"):
+        runner.swap(config=changed)
+    assert runner.config != changed
+
+
 def test_disabled_keys_are_not_waited_for(make_runner, quiet):
     runner = make_runner(double)
     runner.capture()

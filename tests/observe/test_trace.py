@@ -132,7 +132,7 @@ def test_a_slice_is_a_trace():
         (f"{HEADER}\n0,nan,3,3,1,1,0\n", 2, "t_s must be finite"),
         (f"{HEADER}\n0,inf,3,3,1,1,0\n", 2, "t_s must be finite"),
         (f"{HEADER}\n0,-1,3,3,1,1,0\n", 2, "t_s must be finite and not negative"),
-        (f"{HEADER}\n0,now,3,3,1,1,0\n", 2, "t_s must be seconds"),
+        (f"{HEADER}\n0,now,3,3,1,1,0\n", 2, "t_s must be a number of seconds"),
         (f"{HEADER}\n0,0,99999999999,3,1,0,0\n", 2, "num_tokens must be 0 to"),
         (f"{HEADER}\n0,0,{'9' * 5000},3,1,0,0\n", 2, "num_tokens must be"),
         (f"{HEADER}\n0,0,{'9' * 300},3,1,0,0\n", 2, "more than 30 digits"),
@@ -260,7 +260,7 @@ def test_the_writer_numbers_steps_and_needs_its_with_statement(tmp_path):
 
 
 def test_impossible_columns_are_refused_in_memory():
-    with pytest.raises(TraceError, match="differ in length"):
+    with pytest.raises(TraceError, match="must have the same length"):
         StepTrace({"num_tokens": [1, 2], "num_reqs": [1]})
     with pytest.raises(TraceError, match="unknown column"):
         StepTrace({"num_tokens": [1], "colour": [1]})

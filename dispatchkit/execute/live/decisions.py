@@ -1,4 +1,4 @@
-"""DecisionRunner: run steps with decisions on which ranks agreed before."""
+"""DecisionRunner: run steps exactly as all ranks have decided."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
-# Rounds of advance captures before the swap fails. A later capture may release earlier graphs, if
+# Number of rounds of captures before the swap fails. A capture may release earlier graphs, if
 # weights were replaced or a byte budget is exceeded.
 _MAX_ROUNDS = 3
 
@@ -268,7 +268,7 @@ def _let_steps_run() -> None:
 
 
 def _larger_limits(one: MemoryOptions, other: MemoryOptions) -> MemoryOptions:
-    """Return the larger of two limits, for each limit."""
+    """Return the larger of the two values of each limit."""
 
     def larger(first: int | None, second: int | None) -> int | None:
         return None if first is None or second is None else max(first, second)

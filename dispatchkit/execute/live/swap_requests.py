@@ -163,8 +163,9 @@ class SwapRequests:
             raise ConfigError("config", config, "a DispatchConfig")
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
         if config.axes != self.requested_config.axes or has_others:
-            hint = "Create a new runner, because the inputs depend on the axes."
-            raise ConfigError("axes", config.axes, "unchanged, together with max_loras", hint)
+            name = "max_loras" if config.axes == self.requested_config.axes else "axes"
+            hint = "Create a new runner, because its inputs and variants depend on this setting."
+            raise ConfigError(name, getattr(config, name), "unchanged by a swap", hint)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.requested_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
             hint = (
@@ -182,7 +183,7 @@ class SwapRequests:
         """Return a copy of the policy, because a failed swap must not change the original."""
         current = self._executor.dispatcher.policy
         try:
-            with self._executor.registry.lock:  # excludes updates of the policy
+            with self._executor.registry.lock:  # prevents updates of the policy
                 return copy.deepcopy(current)
         except Exception as error:
             hint = f"Pass policy=. copy.deepcopy() raised {type(error).__name__}: {error}"
