@@ -130,7 +130,7 @@ class MemoryOptions:
     Attributes:
         max_graphs: Maximum number of live graphs; None for no limit.
         max_bytes: Maximum bytes of the graphs' pool and outputs; None for no limit.
-        eviction: Which graph is evicted first: the least recently used (``lru``), or the graph with
+        eviction: Graph to evict first: the least recently used (``lru``), or the graph with
             the fewest replays relative to its size (``benefit``). For a custom function, call
             ``runner.controls.set_eviction``.
     """
@@ -144,7 +144,7 @@ class MemoryOptions:
     eviction: str = setting(
         "lru",
         _eviction,
-        SettingInfo("Which graph is evicted first: lru or benefit.", read=read_word),
+        SettingInfo("Graph to evict first: lru or benefit.", read=read_word),
     )
 
     __repr__ = settings_repr
@@ -243,13 +243,14 @@ class RunnerOptions:
     sample_every: int = setting(
         16,
         _count(1),
-        SettingInfo("Time every Nth of the steps that a policy wants timed."),
+        SettingInfo("Measure every Nth step of a timed decision."),
     )
     rows_independent: bool = setting(
         False,
         check_flag,
         SettingInfo(
-            "Rows are independent, so a policy may split a batch over graphs.", read=read_flag
+            "Declare rows independent, so that a policy may split batches over graphs.",
+            read=read_flag,
         ),
     )
     capture: CaptureOptions = setting(attrs.Factory(CaptureOptions), _one(CaptureOptions))

@@ -64,7 +64,7 @@ class DispatchConfig:
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
         max_num_tokens: Largest batch in tokens; larger batches raise. The default is the largest
             capture size, and larger batches then run eager instead of raising.
-        max_num_seqs: Most requests in a batch. The default is ``max_num_tokens``.
+        max_num_seqs: Maximum number of requests in a batch. The default is ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
             prompt and has exactly this many tokens. Several lengths are possible, for example if
             the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
@@ -114,7 +114,7 @@ class DispatchConfig:
     _max_num_seqs: int | None = setting(
         None,
         or_none(check_count),
-        SettingInfo("Most requests in a batch.", "max_num_tokens"),
+        SettingInfo("Maximum number of requests in a batch.", "max_num_tokens"),
         alias="max_num_seqs",
     )
     query_lens: tuple[int, ...] = attrs.field(
@@ -129,7 +129,7 @@ class DispatchConfig:
     varlen_decode: bool = setting(
         False,
         check_flag,
-        SettingInfo("Decode graphs accept requests of varying length.", read=read_flag),
+        SettingInfo("Allow requests of varying length in decode graphs.", read=read_flag),
     )
     uniform_sizes: tuple[int, ...] | None = setting(
         None,
@@ -144,7 +144,7 @@ class DispatchConfig:
         SettingInfo("Largest number of active adapters."),
     )
     specialize_lora: bool = setting(
-        True, check_flag, SettingInfo("Capture graphs without adapters, too.", read=read_flag)
+        True, check_flag, SettingInfo("Also capture graphs without adapters.", read=read_flag)
     )
     specialize_active_loras: bool = setting(
         False,
