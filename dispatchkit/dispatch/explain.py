@@ -1,4 +1,4 @@
-"""Explain in words why a batch is decided as it is."""
+"""Explain the decision for a batch in words."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dispatchkit.keys.modes import RuntimeMode
 
 @attrs.frozen
 class Candidate:
-    """A graph that could compute the batch.
+    """A graph that is large enough for the batch.
 
     Attributes:
-        key: Its name.
-        chosen: Whether it was chosen.
-        why_not: Why it cannot run now, or why it is not allowed; None if it could run.
-        padding: Padding tokens it would compute.
+        key: Key of the graph.
+        chosen: Whether the graph was chosen.
+        why_not: Why the graph cannot run now or is not allowed; None if it could run.
+        padding: Number of padding tokens that the graph would compute.
     """
 
     key: GraphKey
@@ -34,13 +34,13 @@ class Candidate:
 
 @attrs.frozen(kw_only=True)
 class MeasuredTime:
-    """Measured times of steps that ran as decided, in a running program.
+    """The measured time of recent steps with the same decision.
 
     Attributes:
-        steps: Number of recent steps that were timed.
-        median_us: Their median time on the stream, in microseconds.
+        steps: Number of timed steps.
+        median_us: Median time of the steps on the stream, in microseconds.
         clock: ``device`` or ``host``.
-        queued: Other work was ahead of them on the stream when they were launched.
+        queued: Whether the stream had other work to finish when the steps were launched.
     """
 
     steps: int
@@ -56,21 +56,22 @@ class MeasuredTime:
 
 @attrs.frozen
 class Explanation:
-    """A decision, the policy behind it and the nearest graphs.
+    """A decision, its policy and cause, and the nearest graphs.
 
     Attributes:
-        batch: The batch asked about.
-        decision: The decision that a step would get now.
-        policy: Name and origin of the policy, and the name of its member that decided.
-        candidates: Per runtime mode, the smallest graphs that cover the batch.
+        batch: Explained batch.
+        decision: Decision that a step would receive now.
+        policy: Name and origin of the policy, and the name of the member that decided.
+        candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
-        fault: The policy's fault, if any; it is not counted here.
-        problem: Why the smallest graph that covers the batch failed, if that is the reason.
-        cost: The cost of the step, if a cost model was given.
-        times: Times that a runner measured for equal steps; None if nothing measures.
-        axes: The bucket of each axis by name; None for a value outside all of its buckets.
-        note: Anything else a runner knows about the step; may be empty.
-        error: The error that the step would raise instead of running; empty if it would run.
+        fault: Error of the policy, if any. Explaining does not count it.
+        problem: Why the capture of the smallest graph that covers the batch failed, if this is the
+            cause of the decision.
+        cost: Cost of the step, if a cost model is given.
+        times: Times that a runner measured for such steps; None if steps are not measured.
+        axes: Bucket of each axis by name; None for a value outside all buckets.
+        note: Further information from a runner; may be empty.
+        error: Error that the step would raise; empty if the step would run.
     """
 
     batch: Batch
@@ -88,12 +89,12 @@ class Explanation:
 
     @property
     def outcome(self) -> str:
-        """What the step would do: replay a graph, run eager, or raise an error."""
+        """The effect of the step: a replay, an eager run or an error."""
         return f"raises {self.error}" if self.error else str(self.decision)
 
     @property
     def facts(self) -> list[str]:
-        """The size and the kind of the batch, in words."""
+        """The size and kind of the batch, in words."""
         batch = self.batch
         facts = [counted(batch.num_tokens, "token")]
         if batch.num_reqs is not None:
@@ -120,9 +121,9 @@ class Explanation:
         if self.fault:
             return f"policy: {self.fault}"
         if self.problem:
-            return f"state: its graph failed, {self.problem}"
-        if reason in _BEHIND:
-            return _BEHIND[reason]
+            return f"state: the capture of its graph failed: {self.problem}"
+        if reason in _CAUSES:
+            return _CAUSES[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
             return "constraint: no graph for this kind of batch is large enough"
         if reason == Reason.ABOVE_LARGEST:
@@ -134,7 +135,7 @@ class Explanation:
 
     @property
     def nearest(self) -> str:
-        """The nearest graph that could serve an eager batch; empty if there is none."""
+        """The nearest graph that could serve an eager batch, or an empty string."""
         if self.decision.key is not None or not self.candidates:
             return ""
         near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
@@ -142,7 +143,10 @@ class Explanation:
 
     @property
     def no_candidates(self) -> str:
-        """Why no declared graph covers the batch; empty if one does, or ``because`` says it."""
+        """Why no declared graph covers the batch, or an empty string.
+
+        It is also empty if ``because`` contains the same information.
+        """
         reasons = (Reason.EMPTY_BATCH, Reason.ABOVE_LARGEST, Reason.NO_KEY)
         if self.candidates or self.decision.reason in reasons:
             return ""
@@ -206,8 +210,8 @@ class Explanation:
         if self.note:
             lines.append(f"   note: {self.note}")
         if self.times is not None:
-            told = "; ".join(map(str, self.times)) or "no such step has been timed yet"
-            lines.append(f"   measured here: {told}")
+            measured = "; ".join(map(str, self.times)) or "no such step has been timed yet"
+            lines.append(f"   measured here: {measured}")
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")
@@ -226,10 +230,19 @@ def explain(
     *,
     per_mode: int = 2,
 ) -> Explanation:
-    """Explain what would happen to a batch, without changing table or counters.
+    """Explain the decision for a batch, without changing the table or counters.
+
+    Args:
+        dispatcher: Dispatcher that would decide the batch.
+        num_tokens: As for ``Dispatcher.dispatch``, but may exceed ``max_num_tokens``.
+        num_reqs: As for ``Dispatcher.dispatch``.
+        uniform: As for ``Dispatcher.dispatch``.
+        loras: As for ``Dispatcher.dispatch``.
+        ceiling: As for ``Dispatcher.dispatch``.
+        per_mode: Maximum number of candidates per runtime mode, besides the chosen graph.
 
     Raises:
-        DescriptorError: The batch is impossible, other than by more tokens than ``max_num_tokens``.
+        DescriptorError: The description of the batch is invalid.
         ConfigError: ``dispatcher`` is not a Dispatcher.
     """
     if not isinstance(dispatcher, Dispatcher):
@@ -246,7 +259,7 @@ def explain(
     policy = answer.policy or dispatcher.policy_name
     decision = attrs.evolve(answer, num_tokens=batch.num_tokens, policy=policy, plan=None)
     candidates = []
-    # No graph is ever chosen for a batch without tokens.
+    # An empty batch never uses a graph.
     for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE) if batch.num_tokens else ():
         for index, key in enumerate(dispatcher.graphs.covering(batch, mode)):
             chosen = key == decision.key
@@ -267,7 +280,7 @@ def explain(
     problem = ""
     if decision.reason == Reason.CAPTURE_FAILED and candidates:
         entry = dispatcher.registry.get(candidates[0].key)
-        problem = "for an unknown reason" if entry is None else entry.reason
+        problem = "unknown reason" if entry is None else entry.reason
     return Explanation(
         batch,
         decision,
@@ -284,30 +297,30 @@ def explain(
     )
 
 
-# The causes of reasons that are not a policy's own choice.
-_BEHIND: Mapping[str, str] = {
+# Causes of the reasons that a policy does not choose itself.
+_CAUSES: Mapping[str, str] = {
     Reason.EMPTY_BATCH: "constraint: a batch without tokens needs no graph",
     Reason.MODE_NONE: "configuration: the mode runs this kind of batch eager",
-    Reason.CEILING: "constraint: the caller allows no mode that has a graph for it",
+    Reason.CEILING: "constraint: no mode that the caller allows has a graph for this batch",
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
-    Reason.NOT_CAPTURED: "state: its graph is declared and not captured yet",
+    Reason.NOT_CAPTURED: "state: its graph is declared but not captured yet",
     Reason.EVICTED: "state: its graph was evicted to stay within the budget",
     Reason.STALE: "state: its graph reads memory that was replaced after its capture",
-    Reason.DISABLED: "state: its graph or its mode is switched off",
-    Reason.TOO_MANY_REQS: "constraint: a graph serves no more requests than it was captured for",
-    Reason.OUTSIDE_AXIS: "constraint: a value lies outside all buckets of its axis",
+    Reason.DISABLED: "state: its graph or runtime mode is disabled",
+    Reason.TOO_MANY_REQS: "constraint: the batch has more requests than its graph was captured for",
+    Reason.OUTSIDE_AXIS: "constraint: the value of an axis is outside all of its buckets",
     Reason.ROWS_NOT_INDEPENDENT: "constraint: only batches of independent rows may be split",
-    Reason.ROWS_DEPEND: "executor: padding changes what the step computes",
-    Reason.ROWS_NOT_THE_BUCKET: "executor: an output has other rows than the batch",
+    Reason.ROWS_DEPEND: "executor: padding changes the results of the step",
+    Reason.ROWS_NOT_THE_BUCKET: "executor: an output does not have one row per row of the batch",
     Reason.OUTPUTS_NOT_JOINED: "executor: the outputs of the parts cannot be joined",
-    Reason.CAPTURE_PENDING: "executor: its graph was not requested often enough to be captured",
+    Reason.CAPTURE_PENDING: "executor: its graph has not been requested often enough for a capture",
     Reason.INSIDE_CAPTURE: "executor: other code is capturing the current stream",
-    Reason.AUTOCAST: "executor: its graph was captured under another autocast",
-    Reason.TRAINING_MODE: "executor: a module was switched to or from training mode",
+    Reason.AUTOCAST: "executor: its graph was captured under a different autocast state",
+    Reason.TRAINING_MODE: "executor: the training mode of a module was changed",
     Reason.MOVED_MODULE: "executor: a module was moved, or its dtype changed",
     Reason.WEIGHTS_REPLACED: "executor: a weight, buffer or submodule was replaced",
     Reason.VALUE_CHANGED: "executor: a value that Python code reads has changed",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
     Reason.NO_ANSWER: "policy: no policy decided this batch",
-    Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",
+    Reason.POLICY_ERROR: "policy: the policy raised an error or broke a constraint",
 }

@@ -466,7 +466,7 @@ def test_the_finding_is_shown_before_a_step_and_in_the_report():
     runner.capture()
     explained = runner.explain(3)
     assert (explained.decision.key, explained.decision.reason) == (None, "rows_depend")
-    assert explained.because == "executor: padding changes what the step computes"
+    assert explained.because == "executor: padding changes the results of the step"
     assert [(one.chosen, one.why_not) for one in explained.candidates] == [
         (False, "rows_depend"),
         (False, "rows_depend"),

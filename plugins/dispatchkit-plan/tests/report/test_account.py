@@ -117,8 +117,8 @@ def test_an_explanation_says_what_stands_behind_each_state(plugins: Any) -> None
     for key in registry:
         registry.failed(key, "out of memory")
     answer = explain(dispatcher, 3, 3, 1)
-    assert answer.because == "state: its graph failed, out of memory"
+    assert answer.because == "state: the capture of its graph failed: out of memory"
     assert explain(dispatcher, 0).because.startswith("constraint: a batch without tokens")
     assert explain(dispatcher, 0).nearest == ""
-    assert explain(dispatcher, 3, ceiling=0).because.startswith("constraint: the caller")
+    assert explain(dispatcher, 3, ceiling=0).because.startswith("constraint: no mode")
     assert attrs.asdict(answer)["largest"] == 8
