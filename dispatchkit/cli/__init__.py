@@ -1,7 +1,7 @@
 """The command line, and helpers for plugin commands.
 
 A command is a function with typer's annotations. It prints its result with ``console``, ``table``
-and ``print_json``, and other messages with ``complain``. For bad input it raises a
+and ``print_json``, and other messages with ``print_stderr``. For bad input it raises a
 ``DispatchkitError``, which is printed as one message with exit code 2. If it completes but a check
 fails, it raises ``typer.Exit(1)``. Any other exception is a bug, and its traceback is printed.
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
         FORCE_HINT,
         ForceOption,
         JsonOption,
-        complain,
         console,
-        mention_problems,
         print_json,
+        print_stderr,
         progress,
+        report_skipped_plugins,
         short_origin,
         table,
     )
@@ -65,11 +65,11 @@ _LAZY_NAMES = {
     "QueryLensOption": "options",
     "SizesOption": "options",
     "TraceArgument": "options",
-    "complain": "output",
+    "print_stderr": "output",
     "console": "output",
     "dispatcher_of": "options",
     "load_installed_plugins": "options",
-    "mention_problems": "output",
+    "report_skipped_plugins": "output",
     "policy_name": "options",
     "print_json": "output",
     "progress": "output",
@@ -94,15 +94,15 @@ __all__ = [
     "QueryLensOption",
     "SizesOption",
     "TraceArgument",
-    "complain",
     "console",
     "dispatcher_of",
     "load_installed_plugins",
     "main",
-    "mention_problems",
     "policy_name",
     "print_json",
+    "print_stderr",
     "progress",
+    "report_skipped_plugins",
     "run",
     "settings_of",
     "short_origin",

@@ -33,7 +33,7 @@ from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
 from dispatchkit.cli.new_policy import new_policy
 from dispatchkit.cli.options import COMMON, load_installed_plugins
-from dispatchkit.cli.output import complain
+from dispatchkit.cli.output import print_stderr
 from dispatchkit.cli.recording import record
 from dispatchkit.distributions import distribution_of, install_hint
 from dispatchkit.errors import (
@@ -67,7 +67,7 @@ class Commands(TyperGroup):
             return own
         for name in sorted(plugins.commands):
             if name in self.commands:
-                complain(
+                print_stderr(
                     f"Command {name!r} ({plugins.commands[name].origin}) is skipped: "
                     "dispatchkit has a command with this name."
                 )
@@ -99,7 +99,7 @@ class Commands(TyperGroup):
         try:
             return load_installed_plugins()
         except DispatchkitError as error:
-            complain(f"Plugin commands are skipped: {error}")  # help must still work
+            print_stderr(f"Plugin commands are skipped: {error}")  # help must still work
             return None
 
     def _plugin_command(self, plugins: PluginSet, name: str) -> Any:
@@ -119,7 +119,7 @@ class Commands(TyperGroup):
                 made[name] = typer.main.get_command(single)
             # typer raises exceptions of many classes for unsupported signatures.
             except Exception as error:  # noqa: BLE001
-                complain(f"Command {name!r} ({registered.origin}) is skipped: {error}")
+                print_stderr(f"Command {name!r} ({registered.origin}) is skipped: {error}")
                 made[name] = None
         return made.get(name)
 
@@ -132,7 +132,7 @@ class Commands(TyperGroup):
                 super().invoke(ctx)
             sys.stdout.flush()
         except KeyboardInterrupt as error:
-            complain("Stopped.")
+            print_stderr("Stopped.")
             raise typer.Exit(STOPPED) from error
         except BrokenPipeError as error:
             _discard_stdout()
@@ -166,7 +166,7 @@ class Group(TyperGroup):
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
     """Print a warning as one line, without its source location."""
-    complain(f"Warning: {message}")
+    print_stderr(f"Warning: {message}")
 
 
 def help_of(command: Callable[..., None]) -> str:
@@ -229,7 +229,7 @@ def _top(
     if ctx.invoked_subcommand is None:
         with contextlib.redirect_stdout(sys.stderr):
             text = ctx.get_help()
-        complain(text or "Choose one of these commands.")
+        print_stderr(text or "Choose one of these commands.")
         raise typer.Exit(BAD_INPUT)
 
 
@@ -278,7 +278,7 @@ def run(args: Sequence[str] | None = None) -> int:
         _print_error(_reworded(error))
         return BAD_INPUT
     except typer.Abort:
-        complain("Stopped.")
+        print_stderr("Stopped.")
         return STOPPED
     except KeyboardInterrupt:
         return STOPPED
@@ -288,17 +288,17 @@ def run(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         _discard_stdout()
         if error.errno == errno.ENOSPC:
-            complain(
+            print_stderr(
                 "The output device is full, so the output is incomplete. Next: free space and "
                 "run the command again."
             )
         else:
             # An error of the operating system, not a bug in dispatchkit.
             where = f"{error.filename}: " if error.filename is not None else ""
-            complain(f"{where}{error.strerror or error}.")
+            print_stderr(f"{where}{error.strerror or error}.")
         return BAD_INPUT
     except MemoryError:
-        complain("Not enough memory. Next: use smaller sizes or a shorter trace.")
+        print_stderr("Not enough memory. Next: use smaller sizes or a shorter trace.")
         return BAD_INPUT
     except SystemExit as done:  # raised by completion and by plugin commands
         if isinstance(done.__context__, BrokenPipeError):  # raised by rich, with exit code 1
@@ -341,7 +341,7 @@ def _with_value(error: Any, text: str) -> str:
 
 def _print_error(error: Exception) -> None:
     """Print an error and its notes as one line."""
-    complain(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    print_stderr(" ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
 def _reworded(error: Any) -> Exception:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from dispatchkit.cli.output import JsonOption, complain, console, print_json, progress, table
+from dispatchkit.cli.output import JsonOption, console, print_json, print_stderr, progress, table
 from dispatchkit.errors import BackendUnavailableError, UnknownNameError
 
 
@@ -65,7 +65,7 @@ def bench(
                 print(done.stdout, end="")
             if done.returncode:
                 failed.append(name)
-                complain(f"Benchmark {name!r} failed with exit code {done.returncode}.")
+                print_stderr(f"Benchmark {name!r} failed with exit code {done.returncode}.")
     if as_json:
         print_json({"ok": not failed, "failed": failed, "results": results})
     if failed:

@@ -23,9 +23,9 @@ from dispatchkit.cli.options import (
 from dispatchkit.cli.output import (
     JsonOption,
     console,
-    mention_problems,
     print_json,
     progress,
+    report_skipped_plugins,
     table,
 )
 from dispatchkit.demo.traffic import DEFAULT_STEPS
@@ -75,7 +75,7 @@ def demo(
     settings = settings_of({"policy": policy, "sizes": sizes, "mode": mode, "backend": device})
     options = DemoOptions(settings=settings, trace=trace, steps=steps)
     plugins = load_installed_plugins(settings)
-    mention_problems(plugins)
+    report_skipped_plugins(plugins)
     with progress() as show_progress:
         report = run_demo(options, plugins=plugins, progress=show_progress)
     if as_json:

@@ -9,10 +9,10 @@ import typer
 from dispatchkit.cli.options import load_installed_plugins
 from dispatchkit.cli.output import (
     JsonOption,
-    complain,
     console,
-    mention_problems,
     print_json,
+    print_stderr,
+    report_skipped_plugins,
     table,
 )
 from dispatchkit.distributions import DEFAULT_POLICY, distribution_of
@@ -32,7 +32,7 @@ def policies(as_json: JsonOption = False) -> None:
         }
         for name, registered in sorted(plugins.policies.items())
     ]
-    mention_problems(plugins)
+    report_skipped_plugins(plugins)
     if as_json:
         print_json(rows)
     elif rows:
@@ -40,12 +40,12 @@ def policies(as_json: JsonOption = False) -> None:
         console().print(table(["Policy", "Distribution", "Version", "Summary"], cells))
     if not rows:
         if any(info.state is not PluginState.LOADED for info in plugins.describe()):
-            complain(
+            print_stderr(
                 "No policy is loaded. Next: run `dispatchkit plugins` to list the skipped plugins."
             )
         else:
             default = distribution_of("policy", DEFAULT_POLICY)
-            complain(
+            print_stderr(
                 f"No policy is installed. Next: pip install {default}, which has the default "
                 "policy."
             )

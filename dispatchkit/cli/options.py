@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from dispatchkit.cli.output import complain, mention_problems, short_origin
+from dispatchkit.cli.output import print_stderr, report_skipped_plugins, short_origin
 from dispatchkit.distributions import DEFAULT_POLICY, load_attribute
 from dispatchkit.errors import ConfigError, MissingDistributionError
 from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
@@ -170,7 +170,7 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
         values[name], sources[name] = value, f"option --set {name}"
     settings = load_settings(values, sources=sources, file=COMMON.config_file)
     for sentence in settings.disagreements():
-        complain(f"Note: {sentence}")
+        print_stderr(f"Note: {sentence}")
     return settings
 
 
@@ -179,7 +179,7 @@ def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
     from dispatchkit.dispatch import Dispatcher
 
     plugins = load_installed_plugins(settings)
-    mention_problems(plugins)
+    report_skipped_plugins(plugins)
     name = policy_name(settings, plugins, config)
     rule = plugins.create_policy(name, **settings["policy_options"])
     origin = short_origin(plugins.get_policy(name).origin)

@@ -37,7 +37,7 @@ def console() -> Console:
     return Console(highlight=False, markup=False, soft_wrap=False)
 
 
-def complain(message: str) -> None:
+def print_stderr(message: str) -> None:
     """Print a message on standard error."""
     print(message, file=sys.stderr)
 
@@ -105,8 +105,10 @@ def short_origin(origin: Origin) -> str:
     return " ".join(filter(None, (origin.distribution, origin.version)))
 
 
-def mention_problems(plugins: PluginSet) -> None:
+def report_skipped_plugins(plugins: PluginSet) -> None:
     """Report skipped plugins on standard error."""
     if plugins.problems:
         names = ", ".join(dict.fromkeys(problem.origin.plugin for problem in plugins.problems))
-        complain(f"Skipped plugins: {names}. Next: run `dispatchkit plugins` to show the reasons.")
+        print_stderr(
+            f"Skipped plugins: {names}. Next: run `dispatchkit plugins` to show the reasons."
+        )

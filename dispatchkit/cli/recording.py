@@ -25,9 +25,9 @@ from dispatchkit.cli.output import (
     FORCE_HINT,
     ForceOption,
     JsonOption,
-    complain,
     console,
     print_json,
+    print_stderr,
 )
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError
@@ -94,7 +94,7 @@ def record(
                 done.code if isinstance(done.code, int) else int(done.code is not None)
             )
             if isinstance(done.code, str):
-                complain(done.code)
+                print_stderr(done.code)
         except KeyboardInterrupt:
             # The normal way to stop a server, so the trace is complete.
             end = _ScriptResult(STOPPED)
@@ -116,11 +116,11 @@ def record(
         )
     _report(output, steps, end, left_out, as_json=as_json)
     if end.code in (STOPPED, TERMINATED):
-        complain("Stopped.")
+        print_stderr("Stopped.")
         raise typer.Exit(end.code)
     if end.code:
         if end.error is None:
-            complain(f"{target} ended with exit code {end.code}.")
+            print_stderr(f"{target} ended with exit code {end.code}.")
         raise typer.Exit(1)
 
 
@@ -149,7 +149,7 @@ def _report(
     elif steps:
         console().print(Text(f"{steps:,} steps written to {output}."))
     if left_out:
-        complain(
+        print_stderr(
             f"Note: {sum(left_out.values()):,} steps are omitted: their axes "
             f"({', '.join(left_out)}) differ from those of the first step, and a trace has one "
             "set of columns."

@@ -28,7 +28,7 @@ class PluginFault(Exception):  # noqa: N818
     """A plugin cannot be loaded; the message gives the reason and the next step. Internal."""
 
 
-def normal(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Normalize a distribution name as package indexes do: ``My_Plugin`` to ``my-plugin``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -56,14 +56,14 @@ class Candidate:
         ``vllm-drafter``. A plugin therefore cannot take over a name by sorting earlier. The other
         plugins follow in alphabetical order.
         """
-        distribution = normal(self.origin.distribution or "")
+        distribution = normalize_name(self.origin.distribution or "")
         family = distribution.removeprefix(f"{GROUP}-")
-        claimed = normal(name.replace("@", "-"))
-        strangeness = 2
+        claimed = normalize_name(name.replace("@", "-"))
+        distance = 2
         if distribution.startswith(f"{GROUP}-"):
-            strangeness = 0 if claimed == family else 2 - claimed.startswith(f"{family}-")
+            distance = 0 if claimed == family else 2 - claimed.startswith(f"{family}-")
         value = self.origin.entry_point or ""
-        return (self.rank, strangeness, distribution, self.origin.plugin, value)
+        return (self.rank, distance, distribution, self.origin.plugin, value)
 
 
 def discover() -> Iterator[Candidate]:
@@ -81,7 +81,7 @@ def discover() -> Iterator[Candidate]:
             if not any(map(_resembles_group, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
             metadata = distribution.metadata  # parsed again on each access
-            name = normal(metadata["Name"])
+            name = normalize_name(metadata["Name"])
             # Python imports the first copy of a distribution on the path. Ignore the entry points
             # of other copies.
             if name not in seen:
@@ -178,8 +178,8 @@ class Filter:
 
 
 def _names(listed: Collection[str]) -> frozenset[str]:
-    return frozenset(normal(item.strip()) for item in listed if item.strip())
+    return frozenset(normalize_name(item.strip()) for item in listed if item.strip())
 
 
 def _names_of(origin: Origin) -> frozenset[str]:
-    return frozenset(normal(name) for name in (origin.plugin, origin.distribution) if name)
+    return frozenset(normalize_name(name) for name in (origin.plugin, origin.distribution) if name)

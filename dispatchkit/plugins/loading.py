@@ -155,7 +155,7 @@ class PluginLoader:
             )
             owners[kind, name] = ranked[0]
             self.problems += [
-                PluginError(loser.origin, _taken(kind, name, ranked[0]))
+                PluginError(loser.origin, _conflict(kind, name, ranked[0]))
                 for loser in ranked[1:]
                 if not _is_built_in(loser)
             ]
@@ -168,7 +168,7 @@ def _is_built_in(loaded: LoadedPlugin) -> bool:
     return loaded.candidate.rank == BUILT_IN
 
 
-def _taken(kind: str, name: str, winner: LoadedPlugin) -> str:
+def _conflict(kind: str, name: str, winner: LoadedPlugin) -> str:
     if _is_built_in(winner):
         return (
             f"{kind} {name!r} is built in, and the built-in {kind} is used; to replace it, pass "

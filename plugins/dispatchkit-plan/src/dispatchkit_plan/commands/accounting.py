@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from dispatchkit.cli import complain, console, dispatcher_of, print_json, progress, table
+from dispatchkit.cli import console, dispatcher_of, print_json, print_stderr, progress, table
 from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.settings import Settings
@@ -63,7 +63,9 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
     """Print a note if a trace has values of axes that the settings do not declare."""
     unused = [name for name in rows.axes if name not in [axis.name for axis in config.axes]]
     if unused:
-        complain(f"Note: {rows.source} has values of {', '.join(unused)}, not declared by --axes.")
+        print_stderr(
+            f"Note: {rows.source} has values of {', '.join(unused)}, not declared by --axes."
+        )
 
 
 def show_account(account: Account, out: Console, limit: int | None) -> None:

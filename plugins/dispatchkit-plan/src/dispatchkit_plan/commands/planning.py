@@ -13,9 +13,9 @@ from rich.text import Text
 from dispatchkit.cli import (
     JsonOption,
     TraceArgument,
-    complain,
     console,
     print_json,
+    print_stderr,
     progress,
     table,
 )
@@ -273,7 +273,7 @@ def plan(
     if settings is not None:
         show_settings(settings, console())
     for warning in made.warnings:
-        complain(f"Warning: {warning}")
+        print_stderr(f"Warning: {warning}")
 
 
 def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
@@ -359,7 +359,7 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
     if settings is not None:
         show_settings(settings, out)
     for warning in made.warnings:
-        complain(f"Warning: {warning}")
+        print_stderr(f"Warning: {warning}")
 
 
 def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
@@ -401,7 +401,7 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     if settings is not None:
         show_settings(settings, out)
     for warning in made.warnings:
-        complain(f"Warning: {warning}")
+        print_stderr(f"Warning: {warning}")
 
 
 def _print_rows(made: GridPlan, out: Console) -> None:

@@ -19,10 +19,10 @@ from dispatchkit.cli import (
     TraceArgument,
     console,
     load_installed_plugins,
-    mention_problems,
     policy_name,
     print_json,
     progress,
+    report_skipped_plugins,
     settings_of,
     table,
 )
@@ -116,7 +116,7 @@ def simulate(
     config = config_for(rows, settings)
     note_unused_axes(rows, config)
     plugins = load_installed_plugins(settings)
-    mention_problems(plugins)
+    report_skipped_plugins(plugins)
     names = list(dict.fromkeys(policy or [policy_name(settings, plugins, config)]))
     options = settings["policy_options"]
     sampling = settings.chosen("runner").get("sample_every")
