@@ -219,11 +219,13 @@ class Server:
         for key in self.table.registry:
             self.table.registry.captured(key, object())
         self.told = self.filled = self.eager = self.probes = 0
+        self._ran_eager: set[int] = set()
         self._pending: deque[tuple[Outcome, float]] = deque()
         self._step = self._due = 0
         self._calibrate()
         for num_tokens in range(1, 2049):
-            self.table.dispatch(num_tokens)
+            if self.table.dispatch(num_tokens).key is None:
+                self._ran_eager.add(num_tokens)
         decide = policy.decide
 
         def counted(*args: Any) -> Any:
@@ -249,7 +251,11 @@ class Server:
         graph = decision.key.num_tokens if decision.key else 0
         start, end, queued, host = self.clocks.step(graph, batch.num_tokens)
         us = max(end - start, HOST_SHARE * host)
-        return Outcome(batch, decision, us, queued=queued, step=self._step), end
+        is_first = not graph and self._step > 0 and batch.num_tokens not in self._ran_eager
+        if is_first:
+            self._ran_eager.add(batch.num_tokens)
+        step = self._step
+        return Outcome(batch, decision, us, queued=queued, step=step, is_first=is_first), end
 
     def _tell(self, outcome: Outcome) -> None:
         self.table.observe(outcome)
@@ -263,7 +269,7 @@ class Server:
         before = self.filled
         decision = self.table.dispatch(num_tokens)
         clocks.spend(FILL_US * (self.filled - before))
-        is_due = decision.one_shot or (self._step >= self._due and self.filled == before)
+        is_due = decision.one_shot or self._step >= self._due
         if is_due and decision.timed:
             clocks.spend(EVENTS_US)
             self._due = self._step + self.sample_every * getattr(self.policy, "pace", 1)
@@ -273,7 +279,7 @@ class Server:
         if not (is_due and decision.timed):
             return
         self._pending.append(ran)
-        for _ in range(TOLD_AT_ONCE):
+        for _ in range(TOLD_AT_ONCE if self.filled == before else 0):
             if self._pending and self._pending[0][1] <= clocks.host_us:
                 self._tell(self._pending.popleft()[0])
                 clocks.spend(OUTCOME_US)

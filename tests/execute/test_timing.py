@@ -246,7 +246,7 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
 
 
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
-    """Eager and replayed steps count alike; those that create a plan are not measured."""
+    """Eager and replayed steps count alike; each outcome says how many had begun."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=5)
     )
@@ -261,7 +261,7 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, 
     steady = [one.step for one in learning.heard if not one.decision.one_shot]
     one_shot = [one.step for one in learning.heard if one.decision.one_shot]
     assert one_shot == [3, 13]
-    assert steady == [8, 18]
+    assert steady == [1, 8, 18]
 
 
 @pytest.mark.parametrize(("sample_every", "firsts"), [(1, [True, False]), (2, [False])])
@@ -289,15 +289,26 @@ def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=4)
     )
     runner.capture()
-    for rows, ceiling in ((5, 2), (5, 0), (3, 2), (3, 0)):  # these create plans
-        runner(torch.arange(rows), ceiling=ceiling)
     for rows, ceiling in ((3, 2), (5, 0), (5, 2), (3, 0), (3, 2), (3, 2)):
         runner(torch.arange(rows), ceiling=ceiling)
     runner.drain(wait=True)
     assert [(one.step, one.decision.mode.name) for one in learning.heard] == [
+        (1, "FULL"),
         (5, "FULL"),
-        (9, "FULL"),
     ]
+
+
+def test_a_step_that_creates_its_plan_is_measured_but_passes_on_no_outcome(make_runner, learning):
+    """It is late already; but batches that seldom come are measured as often as others."""
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
+    runner.capture()
+    passed_on = []
+    for ceiling in (2, 2, 0, 0):
+        runner(torch.arange(3), ceiling=ceiling)
+        passed_on.append([one.step for one in learning.heard])
+    assert passed_on == [[], [1, 2], [1, 2], [1, 2, 3, 4]]
 
 
 def test_a_timed_step_that_ran_another_way_teaches_nothing(make_runner, learning, quiet):
@@ -326,7 +337,8 @@ def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
         options=RunnerOptions(sample_every=1, strict=True),
     )
     runner.capture()
-    assert runner(torch.arange(3)).tolist() == [1, 2, 3]
+    for _ in range(2):  # the first creates a plan, and passes on no outcome
+        assert runner(torch.arange(3)).tolist() == [1, 2, 3]
     with pytest.raises(PolicyError, match="observe"):
         runner(torch.arange(3))
 
@@ -474,11 +486,10 @@ def test_a_policy_may_ask_for_fewer_steps_to_be_measured(make_runner, learning):
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=2)
     )
     runner.capture()
-    runner(torch.arange(3))  # which creates the plan, and is not measured
     learning.pace = 3
-    for index in range(19):
+    for index in range(20):
         if index == 13:
             learning.pace = 1
         runner(torch.arange(3))
     runner.drain(wait=True)
-    assert [outcome.step for outcome in learning.heard] == [2, 8, 14, 20]
+    assert [outcome.step for outcome in learning.heard] == [1, 7, 13, 19]

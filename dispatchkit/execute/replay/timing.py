@@ -104,6 +104,7 @@ class Timings:
         self.sample_every: int = check_count(sample_every, "sample_every")
         self.due: int = 0
         self.is_held: bool = False
+        self._held_step = 0
         self._clock = "device" if backend.capabilities.device_timing else "host"
         self._pending: deque[Measurement] = deque(maxlen=MAX_PENDING)
         self._spare: list[tuple[Event, Event]] = []
@@ -135,13 +136,9 @@ class Timings:
         begun_ns = time.perf_counter_ns()
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
-    def put_off(self) -> None:
-        """Skip the measurement of this step, because it creates a plan.
-
-        If every step is measured, this step is measured too.
-        """
-        if self.sample_every > 1:
-            self.due = max(self.due, self._lane.tick + 1)
+    def hold_in_this_step(self) -> None:
+        """Hold outcomes back after this step, because creating a plan delays it already."""
+        self._held_step = self._lane.tick + 1
 
     def first_eager_step(self, batch: Batch) -> int:
         """Return the number of the first eager step of the batch's size.
@@ -160,7 +157,7 @@ class Timings:
         measurement.end.record(self._backend.current_stream())
         with self._lock:
             self._pending.append(measurement)
-        if self.is_held:
+        if self.is_held or measurement.step == self._held_step:
             return
         try:
             self.drain()
@@ -291,7 +288,7 @@ class Timer:
         self.timings, self._decision, self._batch = timings, decision, batch
         self.is_always_due: bool = decision.one_shot
         if not decision.one_shot:
-            timings.put_off()
+            timings.hold_in_this_step()
             if not decision.keys:
                 timings.first_eager_step(batch)  # the step that creates the plan also runs it
 

@@ -63,14 +63,9 @@ class Watch:
         sums.append(sums[-1] + standardized)
         latest.append(surprise)
         last, count = sums[-1], len(latest)
-        most, shown = LIMIT, 0
-        for window, root in WINDOWS:
-            if window > count:
-                break
-            off = abs(last - sums[-1 - window]) / root
-            if off > most:
-                most, shown = off, window
-        if shown:
+        means = [(abs(last - sums[-1 - m]) / root, m) for m, root in WINDOWS if m <= count]
+        off, shown = max(means, default=(0.0, 0))
+        if off > LIMIT:
             jump = median(latest[-shown:])
             self.clear()
             return jump, shown
