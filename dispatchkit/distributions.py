@@ -1,4 +1,4 @@
-"""Which distribution provides each name that is not part of the core.
+"""The distributions that provide names outside the core.
 
 The core names its own plugins only here. A plugin is imported only if a user requests one of its
 names. The table provides the default policy and the installation hints in messages.

@@ -32,10 +32,10 @@ _LONGEST_STEM = 240
 
 
 def check_path(path: Any, setting: str) -> str:
-    """Return a path given for a setting as text.
+    """Return the path given for a setting as text.
 
     Raises:
-        ConfigError: It is neither text nor a path object.
+        ConfigError: The value is neither text nor a path object.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(setting, path, "the path of a file, as text or a Path")
@@ -162,13 +162,13 @@ def rename_over(part: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
-    """Open a binary file for writing, which replaces the target when the block ends.
+    """Open a binary file for writing; it replaces the target when the block ends.
 
     Args:
         path: The target, which is replaced if it exists. A device or pipe is written directly.
 
     Raises:
-        ConfigError: The file cannot be written. An existing file of that name is kept.
+        ConfigError: The file cannot be written. An existing file is kept.
     """
     check_output(path)
     try:
@@ -195,7 +195,7 @@ def write_whole(path: StrPath, content: str) -> None:
     """Write a text file in UTF-8, completely or not at all.
 
     Raises:
-        ConfigError: It cannot be written; an existing file of that name is kept.
+        ConfigError: The file cannot be written. An existing file is kept.
     """
     with whole_file(path) as stream:
         # Escape file names in the text that are not valid UTF-8.

@@ -40,7 +40,7 @@ def _package(names: dict[str, object]) -> str:
 
 
 class Once:
-    """Records which keys have been used.
+    """A record of the keys that have been used.
 
     Thread safety: any thread. If several threads call ``first`` with a key, only one gets True.
     """

@@ -204,7 +204,7 @@ class Decoder(nn.Module):
         return self.logits(hidden)
 
     def block(self, layer: int) -> Block:
-        """Return a block."""
+        """Return the transformer block of a layer."""
         return cast("Block", self.blocks[layer])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -58,7 +58,7 @@ class DemoOptions:
         settings: Settings of the runner, such as policy, sizes and budgets; see ``load_settings``.
             Limits that are not given are derived from the trace. ``backend`` is ``tape`` or ``cpu``
             for the simulation on a CPU, ``cuda`` or ``cuda:N`` for a GPU, or ``auto`` for a GPU if
-            torch finds one, else the tape.
+            torch detects one, else the tape.
         trace: Path of a step trace; None for the excerpt in the package.
         steps: Maximum number of steps to run, from the start of the trace.
         shape: Sizes of the decoder; None for the default of the device. The number of slots is
@@ -84,7 +84,7 @@ def resolve_device(name: str) -> torch.device:
     kind, _, index = name.partition(":")
     if kind not in DEVICES or (index and not (kind == "cuda" and index.isdecimal())):
         raise UnknownNameError(
-            "device", name, DEVICES, ("For a specific GPU, give its number, such as cuda:1.")
+            "device", name, DEVICES, "Append the number of a specific GPU, as in cuda:1."
         )
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,9 +93,9 @@ def resolve_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = (
-            f"it finds no device or driver (CUDA {built})"
+            f"it detects no device or driver (CUDA {built})"
             if built
-            else ("it was built without CUDA")
+            else "it was built without CUDA"
         )
         raise BackendUnavailableError(
             f"Device {name!r} is not available to torch {torch.__version__}: {why}. "
@@ -105,7 +105,7 @@ def resolve_device(name: str) -> torch.device:
     if int(index or 0) >= count:
         allowed = ", ".join(f"cuda:{number}" for number in range(count))
         raise BackendUnavailableError(
-            f"Device {name!r} does not exist; torch detects {count}: {allowed}. Give one of these."
+            f"Device {name!r} does not exist; torch detects {count}: {allowed}. Use one of these."
         )
     return torch.device("cuda", int(index or 0))
 
@@ -271,7 +271,7 @@ class _Pair:
         )
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run both on padding rows, at the smallest and the largest size."""
+        """Run eager and dispatched steps of padding rows, at the smallest and the largest size."""
         shape = self.decoder.shape
         for size in {1, num_tokens}:
             zeros = torch.zeros(size, dtype=torch.int64, device=self.device)

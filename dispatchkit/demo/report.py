@@ -141,25 +141,24 @@ class DemoReport:
     def meaning(self) -> list[str]:
         """Return sentences that explain the results on this device."""
         equal = (
-            "Every dispatched step, padded or not, gave the same results as eager."
+            "All dispatched steps returned the same results as eager, with and without padding."
             if self.comparison.is_equal
-            else "Some dispatched steps did NOT give the same results as eager: do not trust them."
+            else "Some dispatched steps did NOT match eager. Do not trust their results."
         )
         if self.is_tape:
             tape = (
-                "The tape is not meant to be fast: it has the semantics of CUDA graphs on a CPU "
-                "and runs the same operations one by one, including padding. Small steps gain "
-                "because Python does not run again. None of these times predict those of a GPU."
+                "The tape has the semantics of CUDA graphs on a CPU. It runs the same operations "
+                "one by one, including padding. Small steps are faster because Python does not run "
+                "again. These times do not predict times on a GPU."
             )
             return [equal, tape, "Use --device cuda for meaningful times."]
         launches = (
-            "A replay launches a whole step at once, while eager launches every kernel from "
-            f"Python: for one request alone it takes 1/{self.batch1.ratio:.1f} of the time."
+            "A replay launches all kernels of a step with one call, whereas eager launches each "
+            f"kernel from Python. A single request takes 1/{self.batch1.ratio:.1f} of the time."
         )
         limits = (
-            "The more tokens a step has, the longer the kernels take, and the less there is to "
-            "save. PIECEWISE steps still launch attention from Python, and padding is wasted "
-            "work."
+            "Steps with more tokens have longer kernels and gain less. PIECEWISE steps still "
+            "launch attention from Python, and padding costs time."
         )
         return [equal, launches, limits]
 

@@ -51,7 +51,7 @@ class PlannedStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Number of tokens in the step."""
         return len(self.tokens)
 
 
@@ -60,7 +60,7 @@ class Traffic:
     """The generated steps, and counts of the omitted parts of the trace.
 
     Attributes:
-        steps: In order.
+        steps: The steps, in order.
         num_requests: Number of distinct requests.
         max_prompt: Maximum prompt length in tokens.
         num_tokens: Number of tokens of all steps, without omitted tokens.

@@ -47,7 +47,7 @@ class RegistryEvent:
         after: Its current state; None if the key was removed, and unchanged if it was enabled or
             disabled.
         reason: The reason in its entry; ``enabled`` or ``disabled`` after ``set_enabled``.
-        by_mode: Whether the mode of the key was enabled or disabled, not the key itself.
+        by_mode: Whether the mode of the key was enabled or disabled instead of the key.
     """
 
     key: GraphKey
@@ -101,7 +101,7 @@ class GraphRegistry:
         return self._entries.get(key)
 
     def is_enabled(self, key: GraphKey) -> bool:
-        """Return whether a key is enabled, and its mode, too."""
+        """Return whether a key and its mode are enabled."""
         return key.mode not in self._disabled_modes and key not in self._disabled_keys
 
     @property

@@ -43,7 +43,7 @@ def test_text_is_readable_at_80_columns_and_without_colour(run: Any, trace: str)
         "PIECEWISE",
         "padding",
         "eager steps by reason",
-        "not meant to be fast",
+        "do not predict times on a GPU",
     ):
         assert part in done.out
     assert "0 of 4 steps differ" in done.out.replace("\n  ", " ")

@@ -88,7 +88,7 @@ def test_times_memory_and_batch_1_are_reported(report: DemoReport) -> None:
 
 def test_the_tape_claims_no_speed_up(report: DemoReport) -> None:
     """Said plainly, so that nobody quotes its times."""
-    assert "not meant to be fast" in " ".join(report.meaning())
+    assert "do not predict times on a GPU" in " ".join(report.meaning())
 
 
 def test_the_report_is_plain_json(report: DemoReport) -> None:
