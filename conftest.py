@@ -1,6 +1,7 @@
-"""Settings for all tests, of the core and of the plugins; needs only pytest and hypothesis.
+"""Configure pytest for all tests, of the core and of the plugins.
 
-Whatever else a test wants (torch, numpy, rich, ...) it asks for with ``pytest.importorskip``.
+Needs only pytest and hypothesis. Tests request other packages (torch, numpy, rich, ...) by
+``pytest.importorskip``.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# One torch thread: results and times must not depend on the number of cores. Set by environment
-# and not by importing torch, so that tests of what decides stay free of torch's import time; torch
-# reads these on import, and so do the processes that tests start.
+# One torch thread, so that results and times do not depend on the number of cores. Torch reads
+# these variables on import. Importing torch here instead would slow down tests that do not need it.
+# Processes that tests start inherit the variables.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
-# Inductor compiles here, and starts no pool of processes that each import torch first.
+# Inductor compiles in this process instead of starting a pool of processes that each import torch.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-# No deadlines: a test fails for a wrong answer, never for a busy machine.
+# No deadlines: a busy machine must not fail a test.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=20, **_common)
 settings.register_profile("ci", max_examples=10, derandomize=True, **_common)
@@ -37,12 +38,12 @@ settings.load_profile(PROFILE)
 
 @pytest.fixture(scope="session")
 def is_nightly() -> bool:
-    """Return whether tests that repeat a thing run it in full, and not just often enough."""
+    """Return whether tests run all their repetitions."""
     return PROFILE == "nightly"
 
 
 def pytest_report_header() -> str:
-    """Say which dispatchkit is tested: the checkout's or an installed one."""
+    """Report which dispatchkit is tested: the checkout or an installed package."""
     spec = importlib.util.find_spec("dispatchkit")
     where = spec.origin if spec is not None else "not importable"
     return f"dispatchkit: {where}; hypothesis profile: {PROFILE}"
@@ -52,9 +53,10 @@ _WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.(slow|gpu)\
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a file out unread if ``-m`` would deselect all of its tests.
+    """Skip a file without importing it if ``-m`` would deselect all its tests.
 
-    Importing those for a GPU, and slow ones, takes seconds: torch's compiler, transformers.
+    Importing GPU tests or slow tests takes seconds because they import torch's compiler or
+    transformers.
     """
     asked = set(config.option.markexpr.split(" and "))
     if not (asked <= {"slow", "gpu", "not slow", "not gpu"} and collection_path.match("test_*.py")):
@@ -68,7 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases slow of a test that is ``slow_except`` some; each of these must exist."""
+    """Mark as slow all cases of a test except those that its ``slow_except`` mark names."""
     named, found = set(), set()
     for item in items:
         mark = item.get_closest_marker("slow_except")
@@ -83,29 +85,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Prepare for thousands of tests.
+    """Reduce the work that pytest and the garbage collector do for each test.
 
-    What was imported is kept out of later garbage collections, which tests ask for by hundreds.
-    pytest puts its handlers on the root logger and on each that does not propagate, six times per
-    test; torch has fifty of these.
+    Imported objects are excluded from later garbage collections because tests run hundreds of
+    these. pytest adds its handlers to the root logger and to each logger that does not propagate,
+    six times per test; torch has fifty such loggers.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # Python's own collections, which come by thousands
+    gc.set_threshold(10_000, 20, 20)  # Python's automatic collections, of which there are thousands
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _keep_what_earlier_files_imported_out_of_garbage_collections() -> None:
-    """They import torch's compiler and the like, which a collection takes half a second for."""
+    """Freeze imported objects, because collecting torch's compiler takes half a second."""
     gc.collect(1)
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Let pytest's last collection find files that were never closed, in whichever file."""
+    """Unfreeze all objects, so that pytest's last collection finds files that were never closed."""
     gc.unfreeze()
 
 

@@ -1,4 +1,4 @@
-"""A way to run the command line in this process."""
+"""Fixture that runs the command line in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 
 class Outcome:
-    """Exit code and what went to the two streams."""
+    """Exit code and output of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -21,16 +21,16 @@ class Outcome:
 
 @pytest.fixture(autouse=True)
 def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the plugins of the default policy and of planning, whatever else is installed here."""
+    """Load only the plugins of the default policy and of planning."""
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm,plan")
     monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run the command line in this process; unexpected exceptions come through.
+    """Run the command line in this process; unexpected exceptions propagate.
 
-    The current folder is an empty one, with no ``pyproject.toml`` to read at each run.
+    The working directory is empty, so that no ``pyproject.toml`` is read.
     """
     from dispatchkit.cli.app import run as run_app
 
@@ -49,7 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Let the command line find plugin objects besides the installed ones."""
+    """Register plugin objects in addition to the installed plugins."""
     from dispatchkit import plugins as plugins_module
     from dispatchkit.cli import options
 

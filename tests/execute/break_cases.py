@@ -1,4 +1,4 @@
-"""What a step that breaks must do, on whatever device; run by test_breaks.py here and in gpu/."""
+"""Cases for steps with graph breaks; test_breaks.py here and in gpu/ runs them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def calls_of(captured):
 
 
 def in_capture():
-    """Whether this runs in a capture in segments, between two of them too."""
+    """Return whether a capture in segments is running, including between its segments."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != "capture_segments":
         frame = frame.f_back
@@ -66,10 +66,11 @@ def in_capture():
 
 
 def program(layers, weights):
-    """Return a step of layers: captured, eager, broken, or eager into memory of the step."""
+    """Return a step made of captured and eager layers and graph breaks."""
     rolled = eager_region(lambda x, number: torch.sin(x) + number)
     both = eager_region(lambda x: (x * 2, x.abs()))
-    outer = eager_region(lambda x: rolled(x, 1) * 2)  # nested: the inner one is a part of it
+    # nested: the inner region is part of the outer one
+    outer = eager_region(lambda x: rolled(x, 1) * 2)
 
     @eager_region
     def into(out, x):
@@ -93,14 +94,14 @@ def program(layers, weights):
             elif kind == "break":
                 graph_break()
             else:
-                x = x + first  # crosses every break so far
+                x = x + first  # combines values from before and after all breaks
         return x
 
     return step
 
 
 def pieces_of(decoder, cache):
-    """Return the demo's decoder cut by hand at attention."""
+    """Return the demo's decoder split by hand at attention."""
 
     def first(tokens, positions):
         hidden, angles = decoder.embed(tokens, positions)
@@ -129,7 +130,7 @@ def pieces_of(decoder, cache):
 
 
 class BreakCases:
-    """A subclass has a fixture ``backend``."""
+    """Subclasses define a fixture ``backend``."""
 
     def make(self, backend, step, *, sizes=(2, 4, 8), mode="PIECEWISE", **settings):
         settings.setdefault("inputs", {"x": StaticInput((None, WIDTH), "float32")})
@@ -153,7 +154,7 @@ class BreakCases:
         ]
 
     def check(self, backend, runner, step, numbers=(1, 2, 3, 8, 5, 1)):
-        """Every replay gives what eager gives."""
+        """Check that every step replays and equals eager."""
         for seed, number in enumerate(numbers):
             x = self.rows(backend, number, seed)
             torch.testing.assert_close(runner(x), step(x), rtol=1e-4, atol=1e-5)
@@ -168,7 +169,7 @@ class BreakCases:
 
     @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
     def test_the_decoder_gives_the_numbers_of_pieces_cut_by_hand(self, backend, mode):
-        """Cache included; of each size all segments lie in one pool."""
+        """The cache must be equal too. The segments of a size share a pool."""
         device = backend.torch_device
         decoder, caches = Decoder(SHAPE, device=device), [KVCache(SHAPE, device) for _ in range(2)]
         inputs = {
@@ -198,7 +199,7 @@ class BreakCases:
         assert all(one.operations > 0 for one in graph.pieces.segments)
 
     def test_a_result_that_varies_is_found_each_time(self, backend):
-        """In shape, type, strides, number or value: the step runs eager, state put back."""
+        """A step whose results differ in kind or shape runs eager, from the state before it."""
         device, kind = backend.torch_device, {"now": "same"}
         state = torch.zeros(1, device=device)
 
@@ -243,7 +244,7 @@ class BreakCases:
         assert stats.eager_by_reason == {"call_differs": 5}
 
     def test_what_cannot_be_put_back_is_refused_when_it_is_captured(self, backend):
-        """Unless nothing is returned that may vary."""
+        """Accepted if the call returns nothing that may vary."""
         cache = torch.zeros(1 << 10, device=backend.torch_device)
         returns = eager_region(lambda x: x + cache.add_(1)[0])
         little = CaptureOptions(state_limit_bytes=64, prove_rows=False)
@@ -272,9 +273,9 @@ class BreakCases:
         assert cache[0].item() == 1
 
     def test_rows_behind_a_batch_are_cleared_after_each_call(self, backend):
-        """What a kernel leaves there reaches no other row: not nan, nor an earlier batch.
+        """Values left there (nan, rows of an earlier batch) must not reach other rows.
 
-        Also where it writes what was there in the capture: zeros over zeros.
+        This includes a call that writes the values it wrote during the capture (zeros over zeros).
         """
 
         @eager_region
@@ -308,7 +309,7 @@ class BreakCases:
             assert runner.stats().steps_by_mode["PIECEWISE"] == 5
 
     def test_what_runs_eager_reads_what_is_there_at_each_replay(self, backend):
-        """A context that is replaced for each step is no part of a graph."""
+        """A context that is replaced for each step must not be part of a graph."""
         context = {"scale": 1.0}
 
         class Model:
@@ -333,9 +334,9 @@ class BreakCases:
         assert runner.stats().steps_by_mode["PIECEWISE"] == 24
 
     def test_a_dictionary_that_a_region_is_given_is_the_callers(self, backend):
-        """What an engine writes into it for a step is there at the replay; tensors too."""
+        """Values and tensors that an engine writes into it for a step are visible at the replay."""
         facts = {"scale": 1.0, "lengths": [1], "shift": torch.ones(1, device=backend.torch_device)}
-        current = queue.SimpleQueue()  # no Python state, as far as anybody sees
+        current = queue.SimpleQueue()  # not detected as Python state
         current.put(facts)
 
         @eager_region
@@ -360,8 +361,8 @@ class BreakCases:
                 assert runner.stats().steps_by_mode["PIECEWISE"] == 2
 
     def test_what_crosses_a_break_is_held(self, backend):
-        """Memory that no graph writes, which one call fills and another reads."""
-        seen = queue.SimpleQueue()  # no Python state, as far as anybody sees
+        """One call fills memory that no graph writes; another reads it."""
+        seen = queue.SimpleQueue()  # not detected as Python state
 
         @eager_region
         def write(out, x):
@@ -384,15 +385,15 @@ class BreakCases:
             seen.get()
         assert not runner.capture().failed
         gc.collect()
-        found = [seen.get() for _ in range(seen.qsize())]  # of replays of the proof, too
+        found = [seen.get() for _ in range(seen.qsize())]  # includes replays of the proof
         alive = {one.cdata for one in found if not one.expired()}
         assert len(alive) == 3, f"{len(alive)} of 3 graphs hold what their calls fill"
-        noise = [self.rows(backend, 64, seed) for seed in range(50)]  # takes memory that is free
+        noise = [self.rows(backend, 64, seed) for seed in range(50)]  # reuses free memory
         self.check(backend, runner, step)
         del noise
 
     def test_operators_run_eager_where_that_is_asked_for(self, backend):
-        """Those that are declared, and those that are tagged unsafe if the runner is told so."""
+        """Declared operators always; operators tagged unsafe if the runner is configured so."""
         declare_support("break_cases::halve", "NEVER")
 
         def step(x):
@@ -411,7 +412,7 @@ class BreakCases:
         assert counts == {False: 1, True: 2}
 
     def test_what_the_host_reads_outside_of_a_region_is_refused_with_its_line(self, backend):
-        """By a method of tensors, and by an operator that would have run eager."""
+        """Read by a method of tensors, and by an operator that would have run eager."""
 
         def reads(x):
             return x * eager_region(torch.cos)(x).amax().item()
@@ -437,7 +438,7 @@ class BreakCases:
         assert "@eager_region" in failed
 
     def test_autocast_around_a_call_is_on_at_each_replay(self, backend):
-        """Though no Python of the step runs that would switch it on."""
+        """Autocast applies although no Python of the step runs at a replay."""
         kind = torch.device(backend.torch_device).type
         weight = self.weights(backend)[0]
         product = eager_region(lambda x: x @ weight)
@@ -456,7 +457,7 @@ class BreakCases:
 
     @pytest.mark.parametrize("place", ["segment", "call", "replay"])
     def test_what_fails_leaves_state_and_other_keys_as_before(self, backend, place):
-        """The state is eager's, the other key replays, and the failed one can be captured."""
+        """State equals eager's, the other key replays, and the failed key can be captured."""
         state, fails = torch.zeros(1, device=backend.torch_device), queue.SimpleQueue()
 
         def fail_in(here):
@@ -494,7 +495,7 @@ class BreakCases:
         assert state.item() == 1
 
     def test_graphed_captures_in_segments(self, backend):
-        """A module whose region reads on the host; sizes come with the calls."""
+        """The module has a region that reads on the host; sizes come with the calls."""
         device = backend.torch_device
 
         class Model(torch.nn.Module):
@@ -520,7 +521,7 @@ class BreakCases:
             graphed(model, pieces=True, mode="FULL")
 
     def test_a_difference_after_an_effect_that_cannot_be_undone_raises(self, backend):
-        """Nothing is returned in the capture, and something later."""
+        """The call returns nothing in the capture, and a tensor later."""
         state, now = torch.zeros(1, device=backend.torch_device), {"result": None}
         call = eager_region(lambda x: now["result"])
 

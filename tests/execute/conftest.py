@@ -1,4 +1,4 @@
-"""Shared pieces of the runner's tests: a small policy, faulty devices, a model to compare with."""
+"""Shared fixtures of the runner's tests: a small policy, faulty devices, a reference model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 
 class FaultyGraph:
-    """A graph of the tape that raises when told to, before or after it has run."""
+    """A tape graph that raises on demand, before or after it runs."""
 
     def __init__(self, graph, backend):
         self._graph, self._backend = graph, backend
@@ -56,7 +56,7 @@ class FaultyGraph:
 
 
 class WatchedTape(TapeBackend):
-    """The tape, with faults on demand and a count of live graphs."""
+    """A tape that fails on demand and counts live graphs."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -81,7 +81,7 @@ class WatchedTape(TapeBackend):
 
 @pytest.fixture(scope="session", autouse=True)
 def _plugins_are_loaded_once():
-    """Runners that are given no plugins share a set; loading one takes as long as a capture."""
+    """Load the plugins once; loading takes as long as a capture."""
     load, loaded = plugins.load_plugins, plugins.load_plugins()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -102,9 +102,9 @@ def backend():
 
 @pytest.fixture
 def make_runner(backend):
-    """Return a runner on the tape with the small policy, sizes 1, 2, 4, 8, limit 8.
+    """Return a factory of runners on the tape with the small policy and sizes 1, 2, 4, 8.
 
-    With ``proves=False`` its graphs show padding, and are replayed by its own steps alone.
+    With ``proves=False``, graphs may read padding rows, and only the test's own steps replay them.
     """
 
     def make(step, inputs=None, *, proves=True, **settings):
@@ -124,7 +124,7 @@ def make_runner(backend):
 
 @pytest.fixture
 def quiet():
-    """Do not turn warnings of downgrades into errors in this test; it expects them."""
+    """Allow warnings of downgrades, which this test expects."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EagerStepWarning)
         yield

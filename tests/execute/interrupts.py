@@ -1,7 +1,7 @@
-"""Interrupts at a chosen place, for tests.
+"""Raise interrupts at chosen places, for tests.
 
-Python raises a signal's exception where a call of C code returns, or a function of Python begins
-(and at the end of a loop's body). ``sys.setprofile`` reports just these places.
+Python raises a signal's exception where a C call returns or a Python function begins (and at the
+end of a loop's body). ``sys.setprofile`` reports these two events.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from concurrent.futures import Future
 
 
 class Interrupt(BaseException):
-    """What a handler of a signal raises."""
+    """Exception that a signal handler raises."""
 
 
 KEPT: list[Interrupt] = []
 
 
 class Interrupter:
-    """Raises at one of the places where a signal's exception can come, counted from 0.
+    """Profile function that raises at one of the places where a signal's exception can occur.
 
     Args:
-        at: Which; None: only count them.
+        at: Number of the place, counted from 0; None: count the places only.
     """
 
     def __init__(self, at=None):
@@ -38,21 +38,22 @@ class Interrupter:
 
 
 def interrupted(run, at=None):
-    """Run something with an interrupt at a place; return how many places it passed."""
+    """Run ``run`` with an interrupt at a place; return the number of places passed."""
     interrupter = Interrupter(at)
     before = sys.getprofile()
     try:
         sys.setprofile(interrupter)
         run()
     except Interrupt as error:
-        KEPT.append(error)  # as an interactive interpreter keeps the last one, with its frames
+        # as an interactive interpreter keeps the last exception, with its frames
+        KEPT.append(error)
     finally:
         sys.setprofile(before)
     return interrupter.num_places
 
 
 def call_elsewhere(call):
-    """Return what a call returns in another thread; it must not wait for a lock for good."""
+    """Return the result of a call in another thread; fail if it waits for a lock too long."""
     done: Future = Future()
 
     def run():
@@ -62,4 +63,4 @@ def call_elsewhere(call):
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result(timeout=20)  # raises what the call raised, or TimeoutError
+    return done.result(timeout=20)  # raises the call's exception or TimeoutError

@@ -1,4 +1,4 @@
-"""A tape that plays the driver's part for CUDA's copy nodes; imported once torch is known."""
+"""A tape that imitates the driver's part for CUDA's copy nodes; import it after torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dispatchkit.backends.tape import TapeBackend
 
 
 class PlayedTape(TapeBackend):
-    """A tape whose graphs begin with CUDA's copy node; handles are the numbers of graphs.
+    """A tape whose graphs begin with CUDA's copy node; a handle is the number of its graph.
 
     Attributes:
-        code: Error code of setting a node, and
-        stop_code: of stopping one.
-        problem: Why no node is made.
-        most_data: Bytes of host inputs that a node takes.
-        contexts: Threads that have a context of the device.
-        changes: How often a node was set or stopped.
+        code: Error code returned when a node is set.
+        stop_code: Error code returned when a node is stopped.
+        problem: Reason why no node can be made; empty if it can.
+        most_data: Maximum bytes of host inputs per node.
+        contexts: Native ids of the threads that have a device context.
+        changes: Number of times that a node was set or stopped.
     """
 
     def __init__(self):
@@ -33,10 +33,10 @@ class PlayedTape(TapeBackend):
         self.code = self.stop_code = 0
         self.problem = ""
         self.work, self.grids, self.launches = {}, [], []
-        self.contexts = set()  # threads that have one
+        self.contexts = set()
         self.changes = 0
         self.most_data = CAPACITIES[-1]
-        self.capacities = {}  # by the number of the kernel
+        self.capacities = {}  # by number of the kernel
 
     def copy_node(self, num_regions, num_bytes, data_bytes=0):
         if self.problem or data_bytes > self.most_data:

@@ -1,7 +1,7 @@
-"""Modules of libraries in their ordinary use, run beside a twin on any device.
+"""Typical modules of libraries, run next to an eager twin on any device.
 
-Each function plays one through both ways, checks results and state against the twin after every
-call, and returns how many steps replayed and why others ran eager.
+Each function runs one module both ways, compares results and state with the twin after every call,
+and returns the number of replayed steps and the reasons of eager steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dispatchkit.execute.step.values import VALUES_AT_ONCE
 
 @attrs.frozen
 class Played:
-    """What became of the steps."""
+    """Counts of replayed and eager steps."""
 
     replayed: int
     eager: dict[str, int]
@@ -29,12 +29,12 @@ class Played:
 
 @attrs.frozen
 class Way:
-    """One way to run a module with graphs.
+    """A way to run a module with graphs.
 
     Attributes:
-        run: Call it.
-        runners: Return its runners, so far.
-        invalidate: Say that something that it reads has changed.
+        run: Function that calls the module.
+        runners: Function that returns the runners made so far.
+        invalidate: Function that invalidates the graphs after a change of what the module reads.
     """
 
     run: Callable
@@ -42,21 +42,21 @@ class Way:
     invalidate: Callable
 
     def played(self) -> Played:
-        """Return what became of the steps."""
+        """Return the counts of replayed and eager steps."""
         stats = [runner.stats() for runner in self.runners()]
         eager = sum((Counter(one.eager_by_reason) for one in stats), Counter())
         return Played(sum(one.steps_by_mode["FULL"] for one in stats), dict(eager))
 
 
 def by_runner(step, inputs, backend, **settings):
-    """Run a step lazily, by a runner."""
+    """Return a way that uses a lazy runner."""
     settings = {"sizes": (1, 2, 4), "mode": "FULL", "lazy": True, **settings}
     runner = GraphRunner(step, inputs, backend=backend, **settings)
     return Way(runner, lambda: [runner], runner.invalidate)
 
 
 def by_graphed(step, _inputs, backend, **settings):
-    """Run a step by one line."""
+    """Return a way that uses ``graphed``."""
     fast = graphed(step, sizes=(1, 2, 4), backend=backend, **settings)
     return Way(fast, lambda: list(fast.graphed.runners), fast.graphed.invalidate)
 
@@ -68,11 +68,11 @@ def same(got, want):
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-# -- a detector of voice, as a script that keeps its recurrent state --------------------------
+# -- voice detector: a script module that keeps its recurrent state -------------------------
 
 
 class VoiceDetector(nn.Module):
-    """A convolution, an LSTM whose state is kept between chunks, and a probability."""
+    """A convolution, an LSTM whose state persists between chunks, and a probability."""
 
     def __init__(self, in_place: bool, device: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class VoiceDetector(nn.Module):
         self.encoder = nn.Conv1d(1, 16, 8, stride=4)
         self.lstm = nn.LSTM(16, 16, batch_first=True)
         self.head = nn.Linear(16, 1)
-        self.h = torch.zeros(1, 1, 16, device=device)  # attributes of a script move nowhere
+        self.h = torch.zeros(1, 1, 16, device=device)  # ``to`` does not move attributes of a script
         self.c = torch.zeros(1, 1, 16, device=device)
 
     @torch.jit.export
@@ -105,14 +105,14 @@ class VoiceDetector(nn.Module):
 
 
 def play_voice_detector(way, device, backend, *, in_place):
-    """Give two utterances in chunks, each after ``reset_states``."""
+    """Process two utterances in chunks, each after ``reset_states``."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         twin = torch.jit.script(VoiceDetector(in_place, device).eval().to(device))
         model = copy.deepcopy(twin)
     inputs = {"x": StaticInput((None, 64), "float32")}
-    # Its state is for one row, so that nothing can be measured at two.
+    # Its state has one row, so a probe with two rows is impossible.
     buffers = BufferOptions(output_batch_dims=0)
     run = WAYS[way](model, inputs, backend, options=RunnerOptions(buffers=buffers))
     with torch.no_grad(), warnings.catch_warnings():
@@ -128,11 +128,11 @@ def play_voice_detector(way, device, backend, *, in_place):
     return run.played()
 
 
-# -- an encoder whose batches are padded along the length -------------------------------------
+# -- encoder whose batches are padded along the length --------------------------------------
 
 
 def play_encoder(way, device, backend, *, nested):
-    """Encode batches of changing size and lengths."""
+    """Encode batches of varying size and lengths."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval().to(device)
@@ -162,7 +162,7 @@ def play_encoder(way, device, backend, *, nested):
 
 
 def play_batch_norm(way, device, backend):
-    """Recalibrate statistics: a module in training, without gradients, and evaluated after it."""
+    """Recalibrate statistics: train a module without gradients, then evaluate it."""
     torch.manual_seed(0)
     twin = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
     twin.requires_grad_(False)
@@ -181,11 +181,11 @@ def play_batch_norm(way, device, backend):
     return run.played()
 
 
-# -- adapters that their library switches and scales ------------------------------------------
+# -- adapters that their library switches and scales ----------------------------------------
 
 
 def _is_seen(got, before, want):
-    """Return whether a result is that after a change; the one before it otherwise."""
+    """Return whether a result reflects a change; otherwise it must equal the result before it."""
     is_new = torch.allclose(got, want, 1e-3, 1e-4)
     if not is_new:
         same(got, before)
@@ -193,7 +193,7 @@ def _is_seen(got, before, want):
 
 
 def play_lora(way, device, backend, peft):
-    """Switch, scale and switch off adapters; each is seen within the stated number of steps."""
+    """Switch, scale and disable adapters; changes show within the stated number of steps."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], init_lora_weights=False)
@@ -244,7 +244,7 @@ def play_lora(way, device, backend, peft):
                 for step in lane.lifecycle.live().values()
             ]
             bound = max(watch.num_values for watch in watches) + VALUES_AT_ONCE
-            # The old results, and nothing else, until it is seen; from then on the new ones.
+            # Only the old results until the change shows; only new ones after it.
             assert any(_is_seen(run.run(x), before, want) for _ in range(bound + 1))
             for _ in range(3):
                 same(run.run(x), want)

@@ -1,4 +1,4 @@
-"""Sessions that come, go and step in random order, against each of them run alone."""
+"""Compare sessions that join, leave and step in random order with each session run alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SLOTS = 6  # fewer than the largest size
 POSITIONS = 4
 NAMES = "abcdefgh"  # more sessions than slots
 START = 0.5
-# One number for what is chosen: a draw of hypothesis takes longer than a step.
+# One integer encodes the names, because a draw of hypothesis takes longer than a step.
 SOME_NAMES = st.integers(0, 2 ** len(NAMES) - 1).map(
     lambda bits: [name for number, name in enumerate(NAMES) if bits >> number & 1]
 )
@@ -33,7 +33,7 @@ BANKS = {
     "recent": StaticInput((2, None), "int64"),  # slots in the second dimension
     "notes": StaticInput((None, POSITIONS), "float32", fill=START),
 }
-#: Settings of the state and of the runner, by what is tried.
+#: Settings of the state and of the runner for each kind.
 KINDS = {
     "gathered": ({}, {}),
     "compact": ({"compact": True}, {}),
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def step(x, tags, slots):
-    """Sum a session's inputs, keep its last two tags, and note each at a position."""
+    """Sum a session's inputs, keep its last two tags, and write each input at a position."""
     total = slots["total"] + x
     before = slots["recent"].sum(0)
     slots["total"] = total
@@ -60,14 +60,14 @@ def step(x, tags, slots):
 
 
 class Session:
-    """One session, run alone."""
+    """Reference state of one session."""
 
     def __init__(self):
         self.total, self.recent = [START, START], [0, 0]
         self.notes = [START] * POSITIONS
 
     def step(self, x, tag):
-        """Return what a step gives of this session, as one list."""
+        """Return the outputs of this session's step as one list."""
         self.total = [one + more for one, more in zip(self.total, x, strict=True)]
         before, self.recent = sum(self.recent), [self.recent[1], tag]
         self.notes[tag % POSITIONS] = x[0]
@@ -79,7 +79,7 @@ class Session:
 
 
 def in_one(tensors):
-    """Return the rows of several tensors side by side; a device is waited for once."""
+    """Return the rows of several tensors side by side, waiting for the device only once."""
     return torch.cat([one.reshape(len(one), -1).double() for one in tensors], 1).tolist()
 
 
@@ -105,7 +105,7 @@ def runner_of(kind, device, backend):
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """A runner and its sessions; subclasses say where."""
+    """State machine of a runner and its sessions; subclasses set the device."""
 
     device, backend = "cpu", "tape"
 
@@ -113,7 +113,7 @@ class SessionMachine(RuleBasedStateMachine):
     def start(self, kind, names):
         self.state, self.runner = runner_of(kind, self.device, self.backend)
         self.state.leave(*self.state.sessions)
-        for name in BANKS:  # a sequence that fails must not fail those behind it
+        for name in BANKS:  # a failed example must not affect later ones
             bank = self.state.get_bank(name)
             bank.tensor.fill_(bank.spec.fill_value)
         self.alone = {}
@@ -197,7 +197,7 @@ class SessionMachine(RuleBasedStateMachine):
                     self.runner.evict(key)
 
     def teardown(self):
-        """Step once more, so that each sequence shows what it has led to."""
+        """Run a last step, so that each sequence shows its result."""
         if getattr(self, "alone", None):
             self.step(len(self.alone), 1)
 
@@ -206,7 +206,7 @@ class SessionMachine(RuleBasedStateMachine):
         if not hasattr(self, "alone"):
             return
         assert set(self.state.sessions) == set(self.alone)
-        rows = [Session()] * (NUM_SLOTS + 1)  # the blank row, too
+        rows = [Session()] * (NUM_SLOTS + 1)  # including the blank row
         for name in self.alone:
             rows[self.state.slots_of([name])[0]] = self.alone[name]
         banks = (self.state.get_bank(name) for name in BANKS)
@@ -214,7 +214,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert found[: NUM_SLOTS + 1] == [session.row for session in rows]
 
     def one_of(self, number):
-        """Return one of the sessions there are."""
+        """Return one of the current sessions."""
         return sorted(self.alone)[number % len(self.alone)]
 
     def run(self, x, tags, slots):

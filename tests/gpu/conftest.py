@@ -1,4 +1,4 @@
-"""The helpers lie beside the tests; with importlib mode nothing else finds them."""
+"""Add the helpers' folder to the path, because importlib mode does not."""
 
 from __future__ import annotations
 

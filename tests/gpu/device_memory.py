@@ -1,4 +1,4 @@
-"""What the device has given away, which tells of this process only where it is alone."""
+"""Device memory in use, which tests can attribute to this process only if it runs alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def outside() -> int:
-    """Return the bytes that the device has given away past torch's allocator."""
+    """Return the bytes in use on the device outside torch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
 def is_alone() -> bool:
-    """Return whether no other process takes memory of the device or gives it back meanwhile."""
+    """Return whether no other process allocates or frees memory on the device meanwhile."""
     torch.zeros(1, device="cuda")
     seen = set()
     for _ in range(20):

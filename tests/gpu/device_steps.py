@@ -1,4 +1,4 @@
-"""Runners and threads for tests of steps on a device; imported once torch is known to be there."""
+"""Runners and threads for tests of steps on a device; import it only if torch is available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def unproven(options=None):
-    """Return options for steps that show what is behind a batch, or whose copies are counted."""
+    """Return options without the proof of rows, for steps that expose padding or count copies."""
     options = options or RunnerOptions()
     return attrs.evolve(options, capture=attrs.evolve(options.capture, prove_rows=False))
 
@@ -37,7 +37,7 @@ def key_of(size):
 
 
 def in_threads(number, work):
-    """Run work(index) in so many threads that start together; return the results in order."""
+    """Run ``work(index)`` in threads that start together; return the results in order."""
     start = threading.Barrier(number)
 
     def run(index):

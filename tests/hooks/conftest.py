@@ -1,4 +1,4 @@
-"""Fake distributions on sys.path, so that the real importlib.metadata finds them."""
+"""Fake distributions on sys.path, for the real importlib.metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dispatchkit import plugins
 
 
 class Site:
-    """A folder of installed distributions, and loading with nothing else installed."""
+    """A folder of installed distributions, and a loader that ignores all other plugins."""
 
     def __init__(self, folder: Path) -> None:
         self.folders = [folder]
@@ -53,7 +53,7 @@ class Site:
             (folder / f"{name}.py").write_text(textwrap.dedent(source))
 
     def load(self, *, environ: dict[str, str] | None = None, **options: Any) -> plugins.PluginSet:
-        """Load with these folders in place of those that hold real plugins."""
+        """Load plugins from these folders only."""
         importlib.invalidate_caches()
         before = list(sys.path)
         others = [one for one in before if not list(Path(one).glob("dispatchkit*-info"))]
@@ -66,7 +66,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """An empty site; modules that a test imports from it are forgotten afterwards."""
+    """Yield an empty site; remove modules imported from it afterwards."""
     folder = tmp_path / "site"
     folder.mkdir()
     known = set(sys.modules)
@@ -76,7 +76,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
             del sys.modules[name]
 
 
-# A plugin with one policy; the name of the policy is put in.
+# A plugin with one policy, whose name is inserted.
 POLICY = """
     from dispatchkit.hookspecs import PolicySpec, hookimpl
 
@@ -96,13 +96,13 @@ POLICY = """
 
 @pytest.fixture
 def policy_source() -> Any:
-    """Return the source of a plugin module with one policy of a given name."""
+    """Return a function from a policy's name to the source of a plugin with that policy."""
     return lambda name: textwrap.dedent(POLICY).replace("{name}", name)
 
 
 @pytest.fixture
 def row() -> Any:
-    """Return the one row of a set's list for a plugin's name."""
+    """Return a function that finds the single row of a plugin in a set's description."""
 
     def find(loaded: plugins.PluginSet, name: str) -> plugins.PluginInfo:
         (found,) = [one for one in loaded.describe() if one.name == name]

@@ -1,4 +1,4 @@
-"""The sample policies lie beside the tests; with importlib mode nothing else finds them."""
+"""Add the folder of the sample policies to the path, because importlib mode does not."""
 
 from __future__ import annotations
 

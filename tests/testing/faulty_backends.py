@@ -1,4 +1,4 @@
-"""The tape with one realistic mistake each, and the promise of a backend that must find it."""
+"""Tapes with one realistic mistake each, and the backend test that must find it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dispatchkit.backends.tape.pool import TapePool
 from dispatchkit.backends.tape.streams import TapeEvent
 from dispatchkit.errors import CaptureError, ReplayError
 
-#: (faulty backend, test that finds it, arguments of that test, what the message says)
+#: (faulty backend, test that finds it, arguments of that test, pattern of the message)
 PLANTED: list[tuple[type[TapeBackend], str, dict[str, Any], str]] = []
 
 
@@ -28,7 +28,7 @@ def planted(test, message, **arguments):
 
 
 class Graph:
-    """A captured graph with something changed; the rest is the tape's."""
+    """A captured graph with some methods replaced."""
 
     def __init__(self, graph, **changed):
         self.graph, self.changed = graph, changed
@@ -53,7 +53,7 @@ class Graph:
 
 @planted("test_python_runs_once", r"Python .* ran again during a replay")
 class CallsAgainBackend(TapeBackend):
-    """A replay calls the function once more, beside the graph."""
+    """A replay also calls the function again."""
 
     def capture(self, run, **options):
         graph = super().capture(run, **options)
@@ -62,7 +62,7 @@ class CallsAgainBackend(TapeBackend):
 
 @planted("test_outputs_keep_their_addresses", r"A replay changed ``outputs`` to another object")
 class FreshOutputsBackend(TapeBackend):
-    """Every look at the outputs is a copy."""
+    """``outputs`` returns a copy on every access."""
 
     def capture(self, run, **options):
         graph = super().capture(run, **options)
@@ -78,7 +78,7 @@ class FreshOutputsBackend(TapeBackend):
 
 @planted("test_a_capture_changes_no_state_and_each_replay_does_once", r"capture changed state")
 class CaptureIsAStepBackend(TapeBackend):
-    """Capturing does the step once, and nothing puts it back."""
+    """A capture also runs the step and does not put state back."""
 
     def capture(self, run, **options):
         graph = super().capture(run, **options)
@@ -111,7 +111,7 @@ class NoPoisonBackend(TapeBackend):
 
 @planted("test_grad_mode_is_the_callers", r"autograd modes .* differ from the caller's")
 class NoGradBackend(TapeBackend):
-    """Captures without gradients, since inference needs none."""
+    """Captures without gradients, because inference needs none."""
 
     def capture(self, run, **options):
         def quiet():
@@ -128,7 +128,7 @@ class NoGradBackend(TapeBackend):
     own_generator=False,
 )
 class DrawsAtCaptureBackend(TapeBackend):
-    """The draw of the recording is not taken back."""
+    """A capture leaves the generator advanced by its draw."""
 
     def capture(self, run, **options):
         graph = super().capture(run, **options)
@@ -138,7 +138,7 @@ class DrawsAtCaptureBackend(TapeBackend):
 
 @planted("test_seeding_again_repeats_the_replays", r"consecutive replays drew the same numbers")
 class SeedIsBakedBackend(TapeBackend):
-    """The generator's state at capture is part of the graph."""
+    """The graph contains the generator's state at capture."""
 
     def capture(self, run, **options):
         state = torch.default_generator.get_state()
@@ -155,7 +155,7 @@ class SeedIsBakedBackend(TapeBackend):
 
 
 class SharedSeedBackend(TapeBackend):
-    """Graphs read seed and offset from one place, which the stream of each launch fills."""
+    """Graphs share one seed and offset, which the stream of each launch fills in."""
 
     fills_at_capture = False
 
@@ -176,7 +176,7 @@ class SharedSeedBackend(TapeBackend):
     def replay(self, graph):
         generator = torch.default_generator
         self.fill(generator.get_state())
-        torch.rand(16)  # offsets of the host move on at once
+        torch.rand(16)  # the host's offset advances immediately
         for launch in graph._launches:
 
             def launched(launch=launch):
@@ -197,19 +197,19 @@ planted(
 
 @planted("test_a_capture_leaves_draws_in_flight_alone", r"capture changed the draws of a replay")
 class CaptureResetsSeedBackend(SharedSeedBackend):
-    """The same, and a capture fills that place too, without a wait for draws in flight."""
+    """A capture fills in the shared seed too, without waiting for draws in flight."""
 
     fills_at_capture = True
 
 
 @planted("test_a_replay_after_a_capture_draws_with_its_own_seed", r"of the preceding capture")
 class CaptureFillsLateBackend(CaptureResetsSeedBackend):
-    """The same: what the capture's slow stream fills in comes after what a replay does."""
+    """The capture's slow stream fills in the shared seed after a replay has."""
 
 
 @planted("test_a_graph_says_whether_it_draws", r"False for a graph that draws")
 class NeverDrawsBackend(TapeBackend):
-    """Random state is never reported; a quick launch would skip it."""
+    """Never reports random state, so a quick launch would skip it."""
 
     def capture(self, run, **options):
         return Graph(super().capture(run, **options), draws=False)
@@ -221,7 +221,7 @@ class NeverDrawsBackend(TapeBackend):
     num_steps=2,
 )
 class StaysOnItsStreamBackend(TapeBackend):
-    """The stream of the capture is put back only when all went well."""
+    """Restores the caller's stream only if the capture succeeded."""
 
     def capture(self, run, *, stream, **options):
         before = self._thread.stream
@@ -233,7 +233,7 @@ class StaysOnItsStreamBackend(TapeBackend):
 
 @planted("test_the_collector_is_held_and_put_back", r"collector.* after", enabled=True, fails=True)
 class LosesTheCollectorBackend(TapeBackend):
-    """Switches the collector off itself and forgets it when the capture fails."""
+    """Disables the collector and does not enable it again when the capture fails."""
 
     def capture(self, run, **options):
         was_enabled = gc.isenabled()
@@ -253,7 +253,7 @@ class LosesTheCollectorBackend(TapeBackend):
     name="item",
 )
 class AllErrorsAreOneBackend(TapeBackend):
-    """Whatever happened, the reason is "error"."""
+    """Reports every failure with the reason "error"."""
 
     def capture(self, run, **options):
         try:
@@ -264,7 +264,7 @@ class AllErrorsAreOneBackend(TapeBackend):
 
 @planted("test_a_refused_call_that_the_callable_catches_still_fails", r"did not raise CaptureError")
 class BelievesTheCallableBackend(TapeBackend):
-    """A refused call that user code catches is forgotten; its host value is baked in."""
+    """Ignores a refused call that user code catches, and bakes in its host value."""
 
     def capture(self, run, **options):
         try:
@@ -286,7 +286,7 @@ class NestsBackend(TapeBackend):
     r"KeyboardInterrupt .* swallowed",
 )
 class SwallowsInterruptBackend(TapeBackend):
-    """Catches BaseException and makes a capture error of it."""
+    """Catches BaseException and converts it to a CaptureError."""
 
     def capture(self, run, **options):
         try:
@@ -297,7 +297,7 @@ class SwallowsInterruptBackend(TapeBackend):
 
 @planted("test_is_capturing_is_true_only_inside", r"is_capturing\(\) is False inside a capture")
 class NeverCapturingBackend(TapeBackend):
-    """Asks the device's default stream, which is never captured."""
+    """Queries the device's default stream, which is never captured."""
 
     def is_capturing(self):
         return False
@@ -305,7 +305,7 @@ class NeverCapturingBackend(TapeBackend):
 
 @planted("test_a_released_graph_refuses_to_replay", r"released graph replayed")
 class ReplaysReleasedBackend(TapeBackend):
-    """Release is a hint."""
+    """``release`` does nothing."""
 
     def capture(self, run, **options):
         return Graph(super().capture(run, **options), release=lambda: None)
@@ -313,7 +313,7 @@ class ReplaysReleasedBackend(TapeBackend):
 
 @planted("test_many_captures_and_releases_leave_nothing", r"The pool grew")
 class KeepsEveryGraphBackend(TapeBackend):
-    """A list "for debugging" holds every graph for ever."""
+    """A list "for debugging" keeps every graph alive."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -327,7 +327,7 @@ class KeepsEveryGraphBackend(TapeBackend):
 
 @planted("test_a_pool_counts_what_it_reserves", r"pool_bytes is \d+, but the output alone")
 class CountsNothingBackend(TapeBackend):
-    """Counts what was reserved before the capture."""
+    """Counts the bytes reserved before the capture."""
 
     def pool_bytes(self, pool):
         return min(super().pool_bytes(pool), 0)
@@ -335,7 +335,7 @@ class CountsNothingBackend(TapeBackend):
 
 @planted("test_a_shared_pool_is_smaller_than_a_pool_each", r"shared pool is not smaller")
 class PoolForEachBackend(TapeBackend):
-    """Every graph gets memory of its own, whatever pool was given."""
+    """Every graph gets its own memory instead of the given pool."""
 
     def new_pool(self):
         return [TapePool()]
@@ -350,7 +350,7 @@ class PoolForEachBackend(TapeBackend):
 
 @planted("test_the_current_stream_is_the_threads_own", r"changed another thread's")
 class OneCurrentStreamBackend(TapeBackend):
-    """The current stream is an attribute of the backend."""
+    """The current stream is an attribute of the backend instead of the thread."""
 
     class _Shared:
         stream = None
@@ -362,7 +362,7 @@ class OneCurrentStreamBackend(TapeBackend):
 
 @planted("test_streams_are_distinct_up_to_the_limit", r"streams are distinct")
 class HandsOutInTurnsBackend(TapeBackend):
-    """A few streams, handed out in turns."""
+    """Returns the same few streams in turns."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -377,7 +377,7 @@ class HandsOutInTurnsBackend(TapeBackend):
 
 @planted("test_events_without_timing_refuse_to_measure", r"returned a time")
 class MeasuresAnywayBackend(TapeBackend):
-    """An event without timing answers zero."""
+    """An event without timing returns zero."""
 
     def new_event(self, *, timing=False):
         class Anyway(TapeEvent):
@@ -389,7 +389,7 @@ class MeasuresAnywayBackend(TapeBackend):
 
 @planted("test_a_time_that_was_never_taken_is_an_error", r"never recorded was returned")
 class TimeOfNothingBackend(TapeBackend):
-    """What was not recorded took no time."""
+    """Returns zero for an event that was not recorded."""
 
     def new_event(self, *, timing=False):
         class Zero(TapeEvent):
@@ -415,7 +415,7 @@ class WarmsUpWhereItIsBackend(TapeBackend):
 
 @planted("test_threads_capture_and_replay_without_harm_to_each_other", r"failed in a thread")
 class OneAtATimeElseErrorBackend(TapeBackend):
-    """A second capture at the same time is refused instead of waiting its turn."""
+    """Refuses a second concurrent capture instead of waiting."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -428,7 +428,7 @@ class OneAtATimeElseErrorBackend(TapeBackend):
             self.busy += 1
             number = self.busy
         if number <= 2:
-            self.both.wait(timeout=30)  # two are inside at once, whatever the machine does
+            self.both.wait(timeout=30)  # forces two captures to overlap on any machine
         if number == 2:
             raise RuntimeError("The device is capturing already.")
         return super().capture(run, **options)
@@ -439,7 +439,7 @@ class OneAtATimeElseErrorBackend(TapeBackend):
 
 @planted("test_a_rehearsal_measures_the_growth_of_the_pool", r"left \d+ bytes in the pool")
 class RehearsesInThePoolBackend(TapeBackend):
-    """A rehearsal is a capture that is thrown away later."""
+    """A rehearsal is a capture that is released later."""
 
     def rehearse(self, run, *, stream, pool, generators=()):
         self.kept = self.capture(run, stream=stream, pool=pool, generators=generators)
@@ -460,7 +460,7 @@ class OneUrgentStreamBackend(TapeBackend):
 
 @planted("test_a_direct_launch_does_what_a_replay_does", r"did not run the graph twice")
 class LaunchesTwiceBackend(OfferingTape):
-    """The first launch is preceded by a launch "to load the graph"."""
+    """Precedes the first launch by another launch "to load the graph"."""
 
     def __init__(self):
         super().__init__()
@@ -475,7 +475,7 @@ class LaunchesTwiceBackend(OfferingTape):
 
 @planted("test_a_released_graph_has_no_direct_launch", r"released graph returned a launch function")
 class LaunchesReleasedBackend(OfferingTape):
-    """Handles are looked up without asking whether they are still alive."""
+    """Looks up handles without checking whether the graph is released."""
 
     def direct_launch(self, graph):
         return self.launch, ctypes.c_void_p(graph.handle)
@@ -483,7 +483,7 @@ class LaunchesReleasedBackend(OfferingTape):
 
 @planted("test_an_uploaded_graph_has_not_run_and_replays", r"upload ran the graph")
 class UploadIsAReplayBackend(OfferingTape):
-    """Replaying once brings everything to the device."""
+    """Uploads by replaying once."""
 
     def upload(self, graph, stream):
         graph.replay()
@@ -492,7 +492,7 @@ class UploadIsAReplayBackend(OfferingTape):
 
 @planted("test_a_released_graph_is_not_uploaded", r"released graph was uploaded")
 class UploadsReleasedBackend(OfferingTape):
-    """Uploads whatever it is given."""
+    """Uploads released graphs too."""
 
     def upload(self, graph, stream):
         return True
@@ -503,7 +503,7 @@ class UploadsReleasedBackend(OfferingTape):
     r"does not keep alive a weight that it reads",
 )
 class HoldsOutputsOnlyBackend(OfferingTape):
-    """The watch is for waits alone; nothing that it saw is kept."""
+    """Watches only for waits, and keeps none of the recorded storages."""
 
     def capture(self, run, **options):
         graph = super().capture(run, **options)
@@ -516,7 +516,7 @@ class HoldsOutputsOnlyBackend(OfferingTape):
     r"does not keep alive a weight that it reads",
 )
 class ForgetsNotesBackend(OfferingTape):
-    """Notes switch the watch off, and that is all."""
+    """Disables the watch if there are notes, but does not read the notes."""
 
     def capture(self, run, *, notes=None, watched=True, **options):
         return super().capture(run, watched=watched and notes is None, **options)
@@ -524,7 +524,7 @@ class ForgetsNotesBackend(OfferingTape):
 
 @planted("test_a_copy_node_does_what_it_was_set_to_last", r"stopped node still copies")
 class StopsNothingBackend(OfferingTape):
-    """A node that is not set again has nothing to do."""
+    """``stop`` leaves the node as it was set."""
 
     def copy_node(self, num_regions, num_bytes, data_bytes=0):
         node = super().copy_node(num_regions, num_bytes, data_bytes)
@@ -533,7 +533,7 @@ class StopsNothingBackend(OfferingTape):
 
 
 class Segments:
-    """The segments of a capture with something changed; the rest is the tape's."""
+    """The segments of a capture with some methods replaced."""
 
     def __init__(self, capture, **changed):
         self.end = changed.get("end", capture.end)
@@ -542,7 +542,7 @@ class Segments:
 
 @planted("test_segments_and_what_runs_between_them_are_eager", r"Replays of segments differ from")
 class LastSegmentOnlyBackend(TapeBackend):
-    """What was before the last break is replayed in the capture alone."""
+    """Never replays the first segment."""
 
     def capture_segments(self, run, **options):
         made = super().capture_segments(run, **options)
@@ -551,7 +551,7 @@ class LastSegmentOnlyBackend(TapeBackend):
 
 @planted("test_a_segment_changes_nothing_until_it_is_replayed", r"capture .* changed the state")
 class SegmentIsAStepBackend(TapeBackend):
-    """A segment takes effect when it is captured."""
+    """A segment is replayed when it is captured."""
 
     def capture_segments(self, run, **options):
         def run_and_replay(capture):
@@ -567,7 +567,7 @@ class SegmentIsAStepBackend(TapeBackend):
 
 @planted("test_a_segment_without_work_says_so", r"only creates views reports operations")
 class CountsOneBackend(TapeBackend):
-    """Nobody looks into a segment."""
+    """Reports one operation for every segment."""
 
     def capture_segments(self, run, **options):
         def run_counted(capture):
@@ -580,7 +580,7 @@ class CountsOneBackend(TapeBackend):
     "test_what_fails_in_a_segment_leaves_nothing_behind", r"failed capture can still be replayed"
 )
 class KeepsSegmentsBackend(TapeBackend):
-    """What ended well stays, whatever came behind it."""
+    """Segments remain replayable after a later failure."""
 
     def capture_segments(self, run, **options):
         def run_keeping(capture):
@@ -595,7 +595,7 @@ class KeepsSegmentsBackend(TapeBackend):
 
 @planted("test_segments_draw_as_eager_draws", r"but eager draws")
 class DrawsTwiceBackend(TapeBackend):
-    """Each segment begins with the numbers of the capture."""
+    """The second segment starts from the generator's state at capture."""
 
     def capture_segments(self, run, **options):
         made = super().capture_segments(run, **options)

@@ -1,11 +1,11 @@
-"""Lane policies that each make one realistic mistake, with the property that must find it."""
+"""Lane policies with one realistic mistake each, and the property that must find it."""
 
 from __future__ import annotations
 
 import random
 from typing import ClassVar
 
-#: (faulty lane policy, property that finds it, what the message says)
+#: (faulty lane policy, property that finds it, pattern of the message)
 PLANTED = []
 
 
@@ -18,7 +18,7 @@ def planted(finding, message):
 
 
 class InTurn:
-    """The correct one that the others are copies of."""
+    """Correct base class of the faulty policies."""
 
     name = "in-turn"
     traits = frozenset({"spreads"})
@@ -33,7 +33,7 @@ class InTurn:
 
 @planted("every step gets a lane", r"returned lane (\d), but lanes are 0\.\.")
 class CountsFromOne(InTurn):
-    """Lanes are numbered from 0."""
+    """Numbers lanes from 1 instead of 0."""
 
     def choose(self, step, lanes):
         return super().choose(step, lanes) + 1
@@ -41,7 +41,7 @@ class CountsFromOne(InTurn):
 
 @planted("every step gets a lane", r"returned <lane 0: .*>, not the index")
 class ReturnsTheLane(InTurn):
-    """The index is asked for, not the lane."""
+    """Returns the lane instead of its index."""
 
     def choose(self, step, lanes):
         return lanes[super().choose(step, lanes)]
@@ -49,7 +49,7 @@ class ReturnsTheLane(InTurn):
 
 @planted("every step gets a lane", r"returned lane -1, but lanes are")
 class PriorityAsIndex(InTurn):
-    """Takes the priority for the number of a lane: it may be negative, or large."""
+    """Uses the priority, which may be negative or large, as the index."""
 
     def choose(self, step, lanes):
         return min(step.priority, len(lanes) - 1)
@@ -57,7 +57,7 @@ class PriorityAsIndex(InTurn):
 
 @planted("every step gets a lane", r"choose raised StopIteration: .* with \[<lane 0: \d+ steps")
 class OnlyIdleLanes(InTurn):
-    """Looks for an idle lane, and there is none."""
+    """Requires an idle lane, but there may be none."""
 
     def choose(self, step, lanes):
         return next(lane.index for lane in lanes if not lane.num_unfinished)
@@ -67,7 +67,7 @@ class OnlyIdleLanes(InTurn):
     "every step gets a lane", r"choose raised AttributeError: 'NoneType'.*\n  step: .*key None"
 )
 class ForgetsEagerSteps(InTurn):
-    """Eager steps have no key."""
+    """Reads the key of eager steps, which have none."""
 
     needs_key = True
 
@@ -77,7 +77,7 @@ class ForgetsEagerSteps(InTurn):
 
 @planted("every step gets a lane", r"returned None, not the index")
 class ForgetsToReturn(InTurn):
-    """Falls off the end where no case matches."""
+    """Returns None where no case matches."""
 
     def choose(self, step, lanes):
         answer = None
@@ -88,7 +88,7 @@ class ForgetsToReturn(InTurn):
 
 @planted("every step gets a lane", r"ZeroDivisionError")
 class KeepsAllLanesFree(InTurn):
-    """Reserves one lane for urgent steps, and with one lane there is none left."""
+    """Reserves one lane for urgent steps, so that a single lane leaves none."""
 
     def choose(self, step, lanes):
         return super().choose(step, lanes) % (len(lanes) - 1)
@@ -96,7 +96,7 @@ class KeepsAllLanesFree(InTurn):
 
 @planted("same history gives the same lanes", r"for the same history")
 class TakesOneByChance(InTurn):
-    """Cannot be tried again."""
+    """Chooses a random lane, which no seed reproduces."""
 
     def choose(self, step, lanes):
         return random.randrange(len(lanes))
@@ -106,7 +106,7 @@ class TakesOneByChance(InTurn):
     "same history gives the same lanes", r"then lane \d for the same history\n  step: .*key \w+ tok"
 )
 class KeysByAddress(InTurn):
-    """Equal keys are one key, wherever they lie in memory."""
+    """Identifies keys by their address, though equal keys are one key."""
 
     needs_key = True
 
@@ -116,7 +116,7 @@ class KeysByAddress(InTurn):
 
 @planted("policies share nothing", r"when it was the only policy")
 class CountsInTheClass(InTurn):
-    """All policies of the process take turns with one another."""
+    """Shares its turns among all policies of the process."""
 
     turns: ClassVar[list[int]] = [0]
 
@@ -130,7 +130,7 @@ class CountsInTheClass(InTurn):
 
 @planted("keys are asked for where they matter", r"by the key, but does not set needs_key = True")
 class ForgetsNeedsKey(InTurn):
-    """Without needs_key no step has a key."""
+    """Reads keys without setting ``needs_key``."""
 
     def choose(self, step, lanes):
         return 0 if step.key is None else step.key.num_tokens % len(lanes)
@@ -138,7 +138,7 @@ class ForgetsNeedsKey(InTurn):
 
 @planted("lanes for key are valid and stable", r"returned no lane for FULL tokens=128")
 class NoLaneForLargeKeys(InTurn):
-    """Large graphs are left out, by mistake."""
+    """Omits large graphs by mistake."""
 
     def lanes_for_key(self, key, num_lanes):
         return [lane for lane in range(num_lanes) if key.num_tokens <= 64]
@@ -148,7 +148,7 @@ class NoLaneForLargeKeys(InTurn):
     "lanes for key are valid and stable", r"lanes_for_key: returned lane 1, but lanes are 0\.\.0"
 )
 class LanesBySize(InTurn):
-    """The number of lanes is left out of the sum."""
+    """Ignores the number of lanes."""
 
     def lanes_for_key(self, key, num_lanes):
         return [min(key.num_tokens, 8)]
@@ -156,7 +156,7 @@ class LanesBySize(InTurn):
 
 @planted("lanes for key are valid and stable", r"lanes_for_key returned \(\d,\) and \(\d,\) for")
 class LanesInOrderOfCalls(InTurn):
-    """Keys are dealt out as they come: another order of keys, other lanes."""
+    """Assigns keys to lanes in the order of calls."""
 
     needs_key = True
 
@@ -167,7 +167,7 @@ class LanesInOrderOfCalls(InTurn):
 
 @planted("steps go where their graph is", r"chose lane \d, but lanes_for_key returns")
 class ChoosesUnassignedLanes(InTurn):
-    """Captures by key and sends in turn."""
+    """Captures by key, but chooses lanes in turn."""
 
     def lanes_for_key(self, key, num_lanes):
         return [key.num_tokens % num_lanes]
@@ -175,7 +175,7 @@ class ChoosesUnassignedLanes(InTurn):
 
 @planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\), not 2 whole")
 class OnePriority(InTurn):
-    """One for all lanes, where each needs one."""
+    """Returns one priority for all lanes instead of one per lane."""
 
     def stream_priorities(self, num_lanes):
         return [1]
@@ -185,14 +185,14 @@ class OnePriority(InTurn):
     "traits are known", r"claims unknown traits: balance; the traits are balances, spreads, sticky"
 )
 class MisspeltTrait(InTurn):
-    """A trait that nobody tests."""
+    """Claims a misspelt trait."""
 
     traits = frozenset({"balance"})
 
 
 @planted("trait spreads uses every lane", r"never \[")
 class AlwaysTheFirstIdle(InTurn):
-    """Of equals always the first: with few steps at a time the last lanes are never used."""
+    """Prefers the first of equal lanes, so that the last lanes stay unused with few steps."""
 
     def choose(self, step, lanes):
         return min(lanes[:2], key=lambda lane: lane.num_unfinished).index
@@ -200,7 +200,7 @@ class AlwaysTheFirstIdle(InTurn):
 
 @planted("trait sticky keeps a key on its lanes", r"have the graph")
 class LeavesWhenBusy(InTurn):
-    """Claims that keys stay, and goes elsewhere when their lane is busy."""
+    """Claims that keys stay on their lanes, but moves steps when a lane is busy."""
 
     traits = frozenset({"sticky"})
     needs_key = True
@@ -217,7 +217,7 @@ class LeavesWhenBusy(InTurn):
 
 @planted("trait balances takes the least busy", r"has less work")
 class RemembersWhatItGave(InTurn):
-    """Counts what it gave to each lane, and not what they have finished."""
+    """Counts the steps assigned to each lane, but not those that finished."""
 
     traits = frozenset({"balances"})
 

@@ -1,4 +1,4 @@
-"""Policies that each make one realistic mistake, with the property that must find it."""
+"""Policies with one realistic mistake each, and the property that must find it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.dispatch import CalibrationRun, CellUpdate, Decision, Part, Rea
 from dispatchkit.keys import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.testing import SmallestPolicy
 
-#: (faulty policy, property that finds it, what the message says)
+#: (faulty policy, property that finds it, pattern of the message)
 PLANTED = []
 
 
@@ -26,7 +26,7 @@ def planted(finding, message):
 
 
 def ready_keys(batch, graphs):
-    """All ready keys of allowed modes, whether or not they cover the batch."""
+    """Return all ready keys of allowed modes, whether or not they cover the batch."""
     return [key for key in graphs if batch.allows(key.mode) and graphs.is_ready(key)]
 
 
@@ -36,7 +36,7 @@ def changed(key, **facts):
 
 @planted("chosen graph covers the batch", r"chose .* for \d+ tokens")
 class RoundsDownPolicy(SmallestPolicy):
-    """bisect_right where bisect_left belongs: the bucket below."""
+    """Uses bisect_right instead of bisect_left and gets the bucket below."""
 
     def decide(self, batch, graphs):
         below = [
@@ -52,7 +52,7 @@ class RoundsDownPolicy(SmallestPolicy):
 
 @planted("chosen graph covers the batch", r"chose .* for [1-9] adapters")
 class ForgetsAdaptersPolicy(SmallestPolicy):
-    """Looks a key up without the adapters of the batch."""
+    """Looks up a key without the batch's adapters."""
 
     def decide(self, batch, graphs):
         return super().decide(attrs.evolve(batch, num_active_loras=0), graphs)
@@ -60,7 +60,7 @@ class ForgetsAdaptersPolicy(SmallestPolicy):
 
 @planted("chosen graph covers the batch", r"chose .* for \d+ requests")
 class ForgetsRequestsPolicy(SmallestPolicy):
-    """Checks tokens only; a bucket captured for fewer requests is taken."""
+    """Checks only tokens, so that a bucket captured for fewer requests is chosen."""
 
     def declare(self, config):
         return [
@@ -76,7 +76,7 @@ class ForgetsRequestsPolicy(SmallestPolicy):
 
 @planted("uniform graph serves only its own query length", r"chose FULL .*uniform.* for a mixed")
 class UniformForMixedPolicy(SmallestPolicy):
-    """Takes any FULL graph that is large enough."""
+    """Chooses any FULL graph that is large enough."""
 
     def decide(self, batch, graphs):
         for key in sorted(ready_keys(batch, graphs), key=lambda key: key.num_tokens):
@@ -92,7 +92,7 @@ class UniformForMixedPolicy(SmallestPolicy):
 
 @planted("constraints go before preferences", r"chose \w+ .*, but .* may run")
 class IgnoresCeilingPolicy(SmallestPolicy):
-    """Prefers FULL so much that it forgets what is allowed."""
+    """Prefers FULL even where it is not allowed."""
 
     def decide(self, batch, graphs):
         return super().decide(attrs.evolve(batch, allowed=2), graphs)
@@ -100,7 +100,7 @@ class IgnoresCeilingPolicy(SmallestPolicy):
 
 @planted("only ready graphs are chosen", r"which cannot run: \w+")
 class NeverAsksWhetherReadyPolicy(SmallestPolicy):
-    """What was declared is taken for captured."""
+    """Treats declared keys as captured."""
 
     def decide(self, batch, graphs):
         for mode in (FULL, PIECEWISE):
@@ -112,7 +112,7 @@ class NeverAsksWhetherReadyPolicy(SmallestPolicy):
 
 @planted("chosen key was declared", r"which was not declared")
 class TwoKeyFunctionsPolicy(SmallestPolicy):
-    """Computes the key again in decide, and forgets the bound on requests there."""
+    """Rebuilds the key in decide without its bound on requests."""
 
     def decide(self, batch, graphs):
         answer = super().decide(batch, graphs)
@@ -123,7 +123,7 @@ class TwoKeyFunctionsPolicy(SmallestPolicy):
 
 @planted("same batch same decision", r"answered .*, then ")
 class AlternatesPolicy(LargestPolicy):
-    """Takes turns between graphs, so that each gets samples."""
+    """Alternates between replay and eager, so that both get samples."""
 
     traits = ()
 
@@ -138,7 +138,7 @@ class AlternatesPolicy(LargestPolicy):
 
 @planted("same history same decision", r"but a fresh policy answered")
 class OwnChancePolicy(SmallestPolicy):
-    """Draws a start of its own in each process and object."""
+    """Starts differently in each object."""
 
     traits = ()
     _made = itertools.count()
@@ -188,7 +188,7 @@ class RoundsSizesUpPolicy(SmallestPolicy):
 
 @planted("declared keys keep within the limits", r"FULL .*though the configured mode is")
 class IgnoresModePolicy(SmallestPolicy):
-    """Declares FULL graphs whatever mode is configured."""
+    """Declares FULL graphs in every configured mode."""
 
     def declare(self, config):
         return [attrs.evolve(key, mode=FULL) for key in super().declare(config)]
@@ -196,7 +196,7 @@ class IgnoresModePolicy(SmallestPolicy):
 
 @planted("declared keys keep within the limits", r"more requests than max_num_seqs")
 class AsManyRequestsAsTokensPolicy(SmallestPolicy):
-    """Forgets that requests have a limit of their own."""
+    """Ignores the limit on requests."""
 
     def declare(self, config):
         return [
@@ -238,7 +238,7 @@ class RunsOffTheLadderPolicy(SmallestPolicy):
 
 @planted("every batch gets an answer", r"must return a Decision or None")
 class AnswersATuplePolicy(SmallestPolicy):
-    """Answers as another project's dispatcher does."""
+    """Returns a tuple, as another project's dispatcher does."""
 
     def decide(self, batch, graphs):
         answer = super().decide(batch, graphs)
@@ -247,7 +247,7 @@ class AnswersATuplePolicy(SmallestPolicy):
 
 @planted("every batch gets an answer", r"decide changed the registry")
 class TidiesUpPolicy(SmallestPolicy):
-    """Evicts while it decides."""
+    """Evicts graphs inside decide."""
 
     def decide(self, batch, graphs):
         answer = super().decide(batch, graphs)
@@ -258,7 +258,7 @@ class TidiesUpPolicy(SmallestPolicy):
 
 @planted("a batch that fits a graph gets one or a reason", r"though .* is ready and fits")
 class WrongReasonPolicy(SmallestPolicy):
-    """Blames the capture sizes for everything."""
+    """Runs some batches eager for a wrong reason."""
 
     def decide(self, batch, graphs):
         if batch.num_tokens % 3 == 0:
@@ -268,7 +268,7 @@ class WrongReasonPolicy(SmallestPolicy):
 
 @planted("a batch that fits a graph gets one or a reason", r"eager with the reason ''")
 class SilentEagerPolicy(SmallestPolicy):
-    """Runs eager and does not say why."""
+    """Runs eager without a reason."""
 
     def decide(self, batch, graphs):
         answer = super().decide(batch, graphs)
@@ -277,7 +277,7 @@ class SilentEagerPolicy(SmallestPolicy):
 
 @planted("a plain batch gets a graph", r"chose no graph for any batch at a capture size")
 class NeverReplaysPolicy(SmallestPolicy):
-    """Compares with a size that was never set."""
+    """Compares with a threshold that was never set, and so never replays."""
 
     def decide(self, batch, graphs):
         return Decision.eager("below_threshold")
@@ -285,7 +285,7 @@ class NeverReplaysPolicy(SmallestPolicy):
 
 @planted("number of requests only bounds", r"for an unknown number of requests")
 class RequestsDecidePolicy(SmallestPolicy):
-    """Few requests run eager, and no bound says so."""
+    """Runs few requests eager without declaring a bound."""
 
     def decide(self, batch, graphs):
         if batch.num_reqs is not None and batch.num_reqs <= 2:
@@ -295,7 +295,7 @@ class RequestsDecidePolicy(SmallestPolicy):
 
 @planted("answers depend only on graphs that could serve", r"answered .*, but .* after .* was")
 class WaitsForAllPolicy(SmallestPolicy):
-    """No graph is used until nearly all are captured."""
+    """Uses no graph until nearly all are captured."""
 
     def decide(self, batch, graphs):
         if sum(map(graphs.is_ready, graphs)) < len(graphs) - 1:
@@ -305,7 +305,7 @@ class WaitsForAllPolicy(SmallestPolicy):
 
 @planted("table follows captures evictions and failures", r"cannot run now|cannot run:")
 class RemembersWhatWasReadyPolicy(SmallestPolicy):
-    """Keeps its answers in a cache of its own, which nobody empties."""
+    """Keeps its own cache of answers, which is never cleared."""
 
     def __init__(self):
         self.cache = {}
@@ -318,7 +318,7 @@ class RemembersWhatWasReadyPolicy(SmallestPolicy):
 
 @planted("failures teach nothing about latency", r"a failed step's time changed")
 class LearnsFromFailuresPolicy(CountingPolicy):
-    """Takes the time of a replay that failed for a measurement."""
+    """Treats the time of a failed replay as a measurement."""
 
     def observe(self, outcome):
         return super().observe(attrs.evolve(outcome, completed=True))
@@ -326,7 +326,7 @@ class LearnsFromFailuresPolicy(CountingPolicy):
 
 @planted("what is learnt keeps the constraints", r"observe requested a decision that chose")
 class LearnsASmallerBucketPolicy(CountingPolicy):
-    """Asks for the fastest bucket it has seen, whatever batch it was for."""
+    """Requests the fastest bucket so far for any batch."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ class LearnsASmallerBucketPolicy(CountingPolicy):
 
 @planted("same outcomes same updates", r"the same outcome led to")
 class SharedMemoryPolicy(CountingPolicy):
-    """Keeps what it learnt on the class, so that all objects share and count it twice."""
+    """Keeps its counts on the class, so that all objects share them."""
 
     counts: ClassVar = defaultdict(int)
 
@@ -355,7 +355,7 @@ class SharedMemoryPolicy(CountingPolicy):
 
 @planted("calibration ends and keeps the constraints", r"still requested runs after \d+ calls")
 class NeverCalibratedPolicy(CountingPolicy):
-    """Never knows enough."""
+    """Never finishes calibration."""
 
     def calibration_runs(self, graphs):
         return [CalibrationRun(Batch(1), Decision.eager("calibration", timed=True), runs=1)]
@@ -363,7 +363,7 @@ class NeverCalibratedPolicy(CountingPolicy):
 
 @planted("calibration ends and keeps the constraints", r"requested a step that chose")
 class BeyondCalibrationPolicy(CountingPolicy):
-    """Asks for a graph that is too small."""
+    """Requests a graph that is too small."""
 
     def calibration_runs(self, graphs):
         small = min(graphs, key=lambda key: key.num_tokens, default=None)
@@ -374,21 +374,21 @@ class BeyondCalibrationPolicy(CountingPolicy):
 
 @planted("optional parts can be used", r"pace: is 0")
 class StandstillPolicy(SmallestPolicy):
-    """Wants steps measured infinitely often."""
+    """Requests a measurement pace of zero."""
 
     pace = 0
 
 
 @planted("trait smallest_bucket", r"is smaller and ready")
 class ClaimsSmallestPolicy(LargestPolicy):
-    """Claims what it is not."""
+    """Claims a trait that it lacks."""
 
     traits = ("smallest_bucket",)
 
 
 @planted("trait monotone", r"for a batch of \d+ tokens")
 class ClaimsMonotonePolicy(SmallestPolicy):
-    """Even sizes are padded to the largest bucket."""
+    """Pads even sizes to the largest bucket."""
 
     traits = ("monotone",)
 
@@ -413,14 +413,14 @@ class ClaimsOrderPolicy(SmallestPolicy):
 
 @planted("traits are known", r"claims unknown traits: stateles; the traits are ")
 class MisspeltTraitPolicy(SmallestPolicy):
-    """A trait that nobody tests."""
+    """Claims a misspelt trait."""
 
     traits = ("stateles",)
 
 
 @planted("trait stateless", r"answered .*, but later")
 class ClaimsStatelessPolicy(CountingPolicy):
-    """Learns, and claims that it does not."""
+    """Learns, but claims to be stateless."""
 
     traits = ("stateless",)
 
@@ -430,7 +430,7 @@ class ClaimsStatelessPolicy(CountingPolicy):
 
 @planted("trait all_keys_reachable", r"which is not chosen for any batch of its size")
 class ClaimsReachablePolicy(SmallestPolicy):
-    """Declares a FULL twin of each graph that its own decide never reaches."""
+    """Declares a FULL twin of each graph that decide never returns."""
 
     traits = ("all_keys_reachable",)
 
@@ -447,7 +447,7 @@ SPLIT = "a split batch is served once and in order"
 
 @planted(SPLIT, r"split \d+ rows into .*, but 1 of them are in two parts")
 class SplitsARowTwicePolicy(SplitsPolicy):
-    """Cuts at the size of the first graph, and counts the row at the cut on either side."""
+    """Counts the row at the cut in both parts."""
 
     def parts(self, batch, graphs, mode):
         parts = super().parts(batch, graphs, mode)
@@ -458,7 +458,7 @@ class SplitsARowTwicePolicy(SplitsPolicy):
 
 @planted(SPLIT, r"split \d+ rows into .*, but \d+ of them are in no part")
 class SplitsARowLessPolicy(SplitsPolicy):
-    """Fills the first graph and forgets one row of it."""
+    """Drops one row of the first graph."""
 
     def parts(self, batch, graphs, mode):
         parts = super().parts(batch, graphs, mode)
@@ -481,7 +481,7 @@ class SplitsBeyondAGraphPolicy(SplitsPolicy):
 
 @planted(SPLIT, r"split a batch into .*; put larger graphs first")
 class SplitsInAnotherOrderPolicy(SplitsPolicy):
-    """Puts what is left over first."""
+    """Puts the smaller remainder first."""
 
     def parts(self, batch, graphs, mode):
         return super().parts(batch, graphs, mode)[::-1]
@@ -489,7 +489,7 @@ class SplitsInAnotherOrderPolicy(SplitsPolicy):
 
 @planted(SPLIT, r"split \d+ rows and chose .*axes=.*, which is not in the registry")
 class SplitsOverAnotherBucketPolicy(SplitsPolicy):
-    """Takes the graph of a part from another bucket of an axis."""
+    """Chooses a part's graph from another bucket of an axis."""
 
     def parts(self, batch, graphs, mode):
         parts = super().parts(batch, graphs, mode)

@@ -1,4 +1,4 @@
-"""A tape that offers every optional part of a backend, as a device would."""
+"""A tape that offers every optional part of a backend, as a device backend would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.errors import ReplayError
 
 
 class Notes:
-    """Storages that operations were given."""
+    """Storages that operations read or write."""
 
     is_plain = True
 
@@ -29,7 +29,7 @@ class Notes:
 
 
 class Watch(TorchDispatchMode):
-    """Shows notes each operation."""
+    """Mode that records each operation in notes."""
 
     def __init__(self, notes):
         super().__init__()
@@ -41,7 +41,7 @@ class Watch(TorchDispatchMode):
 
 
 class OfferedNode:
-    """Copies in front of a graph's replay."""
+    """Node that copies before a graph's replay."""
 
     def __init__(self, data_bytes):
         self.data = (ctypes.c_ubyte * data_bytes)()
@@ -77,7 +77,7 @@ class OfferedNode:
 
 
 class OfferedGraph:
-    """A graph of the tape with a handle, which holds what its operations were given."""
+    """A tape graph with a handle, which keeps the storages of its operations."""
 
     num_plain_operations = 0
     node = None
@@ -106,7 +106,7 @@ class OfferedGraph:
 
 
 class OfferingTape(TapeBackend):
-    """Launches by handle, uploads, and captures with or without a watch."""
+    """A tape that launches by handle, uploads, and captures with or without a watch."""
 
     def __init__(self):
         super().__init__()

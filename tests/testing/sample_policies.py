@@ -1,4 +1,4 @@
-"""Correct policies of several shapes; the kit must pass each, planted faults derive from them."""
+"""Correct policies that the kit must accept; faulty policies derive from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
 
 class PiecewiseOnlyPolicy(SmallestPolicy):
-    """Never FULL; claims that all it declares can be reached."""
+    """Uses PIECEWISE only, and claims that every declared key can be reached."""
 
     name = "piecewise-only"
     traits = ("smallest_bucket", "monotone", "stateless", "all_keys_reachable")
@@ -33,7 +33,7 @@ class PiecewiseOnlyPolicy(SmallestPolicy):
 
 
 class LargestPolicy(SmallestPolicy):
-    """Always the largest bucket: wasteful, and allowed; it claims next to nothing."""
+    """Chooses the largest bucket, which is wasteful but allowed."""
 
     name = "largest"
     traits = ("stateless",)
@@ -50,7 +50,7 @@ class LargestPolicy(SmallestPolicy):
 
 
 class ThresholdPolicy(SmallestPolicy):
-    """Not for large batches: those are "not mine"."""
+    """Declines large batches."""
 
     name = "threshold"
     traits = ("stateless",)
@@ -60,7 +60,7 @@ class ThresholdPolicy(SmallestPolicy):
 
 
 class SplitsPolicy(SmallestPolicy):
-    """Cuts what no graph covers over several, where rows are independent."""
+    """Splits a batch that no single graph covers, where rows are independent."""
 
     name = "splits"
     traits = ("stateless",)
@@ -77,7 +77,7 @@ class SplitsPolicy(SmallestPolicy):
 
 
 class CountingPolicy(SmallestPolicy):
-    """Learns: after three slow steps of a key, batches of that cell run eager for good."""
+    """Learns: after three slow steps of a cell, its batches run eager."""
 
     name = "counting"
     traits = ()

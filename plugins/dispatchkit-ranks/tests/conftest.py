@@ -1,4 +1,4 @@
-"""The helpers lie beside the tests; with importlib mode nothing else finds them."""
+"""Add the helpers' folder to the path, because importlib mode does not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def worlds():
-    """Starts ranks as processes; all of them are gone afterwards."""
-    # Not imported here: only the interpreter that forks ranks needs it.
+    """Start ranks as processes and end them after the tests."""
+    # Imported only by the interpreter that forks ranks.
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     from rank_processes import Worlds

@@ -1,10 +1,10 @@
-"""Random faults of ranks, and what the ranks must make of each."""
+"""Random faults of ranks and the results expected from each rank."""
 
 from __future__ import annotations
 
 import random
 
-# A world ends with a rank that dies; the other faults follow each other in one.
+# A rank that dies ends its world; other faults run one after another in the same world.
 SHORT, MIDDLE, LONG = 2.0, 4.0, 30.0
 HARMLESS = ("none", "lose", "slow", "capture_raises")
 STOPPING = ("raise", "leave", "capture", "late", "policy", "differ")
@@ -12,7 +12,7 @@ FATAL = ("die", "freeze")
 
 
 def random_worlds(seed, count, *, sizes=(2, 2, 3, 3, 4), per_world=8, device="cpu"):
-    """Return requests with so many schedules in all; the last of each world may be fatal."""
+    """Return requests with ``count`` schedules in total; a world's last may be fatal."""
     rng = random.Random(seed)
     requests = []
     while count:
@@ -29,12 +29,12 @@ def random_worlds(seed, count, *, sizes=(2, 2, 3, 3, 4), per_world=8, device="cp
             schedules.append(
                 {
                     "seed": rng.randrange(1 << 32),
-                    # Batches that differ are found at the second comparison at the latest.
+                    # Different batches are detected at the second comparison at the latest.
                     "num_steps": bad_step + 8 if kind == "differ" else num_steps,
                     "kind": kind,
                     "bad_rank": rng.randrange(size),
                     "bad_step": bad_step,
-                    # Only where a rank does not come does anybody wait to the limit.
+                    # Only ranks that do not arrive make the others wait until the timeout.
                     "timeout": SHORT
                     if kind in ("late", *FATAL)
                     else MIDDLE
@@ -56,27 +56,27 @@ def random_worlds(seed, count, *, sizes=(2, 2, 3, 3, 4), per_world=8, device="cp
 
 
 def check_world(request, by_rank):
-    """Check what the ranks of a world made of its schedules; returns how many that were."""
+    """Check the results of a world; return its number of schedules."""
     schedules = request["schedules"]
     fatal = schedules[-1]["kind"] in FATAL
     for rank, each in enumerate(by_rank):
-        # "hung" is the watchdog's word, a dictionary an error that nobody expected.
+        # "hung" is set by the watchdog; a dictionary holds an unexpected error.
         dead = fatal and rank == schedules[-1]["bad_rank"]
         assert each == "died" if dead else isinstance(each, list), each
     for index, schedule in enumerate(schedules):
-        # What a rank that died has seen before is gone with it.
+        # A rank that died returns no results.
         asked = {rank: each[index] for rank, each in enumerate(by_rank) if each != "died"}
         _check(schedule, asked, request)
     return len(schedules)
 
 
 def _check(schedule, results, request):
-    """Check what the ranks that can be asked made of one schedule, by number."""
+    """Check the results of one schedule, keyed by rank."""
     kind, bad_rank, bad_step = (schedule[name] for name in ("kind", "bad_rank", "bad_step"))
     decisions = [each["decisions"] for each in results.values()]
     shortest = min(map(len, decisions))
     if kind == "differ":
-        shortest = min(shortest, bad_step)  # what is promised to be the same is not, from there on
+        shortest = min(shortest, bad_step)  # batches differ from this step on
     for each in decisions:
         assert each[:shortest] == decisions[0][:shortest], (schedule, results)
     for rank, each in results.items():
@@ -89,17 +89,17 @@ def _check(schedule, results, request):
                 assert len(each["withheld"]) == (rank != bad_rank), (schedule, results)
         elif kind == "differ":
             assert "different batches" in error["text"], (schedule, results)
-            # Of two that differ nobody knows which one is right.
+            # With two ranks, either may be named as the differing one.
             assert error["ranks"] == [bad_rank] if len(results) > 2 else len(error["ranks"]) == 1
             assert len(each["decisions"]) >= bad_step
         elif rank != bad_rank:
             assert bad_rank in error["ranks"], (schedule, results)
-            # One step was agreed on before the schedule's first.
+            # The warmup step before the schedule counts too.
             assert error["step"] == bad_step + 1
             assert len(each["decisions"]) == bad_step
-            # The limit itself, and what a busy machine adds.
+            # The timeout, plus a margin for a busy machine.
             assert error["seconds"] < schedule["timeout"] + 5
         elif kind == "late":
-            # Where the store has ended with its host, that is all the late rank can see.
+            # If the store ended with rank 0, the late rank can report only rank 0.
             by_host = request["host"] == "rank 0"
             assert error["ranks"] in ([rank], [0] if by_host else [rank])

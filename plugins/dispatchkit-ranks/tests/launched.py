@@ -1,4 +1,4 @@
-"""Runs a program of the checkout under torchrun, on this host alone."""
+"""Run a program of the checkout under torchrun on this host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def torchrun(*arguments, size=2, on_gpus=False, limit=300):
-    """Return what the ranks print; a program that fails, or hangs, fails the test."""
-    # Without the address torchrun asks a name server for this host's.
+    """Return the output of the ranks; fail the test if the program fails or times out."""
+    # Without an address, torchrun asks a name server for that of this host.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(size)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, to test what is decided without torch."""
+"""Ranks as threads of one process, for tests that do not need torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT = 20.0
 
 
 class Meeting:
-    """Where the threads meet: a round is over when all have brought something."""
+    """A meeting point of threads; a round ends when all have brought a value."""
 
     def __init__(self, size):
         self.size = size
@@ -70,7 +70,7 @@ class LocalRanks:
 
 
 def run_ranks(size, run):
-    """Call ``run(ranks)`` in one thread per rank; returns what each returned or raised."""
+    """Call ``run(ranks)`` in a thread per rank; return each result or exception."""
     meeting = Meeting(size)
     results = [None] * size
 
@@ -90,7 +90,7 @@ def run_ranks(size, run):
 
 
 def all_good(results):
-    """Return the results; raises the first that is an error of a rank's own."""
+    """Return the results, or raise the first exception, preferring one that is no ``RankError``."""
     errors = [each for each in results if isinstance(each, Exception)]
     for error in sorted(errors, key=lambda each: isinstance(each, RankError)):
         raise error

@@ -1,4 +1,4 @@
-"""What ranks do in the tests with processes; each function runs in every rank."""
+"""Test cases that every rank runs in its own process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from dispatchkit.errors import PolicyError, RankError
 from dispatchkit_ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
 from dispatchkit_ranks.exchange_group import ExchangeGroup
 
-# Far above what a start takes on a busy machine, NCCL's included.
+# Far longer than a start takes on a busy machine, including NCCL's.
 START = 60.0
-# Steps from one comparison of batches to the next, where they are to be the same.
+# Steps between comparisons of batches, where these must be equal.
 CHECK_EVERY = 3
 
 
 def run(request, world, rank, port):
-    """Join the world's process group, run a case, and leave no group behind."""
+    """Join the world's process group, run a case, and destroy the group."""
     torch.set_num_threads(1)
     request = dict(request)
     case, size, host = request.pop("case"), request.pop("size"), request.pop("host", "agent")
@@ -49,7 +49,7 @@ def run(request, world, rank, port):
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
-        # Rank 0 serves the store, as without torchrun.
+        # Rank 0 serves the store, as it does without torchrun.
         if rank == 0:
             own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("port", str(own.port))
@@ -71,7 +71,7 @@ def report(error):
 
 
 def schedule(rank, size, *, seed, num_steps, rule="alone", device="cpu"):
-    """Decide for random batches; every decision is the same everywhere."""
+    """Dispatch random batches and return the decisions."""
     rng = random.Random(f"{seed}/{rank}")
     policy = Smallest(eager_below=2)
     if rule == "leader":
@@ -97,7 +97,7 @@ def schedule(rank, size, *, seed, num_steps, rule="alone", device="cpu"):
 
 
 def meet(rank, size, *, device):
-    """Bring rows together without an agreement; one rank alone can do so too."""
+    """Merge rows without an agreement; works with a single rank too."""
     place = torch.device(device)
     store = dist.PrefixStore("meet", dist.group.WORLD.get_group_store())
     group = ExchangeGroup(store, rank, size, place, 3, START)
@@ -109,7 +109,7 @@ def meet(rank, size, *, device):
 
 
 def alike(rank, size, *, odd_rank, what):
-    """Start with one rank that is set up otherwise."""
+    """Start with one rank whose configuration differs."""
     settings = {what: 2} if rank == odd_rank else {}
     ranks = RankAgreement(timeout=START, setup_timeout=START)
     try:
@@ -120,7 +120,7 @@ def alike(rank, size, *, odd_rank, what):
 
 
 def leftovers(rank, size, *, num_lives):
-    """Count groups, threads and open files after each of several agreements' lives."""
+    """Count groups, threads and open files after closing each of several agreements."""
 
     def now():
         gc.collect()
@@ -136,17 +136,18 @@ def leftovers(rank, size, *, num_lives):
                 ranked.dispatch(n)
         return now()
 
-    return [live() for _ in range(1 + num_lives)]  # the first also makes what torch makes once
+    # the first life also creates what torch creates only once
+    return [live() for _ in range(1 + num_lives)]
 
 
 def statistics(rank, size):
-    """One rank is slow to start; that is not in what agreements cost."""
+    """Start one rank late; the wait must not count as time of exchanges."""
     ranks = RankAgreement(timeout=START, setup_timeout=START)
     ranked = RankedDispatcher(make_dispatcher(), ranks)
     store = dist.PrefixStore("statistics", dist.group.WORLD.get_group_store())
     start = time.perf_counter()
     if rank == 1:
-        # Not before the other waits in its first step, and for a while after.
+        # Wait until the other rank waits in its first step, then half a second more.
         store.wait(["comes"])
         time.sleep(0.5)
     else:
@@ -161,7 +162,7 @@ def statistics(rank, size):
 
 
 def not_coming(rank, size):
-    """The last rank does not come to the start."""
+    """Start all ranks but the last."""
     store = dist.PrefixStore("not_coming", dist.group.WORLD.get_group_store())
     if rank == size - 1:
         store.wait([f"stopped/{each}" for each in range(size - 1)], timedelta(seconds=START))
@@ -175,12 +176,12 @@ def not_coming(rank, size):
 
 
 def faults(rank, size, *, schedules, device="cpu"):
-    """Run schedules one after the other; each of them makes a new agreement."""
+    """Run schedules one after another, each with a new agreement."""
     return [_faulty(rank, size, index, device, **each) for index, each in enumerate(schedules)]
 
 
 def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_step, timeout):
-    # One scheduler feeds all ranks where batches are to be the same.
+    # All ranks receive the same batches where these must be equal.
     rng = random.Random(seed if kind == "differ" else f"{seed}/{rank}")
     store = dist.PrefixStore(f"faults/{index}", dist.group.WORLD.get_group_store())
     others = [f"stopped/{each}" for each in range(size) if each != bad_rank]
@@ -209,13 +210,13 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
                     if kind == "freeze":
                         os.kill(os.getpid(), signal.SIGSTOP)
                     if kind == "late":
-                        # As late as can be: when all others have stopped.
+                        # Wait until all other ranks have stopped.
                         store.wait(others, timedelta(seconds=START))
                     if kind == "slow":
                         time.sleep(0.1 * timeout)
                     if kind == "policy":
                         policy.raises, batch = True, (3,)
-                        dispatcher.set_lazy(False)  # cells are filled anew
+                        dispatcher.set_lazy(False)  # cells are filled again
                     if kind == "capture":
                         ranked.capture(lambda key: None)
                     if kind == "lose":
@@ -225,7 +226,8 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
                 found.append(shown(ranked.dispatch(*batch)))
     except RankError as caught:
         error = {**report(caught), "seconds": time.monotonic() - start}
-        # Only whoever is late waits for this, and the store may have ended with the bad rank.
+        # Only the late rank waits for this key; otherwise the store may have ended with the bad
+        # rank.
         if kind == "late":
             store.set(f"stopped/{rank}", "1")
     except (ZeroDivisionError, PolicyError):
@@ -235,7 +237,7 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
 
 
 def given_up(rank, size, *, comes, timeout):
-    """The last rank is late, and its collective completes all the same, as one of NCCL may."""
+    """Delay the last rank, whose collective still completes, as one of NCCL may."""
     store = dist.PrefixStore("given_up", dist.group.WORLD.get_group_store())
     others = [f"stopped/{each}" for each in range(size - 1)]
     error = None
@@ -246,7 +248,7 @@ def given_up(rank, size, *, comes, timeout):
                 if comes == "after the others stopped":
                     store.wait(others, timedelta(seconds=START))
                 else:
-                    # Less than the others wait for, more than nobody could have stopped in.
+                    # Less than the timeout of the others, so that none of them has stopped.
                     time.sleep(0.3 * timeout)
 
                 def merge(row, seconds):
@@ -263,7 +265,7 @@ def given_up(rank, size, *, comes, timeout):
 
 
 def _capture_again(ranked, fails):
-    """Capture a key on all ranks that one has lost, and cannot capture."""
+    """Recapture a key on all ranks after one rank lost it and fails to capture it."""
     registry = ranked.dispatcher.registry
     key = min(registry, key=str)
 
@@ -278,7 +280,7 @@ def _capture_again(ranked, fails):
 
 
 def padded_steps(rank, size, *, fails_on):
-    """A runner per rank; rows of the largest batch on all of them, results as alone."""
+    """Run a runner per rank; all pad to the largest batch, and results equal eager."""
     weight = torch.arange(12.0).reshape(3, 4) / 7
 
     def step(x):
@@ -309,7 +311,7 @@ def padded_steps(rank, size, *, fails_on):
 
 
 def tensor_parallel(rank, size, *, num_steps, device, same_batches):
-    """A decoder over ranks, all-reduce inside its graphs, beside the whole one on this rank."""
+    """Compare a decoder split over ranks, whose graphs all-reduce, with the whole one."""
     place = torch.device(device, rank if device == "cuda" else None)
     whole, part = Decoder(0, 1, place), Decoder(rank, size, place)
     inputs = {
@@ -328,7 +330,7 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
     )
     rng = random.Random(5)
     worst, largest, kinds = 0.0, 0.0, set()
-    # The last token of each sequence, as rank 0 has chosen it: it goes on from there.
+    # The last token of each sequence, chosen by rank 0; its next step continues from it.
     chosen: dict[int, int] = {}
     greedy = {"tokens": 0, "decoded": 0, "different": 0}
     with RankAgreement(timeout=START, setup_timeout=START) as ranks:
@@ -348,7 +350,7 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
             worst = max(worst, float((found - expected).abs().max()))
             largest = max(largest, float(expected.abs().max()))
             kinds.add(bool(decode))
-            # Sums over ranks are rounded in another order: two tokens as good as each other.
+            # Sums over ranks round in another order, so that nearly equal logits may swap.
             best = expected.topk(2).values
             is_clear = (best[:, 0] - best[:, 1]) > 1e-4 * largest
             own = found.argmax(-1)
@@ -359,7 +361,7 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
             chosen |= dict(zip(seqs, own.tolist(), strict=True))
         exchanges = ranks.stats().num_exchanges
     steps = runner.stats().steps_by_mode
-    runner.clear()  # graphs that use a communicator go before it does
+    runner.clear()  # graphs that use a communicator must be released before it
     return {
         "worst": worst,
         "largest": largest,
@@ -372,7 +374,7 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
 
 
 def spread_rows(rank, size, *, num_steps, device):
-    """Rows of all ranks are added up inside the graph: they must be as many everywhere."""
+    """Add up rows of all ranks inside the graph, which needs equal row counts."""
     place = torch.device(device, rank if device == "cuda" else None)
     weight = torch.arange(12.0, device=place).reshape(3, 4) / 7
     inputs = {"x": StaticInput((None, 3), "float32")}
@@ -384,7 +386,7 @@ def spread_rows(rank, size, *, num_steps, device):
         policy=AlwaysFull(),
         options=RunnerOptions(device=place),
     )
-    # Every rank knows what all the others bring.
+    # Every rank draws the row counts of all ranks.
     rng = random.Random(11)
     worst = 0.0
     with RankAgreement(timeout=START, setup_timeout=START) as ranks:

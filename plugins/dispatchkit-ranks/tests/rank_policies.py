@@ -1,4 +1,4 @@
-"""Policies and dispatchers that the tests of ranks share; free of torch."""
+"""Policies and dispatchers shared by tests of ranks, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NUM_TOKENS = 8
 
 
 class Smallest(SmallestPolicy):
-    """Eager below a number of tokens: ranks that differ in it disagree."""
+    """Runs eager below a number of tokens; ranks with different limits disagree."""
 
     def __init__(self, eager_below=0):
         self.eager_below = eager_below
@@ -30,7 +30,7 @@ class Smallest(SmallestPolicy):
 
 
 class Planted(Smallest):
-    """Raises when told to."""
+    """Raises in ``decide`` if ``raises`` is set."""
 
     raises = False
 
@@ -41,7 +41,7 @@ class Planted(Smallest):
 
 
 class AlwaysFull(Smallest):
-    """FULL for every batch, mixed or not."""
+    """Declares FULL graphs for every batch, mixed or uniform."""
 
     name = "always full"
 
@@ -50,7 +50,7 @@ class AlwaysFull(Smallest):
 
 
 class Wilful:
-    """Learns, in the sense that each outcome makes it want something else for that batch."""
+    """Changes its decision for a batch after each outcome."""
 
     name = "wilful"
 
@@ -86,7 +86,7 @@ def make_dispatcher(policy=None, *, captured=True, sizes=SIZES, strict=False, **
 
 
 def random_batch(random, config):
-    """Return arguments of a dispatch that are possible together."""
+    """Return valid arguments for ``dispatch``."""
     uniform = random.randrange(1 + len(config.query_lens))
     if uniform:
         query_len = config.query_lens[uniform - 1]

@@ -1,8 +1,8 @@
-"""Starts ranks as processes: one interpreter imports torch and forks all of them.
+"""Start ranks as processes, forked from one interpreter that has imported torch.
 
-Run as a script this file is that interpreter: it reads requests as JSON lines and answers with
-what each rank returned. Another process of it serves the store, as torchrun's agent does, so
-that any rank may die. No rank outlives its request's limit: that is the watchdog.
+Run as a script, this file is that interpreter: it reads requests as JSON lines and prints the
+results of each rank. A second forked process serves the store, as torchrun's agent does, so that
+any rank may die. A watchdog kills ranks that exceed the limit of their request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HUNG, DIED = "hung", "died"
 
 
 class Worlds:
-    """Asks the interpreter below for groups of ranks; used by tests."""
+    """Client of the forking interpreter, for tests."""
 
     def __enter__(self):
         self._process = subprocess.Popen(
@@ -28,13 +28,13 @@ class Worlds:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # The store warns of every wait that ends by its limit: that is what is tested.
+            # The store warns of every wait that times out; tests cause such waits on purpose.
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                # A TCPStore looks its clients' names up; a name server that does not answer
-                # must not hold it up for long.
+                # A TCPStore resolves the names of its clients; limit the wait for a name server
+                # that does not answer.
                 "RES_OPTIONS": "timeout:1 attempts:1",
             },
         )
@@ -46,15 +46,16 @@ class Worlds:
         self._process.stdout.close()
 
     def run(self, requests, *, limit=60.0, at_once=1):
-        """Run groups of ranks, some at a time; returns one list per request, in order.
+        """Run groups of ranks; return a list of results per request, in order.
 
         Args:
-            requests: Dictionaries with ``case`` (a function of rank_cases), ``size``, and
-                further arguments of it.
-            limit: Seconds until a rank is taken to hang, and is killed.
-            at_once: How many groups run at the same time.
+            requests: Dictionaries with ``case`` (name of a function of rank_cases), ``size``, and
+                further arguments of that function.
+            limit: Seconds until a rank counts as hung and is killed.
+            at_once: Number of groups that run at the same time.
 
-        Each rank's item is what the case returned, ``{"error": text}``, ``"died"`` or ``"hung"``.
+        The result of a rank is the return value of the case, ``{"error": text}``, ``"died"`` or
+        ``"hung"``.
         """
         message = {"requests": list(requests), "limit": limit, "at_once": at_once}
         self._process.stdin.write(json.dumps(message) + "\n")
@@ -62,15 +63,15 @@ class Worlds:
         return json.loads(self._process.stdout.readline())
 
     def run_one(self, case, size=2, *, limit=60.0, **arguments):
-        """Run one group; returns what its ranks returned."""
+        """Run one group; return the results of its ranks."""
         return self.run([{"case": case, "size": size, **arguments}], limit=limit)[0]
 
 
-# -- the interpreter that forks -----------------------------------------------------------------
+# -- forking interpreter --------------------------------------------------------------------
 
 
 def _rank(request, world, rank, port, pipe):
-    """Run one rank and leave; nothing of the forking interpreter goes on in it."""
+    """Run one rank, write its result to the pipe and exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     import rank_cases
 
@@ -98,7 +99,7 @@ def _fork(run):
 
 
 class _World:
-    """One group of ranks that is running."""
+    """A running group of ranks."""
 
     def __init__(self, index, number, request, port, limit):
         self.index = index
@@ -112,11 +113,11 @@ class _World:
         self.results = {}
 
     def is_over(self):
-        """Collect ranks that have ended; kill what is stopped or runs for too long."""
+        """Collect ranks that have ended; kill ranks that are stopped or exceed the limit."""
         for rank, pid in list(self.pids.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 self._collect(rank, DIED)
-        # A stopped rank never ends by itself: it goes when all others have.
+        # A stopped rank never ends by itself; kill it when all others have ended.
         if self.pids and (self._rest_is_stopped() or time.monotonic() > self.deadline):
             for rank, pid in list(self.pids.items()):
                 found = DIED if _is_stopped(pid) else HUNG
@@ -155,7 +156,7 @@ def main():
     sys.path.insert(0, str(Path(__file__).parent))
     import rank_cases  # noqa: F401 - every rank needs it, and torch with it
 
-    # Not looked through by each rank's garbage collections, nor copied for them.
+    # Exclude imported objects from each rank's garbage collections, which would copy their pages.
     gc.collect()
     gc.freeze()
     reading, writing = os.pipe()
@@ -178,7 +179,7 @@ def main():
                     if world.is_over():
                         results[world.index] = world.in_order()
                         running.remove(world)
-                time.sleep(0.002)  # processes that have ended; nothing is ordered by it
+                time.sleep(0.002)  # polling interval for ended processes
             print(json.dumps(results), flush=True)
     finally:
         os.kill(agent, signal.SIGKILL)

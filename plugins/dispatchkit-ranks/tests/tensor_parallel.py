@@ -1,8 +1,7 @@
-"""A small decoder whose heads and hidden units are spread over ranks, and its whole twin.
+"""A small decoder split over ranks, and the whole decoder to compare it with.
 
-Shapes: T rows of a batch (tokens), W width, H heads of this rank, D width of a head, S
-sequences, P positions. Row T of a batch belongs to a sequence and a position of it; a batch
-mixes prompts and decode steps as it likes.
+Shapes: T rows (tokens) of a batch, W width, H heads of this rank, D width of a head, S sequences, P
+positions. Each row belongs to a position of a sequence. A batch may mix prompts and decode steps.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ NUM_SEQS, NUM_POSITIONS = 6, 24
 
 
 def over_ranks(part: torch.Tensor) -> torch.Tensor:
-    """Add up the parts of all ranks."""
+    """Return the sum of the parts of all ranks."""
     whole = part.clone()
     dist.all_reduce(whole)
     return whole
 
 
 class Decoder:
-    """The part of the decoder that one of ``size`` ranks has; all of it where that is 1.
+    """One rank's part of the decoder; the whole decoder if ``size`` is 1.
 
     Args:
-        rank: Which part.
-        size: Into how many it is cut.
-        device: Where it is.
+        rank: Rank that selects the part.
+        size: Number of parts.
+        device: Device of weights and cache.
     """
 
     def __init__(self, rank, size, device):
@@ -54,17 +53,17 @@ class Decoder:
             }
             for _ in range(LAYERS)
         ]
-        # Rows of fill go to a sequence of their own.
+        # Filler rows use an extra sequence.
         shape = (2, LAYERS, NUM_SEQS + 1, NUM_POSITIONS, self.heads, HEAD_WIDTH)
         self.cache = torch.zeros(shape, device=device)
         self.positions = torch.arange(NUM_POSITIONS, device=device)
 
     def over_ranks(self, hidden_tw):
-        """Add up the parts of all ranks: the collective inside a step."""
+        """Sum the parts of all ranks by the collective inside the step."""
         return hidden_tw if self.size == 1 else over_ranks(hidden_tw)
 
     def __call__(self, tokens, seqs, positions):
-        """Return logits (T, vocabulary)."""
+        """Return logits of shape (T, vocabulary)."""
         hidden_tw = self.embedding[tokens]
         seen_tp = self.positions[None] <= positions[:, None]
         for index, layer in enumerate(self.layers):
@@ -88,7 +87,7 @@ class Decoder:
 
 
 def traffic(rng, num_steps, max_num_tokens):
-    """Yield (tokens, seqs, positions, decode) of steps: some decode, some with prompts."""
+    """Yield (tokens, seqs, positions, decode) per step, a mix of decode steps and prompts."""
     lengths = [0] * NUM_SEQS
     for _ in range(num_steps):
         decode = rng.random() < 0.6

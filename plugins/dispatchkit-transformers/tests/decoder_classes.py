@@ -1,7 +1,7 @@
-"""Tiny random models of the classes that are served, by what their layers keep.
+"""Tiny random models of the supported classes, grouped by their kinds of cache.
 
-A configuration is made of the names that the library's configurations share (``SIZES``), and of
-what a class needs beyond them.
+A configuration combines the sizes that the library's configurations share (``SIZES``) with the
+settings that a class needs beyond them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-#: Numbers for what configurations call by these names.
+#: Values for all configuration fields of these names.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), 97),
     **dict.fromkeys(
@@ -70,7 +70,7 @@ def _of(names: str, **settings: Any) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(names.split(), settings)
 
 
-#: Layers that keep all positions alone.
+#: Classes whose layers all cache every position.
 FULL: dict[str, dict[str, Any]] = {
     **_of("""
         Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
@@ -103,7 +103,7 @@ FULL: dict[str, dict[str, Any]] = {
     ),
 }
 
-#: Some layers keep a window or a chunk of positions.
+#: Classes with layers that cache a window or a chunk of positions.
 WINDOWS: dict[str, dict[str, Any]] = {
     **_of(
         """
@@ -119,7 +119,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
 }
 
-#: Some layers keep states of fixed size.
+#: Classes with layers that keep states of fixed size.
 RECURRENT: dict[str, dict[str, Any]] = {
     **_of("""
         FalconMambaForCausalLM LaraMiniForCausalLM Lfm3ForCausalLM MambaForCausalLM
@@ -134,7 +134,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8},
-    # Their types of layers follow from other settings.
+    # Their layer types follow from other settings.
     "FalconH1ForCausalLM": {"layer_types": None, "mamba_d_ssm": 64},
     "ZambaForCausalLM": {
         "layer_types": ["linear_attention", "hybrid"] * 2,
@@ -155,7 +155,7 @@ _T5GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 
-#: An encoder's states are looked at, too.
+#: Classes whose decoder also attends to an encoder's states.
 ENCODER_DECODER: dict[str, dict[str, Any]] = {
     **_of("""
         BartForConditionalGeneration BigBirdPegasusForConditionalGeneration
@@ -163,10 +163,11 @@ ENCODER_DECODER: dict[str, dict[str, Any]] = {
         MBartForConditionalGeneration MarianMTModel PLBartForConditionalGeneration
         PegasusForConditionalGeneration
         """),
-    # Its own generate() takes that token off the end, whoever said it.
+    # The model's own generate() drops this token at the end, even when it generated it.
     "WhisperForConditionalGeneration": {"eos_token_id": 50},
     "T5GemmaForConditionalGeneration": {"encoder": _T5GEMMA, "decoder": _T5GEMMA},
-    # Relative positions, of which only this attention knows what each row's are.
+    # Relative positions, for which only this attention implementation receives the position of each
+    # row.
     **_of(
         "MT5ForConditionalGeneration T5ForConditionalGeneration",
         attn_implementation="dispatchkit_decode",
@@ -174,7 +175,7 @@ ENCODER_DECODER: dict[str, dict[str, Any]] = {
     ),
 }
 
-#: What the library's own code waits for the device in: every step runs eager, and is counted.
+#: Classes whose own code waits for the device: every step runs eager and is counted.
 EAGER: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -188,7 +189,7 @@ EAGER: dict[str, dict[str, Any]] = {
     "JetMoeForCausalLM": {},
 }
 
-#: Settings of classes that are refused, and the reason.
+#: Settings of unsupported classes, and a part of the error message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "M2M100ForConditionalGeneration": ({}, "with rows at different positions"),
     "MiniMaxForCausalLM": ({}, "MiniMax uses cache of its own"),
@@ -212,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def tiny(name: str, *, seed: int = 0, **settings: Any) -> Any:
-    """Return a small model of a class with random weights, None if the release has no such one."""
+    """Return a small random model of a class, or None if the release lacks the class."""
     cls = getattr(transformers, name, None)
     if cls is None:
         return None
@@ -223,7 +224,7 @@ def tiny(name: str, *, seed: int = 0, **settings: Any) -> Any:
     given = {key: value for key, value in SIZES.items() if key in names}
     types = getattr(kind(), "layer_types", None)
     if types:
-        # One layer of each type, two at least.
+        # One layer of each type, at least two layers.
         types = list(dict.fromkeys(types))
         types = types * 2 if len(types) == 1 else types
         if "layer_types" in names:

@@ -1,4 +1,4 @@
-"""Drafts that are right with a chance, and a server's loop with drafts."""
+"""Drafts that are right with a given probability, and a serving loop that uses them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from dispatchkit_transformers import SpeculativeDecoder
 
-#: Drafts for each row.
+#: Number of drafts per row.
 DRAFTS = 3
 
 
 class Known:
-    """Drafts from what rows are known to say, some of them wrong.
+    """Draft source that knows the continuations and replaces some tokens by wrong ones.
 
     Args:
-        chance: Of a draft to be right.
-        fewest: Of the drafts that a row has.
+        chance: Probability that a draft token is right.
+        fewest: Minimum number of drafts per row.
     """
 
     num_draft_tokens = DRAFTS
@@ -25,19 +25,19 @@ class Known:
     def __init__(self, chance: float, fewest: int = DRAFTS) -> None:
         self.chance, self.fewest = chance, fewest
         self.maker = torch.Generator().manual_seed(0)
-        #: What the rows that come are to say.
+        #: Continuations of the rows that join next.
         self.waiting: list[list[int]] = []
         self.rows: list[tuple[int, list[int]]] = []
 
     def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Take what the next rows are to say."""
+        """Assign the waiting continuations to the new rows."""
         for length in lengths:
             self.rows.append((length, self.waiting.pop(0)))
 
     def propose(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Return what rows are to say next, or something else."""
+        """Return drafts for the rows, some of them wrong."""
         assert positions.tolist() == list(lengths)
         made = []
         for (start, known), token, at in zip(self.rows, tokens.tolist(), lengths, strict=True):
@@ -54,19 +54,21 @@ class Known:
         return torch.tensor(made, device=tokens.device)
 
     def drop(self, order: Sequence[int]) -> None:
-        """Keep the rows that remain."""
+        """Keep only the given rows."""
         self.rows = [self.rows[row] for row in order]
 
 
 def served_with_drafts(
     loop: SpeculativeDecoder, admit: Callable[[int], object], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Return the tokens of requests that join and finish at different times, which all replay.
+    """Serve requests that join and finish at different times; return their tokens.
+
+    All steps must replay.
 
     Args:
-        loop: Serves them.
-        admit: Gives the loop a request, by its number.
-        counts: How many tokens each request is served.
+        loop: Speculative decoder that serves the requests.
+        admit: Function that admits a request to the loop, by its number.
+        counts: Number of tokens to serve for each request.
     """
     waiting: list[int] = list(range(len(counts)))
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""A server's loop: more requests than slots, which join and finish at different times."""
+"""A serving loop with more requests than slots; requests join and finish at different times."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dispatchkit_transformers import GraphDecoder
 def served(
     decoder: GraphDecoder, admit: Callable[[int], object], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Return the tokens of each request, which all replay.
+    """Serve requests and return their tokens; all steps must replay.
 
     Args:
-        decoder: Serves them.
-        admit: Gives the decoder a request, by its number.
-        counts: How many tokens each request is served.
+        decoder: Decoder that serves the requests.
+        admit: Function that admits a request to the decoder, by its number.
+        counts: Number of tokens to serve for each request.
     """
     waiting: list[int] = list(range(len(counts)))
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Makes the helpers beside the tests importable; tests are imported by path, not as a package."""
+"""Add the helpers' folder to the path, because importlib mode does not."""
 
 from __future__ import annotations
 

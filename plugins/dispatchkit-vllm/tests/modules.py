@@ -1,6 +1,6 @@
-"""Modules shaped like a vLLM: both model runners, a worker, and the classes they look up.
+"""Stand-ins for vLLM's modules: both model runners, a worker, and the classes they look up.
 
-The classes that decide are this distribution's facades, which answer as vLLM's do.
+The dispatcher classes are this distribution's facades, which answer as vLLM's do.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dispatchkit.keys import CUDAGraphMode
 
 from dispatchkit_vllm.facade import v0_13, v0_33, v0_33_manager
 
-#: The three forms of the first runner's dispatcher that its releases have.
+#: Releases whose dispatchers of the first runner differ in form.
 FORMS = ("0.12", "0.13", "0.33")
 
 
 def config(**facts: Any) -> Any:
-    """A vLLM configuration with what the engine part reads beyond what the facades do."""
+    """Return a vLLM configuration with the fields that the engine part reads."""
     made = vllm_config(**{key: value for key, value in facts.items() if key not in _OWN})
     made.parallel_config.world_size = facts.get("world_size", 1)
     made.parallel_config.data_parallel_size = facts.get("replicas", 1)
@@ -35,7 +35,7 @@ _OWN = {"world_size", "replicas", "rank", "device", "additional_config"}
 
 
 def first_runner(form: str) -> dict[str, ModuleType]:
-    """Return the modules of the first runner, by name."""
+    """Return the modules of the first runner by name."""
     facade = v0_33 if form == "0.33" else v0_13
     defined = ModuleType("vllm.v1.cudagraph_dispatcher")
     defined.CUDAGraphMode = CUDAGraphMode
@@ -56,7 +56,7 @@ def first_runner(form: str) -> dict[str, ModuleType]:
     drafter.CudagraphDispatcher = defined.CudagraphDispatcher
 
     class GPUModelRunner:
-        """Steps as vLLM's runner does: decides, with other ranks a second time, runs the model."""
+        """Steps as vLLM's runner: dispatches, with other ranks twice, and runs the model."""
 
         def __init__(self, vllm_config: Any) -> None:
             self.vllm_config = vllm_config
@@ -111,13 +111,13 @@ def first_runner(form: str) -> dict[str, ModuleType]:
 
 
 def second_runner() -> dict[str, ModuleType]:
-    """Return the modules of the second runner, by name."""
+    """Return the modules of the second runner by name."""
     defined = ModuleType("vllm.v1.worker.gpu.cudagraph_utils")
     defined.CUDAGraphMode = v0_33_manager.CUDAGraphMode
     defined.BatchExecutionDescriptor = v0_33_manager.BatchExecutionDescriptor
 
     class ModelCudaGraphManager(v0_33_manager.CudaGraphManager):
-        """Decides as vLLM's manager; its graphs are names."""
+        """Dispatches as vLLM's manager does; its graphs are names."""
 
         __module__ = defined.__name__
 
@@ -216,11 +216,11 @@ def second_runner() -> dict[str, ModuleType]:
 
 
 def worker_module() -> dict[str, ModuleType]:
-    """Return the module of vLLM's worker, by name."""
+    """Return the module of vLLM's worker by name."""
     module = ModuleType("vllm.v1.worker.worker_base")
 
     class Worker:
-        """Warms up by a step that looks like one of a request, as with the second runner."""
+        """Warms up by a step that looks like a request's, as the second runner does."""
 
         def __init__(self, runner: Any) -> None:
             self.model_runner = runner
@@ -229,7 +229,7 @@ def worker_module() -> dict[str, ModuleType]:
             return self.model_runner.execute_model(8, 8, None)
 
     class WorkerWrapperBase:
-        """Holds a worker, and hands it its memory for keys and values."""
+        """Holds a worker and allocates its KV cache."""
 
         def __init__(self, runner: Any) -> None:
             self.worker = Worker(runner)
@@ -243,7 +243,7 @@ def worker_module() -> dict[str, ModuleType]:
 
 
 def installed(monkeypatch: Any, *groups: dict[str, ModuleType]) -> Iterator[None]:
-    """Put modules where vLLM has them."""
+    """Install modules under vLLM's names."""
     for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu", "vllm.v1.spec_decode"):
         package = ModuleType(name)
         package.__path__ = []

@@ -1,8 +1,8 @@
-"""Loads the real dispatchers of published releases, if they were fetched (``make rivals``).
+"""Load the real dispatchers of published releases, if fetched (``make rivals``).
 
-Only the dispatcher's module is run as it is. Its imports are met by stand-ins that hold the real
-descriptor, mode and counting function, taken one by one from the modules that define them, since
-those modules import much of vLLM.
+Only the dispatcher's module is executed unchanged. Stand-ins replace its imports. They hold the
+real descriptor, mode and counting function, each extracted from its module, because these modules
+import much of vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_fetched(release: str) -> bool:
 
 
 def runner_tree(release: str) -> ast.Module:
-    """The syntax of the model runner, which is far too large to be run here."""
+    """Return the syntax tree of the model runner, which is too large to execute here."""
     return ast.parse((folder(release) / "v1" / "worker" / "gpu_model_runner.py").read_text())
 
 
@@ -52,7 +52,7 @@ def _definition(release: str, file: str, name: str) -> Any:
 
 @contextmanager
 def loaded(release: str) -> Iterator[ModuleType]:
-    """Put a release's dispatcher where vLLM has it, for as long as the block runs."""
+    """Install a release's dispatcher under vLLM's name within the block."""
     stubs: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.v1": {},

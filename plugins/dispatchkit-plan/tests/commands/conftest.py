@@ -1,4 +1,4 @@
-"""A way to run the command line with the plugins of this distribution and the default policy."""
+"""Fixture that runs the command line with this distribution's plugins and the default policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("dispatchkit_vllm")
 
 @attrs.frozen
 class Outcome:
-    """Exit code and what went to the two streams."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -25,9 +25,9 @@ class Outcome:
 def run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Outcome]:
-    """Run a command in this process; unexpected exceptions come through.
+    """Run a command in this process; unexpected exceptions propagate.
 
-    The current folder is an empty one, with no ``pyproject.toml`` to read at each run.
+    The working directory is empty, so that no ``pyproject.toml`` is read.
     """
     from dispatchkit.cli import run as run_app
 

@@ -1,4 +1,4 @@
-"""A trace and what is made of it, for tests of reports."""
+"""A trace, its account and its simulations, for tests of reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
 
 @pytest.fixture(scope="session")
 def trace() -> Any:
-    """An excerpt of a real trace."""
+    """Read an excerpt of a real trace."""
     from dispatchkit.observe.trace import read_trace
 
     return read_trace(TRACE)
@@ -24,7 +24,7 @@ def trace() -> Any:
 
 @pytest.fixture(scope="session")
 def plugins() -> Any:
-    """The default policy's plugin alone."""
+    """Load only the plugin of the default policy."""
     from dispatchkit import load_plugins
 
     return load_plugins(allow=["vllm"], environ={})
@@ -32,7 +32,7 @@ def plugins() -> Any:
 
 @pytest.fixture(scope="session")
 def account(trace: Any, plugins: Any) -> Any:
-    """The trace under the default policy."""
+    """Account for the trace under the default policy."""
     from dispatchkit import Dispatcher
     from dispatchkit.observe import trace_config
 
@@ -45,7 +45,7 @@ def account(trace: Any, plugins: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def simulations(trace: Any, plugins: Any) -> Any:
-    """The trace under three lists of sizes."""
+    """Simulate the trace under three lists of sizes."""
     from dispatchkit_plan import Scenario, simulate_all
 
     scenarios = [
@@ -57,7 +57,7 @@ def simulations(trace: Any, plugins: Any) -> Any:
 
 
 def statistics_of_a_runner() -> dict[str, Any]:
-    """Two samples of a runner, as they are saved, with arms of a learning policy."""
+    """Return saved statistics: two samples of a runner and the arms of an adaptive policy."""
     full = "FULL tokens=8 reqs=8 uniform=1"
 
     def sample(factor: int) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def statistics_of_a_runner() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def make_statistics() -> Callable[[], dict[str, Any]]:
-    """What a runner that serves has saved, each time anew."""
+    """Return a factory of saved statistics."""
     return statistics_of_a_runner
 
 
 @pytest.fixture
 def statistics() -> dict[str, Any]:
-    """What a runner that serves has saved."""
+    """Return saved statistics of a runner."""
     return statistics_of_a_runner()

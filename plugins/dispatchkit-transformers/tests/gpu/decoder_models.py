@@ -19,7 +19,7 @@ _LLAMA_LIKE = {
 
 
 def llama(**settings: Any) -> Any:
-    """Return a Llama-like model whose heads share keys."""
+    """Return a Llama-like model with grouped key heads."""
     config = {**_LLAMA_LIKE, **settings}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
 
@@ -40,7 +40,7 @@ def gpt2(**settings: Any) -> Any:
 
 
 def gemma3(**settings: Any) -> Any:
-    """Return a model with windows in all layers but the last."""
+    """Return a model with sliding windows in all layers but the last."""
     config = {
         **_LLAMA_LIKE,
         "head_dim": 32,
@@ -52,7 +52,7 @@ def gemma3(**settings: Any) -> Any:
 
 
 def qwen35(**settings: Any) -> Any:
-    """Return a hybrid of linear and full attention."""
+    """Return a hybrid model of linear and full attention."""
     config = {
         **_LLAMA_LIKE,
         "num_hidden_layers": 4,
