@@ -170,7 +170,7 @@ class SlotRows:
         watch: Watch over the step's writes to the rows, or None.
 
     Attributes:
-        index: As passed. To write parts of rows, use it with ``bank``:
+        index: As given. To write parts of rows, use it with ``bank``:
             ``rows.bank("keys")[rows.index, :, positions] = keys``.
     """
 
@@ -252,8 +252,8 @@ class SlotState:
         device: Device of the banks; None means torch's default device.
 
     Attributes:
-        num_slots: As passed.
-        compact: As passed.
+        num_slots: As given.
+        compact: As given.
         is_raw: Whether steps address the banks themselves.
         static_input: Declaration of the slots as an input of runners.
 
@@ -728,7 +728,7 @@ class SavedRows:
         index: Slots of the step (B,).
 
     Attributes:
-        index: As passed.
+        index: As given.
         saved: Rows of each bank, by their name in messages.
     """
 

@@ -537,7 +537,7 @@ class TestStaticInput:
         "shape", [(None, None), (-1,), (True,), (1.5,), ("two rows",), "rows", 1.5, {"x": 3}]
     )
     def test_bad_shapes(self, shape):
-        with pytest.raises(ConfigError, match=r"shape must be a tuple .* Write \(None, 16\)"):
+        with pytest.raises(ConfigError, match=r"a tuple .* For example, pass \(None, 16\)"):
             StaticInput(shape, "int64")
 
     @pytest.mark.parametrize("host", ["no", 1, None])
@@ -553,7 +553,7 @@ class TestStaticInput:
             StaticInput((None,), "flot32")
         assert re.fullmatch(
             r"dtype must be one of \d+ names, got 'flot32'\. Did you mean 'float32'.*\? "
-            r"Common ones: bool, int32, .*",
+            r"Common dtypes: bool, int32, .*",
             str(caught.value),
         )
         assert "float8_e4m3fn" in caught.value.known

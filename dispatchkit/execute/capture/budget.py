@@ -1,11 +1,11 @@
 """Budgets for the number and memory of graphs, and the order of eviction.
 
 A budget in bytes is never exceeded: a rehearsal on the device measures the memory of a graph, and a
-capture that would not fit is not begun. Because the graphs of a pool share memory, the whole pool
+graph that would not fit is not captured. Because the graphs of a pool share memory, the whole pool
 is released to free memory, and graphs that are still needed are captured again.
 
-Two budgets in bytes may apply: the runner's own for the lane's pool and outputs, and that of a
-``GraphMemory`` for all memory that runners share.
+Two budgets in bytes may apply. The budget of a runner covers the pool and outputs of its lane; the
+budget of a ``GraphMemory`` covers all memory that its runners share.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _evict_others(self, passed: _ExceededBudget) -> bool:
-        """Evict an idle pool or a graph with memory of its own; return whether one was evicted."""
+        """Evict an idle pool, or a graph with separate memory; return whether one was evicted."""
         if passed.is_shared and self._evict_idle():
             return True
         holding = [

@@ -156,9 +156,9 @@ class Capturer:
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
     def is_current(self, captured: CapturedKey) -> bool:
-        """Return whether eager still computes what a graph was captured from.
+        """Return whether nothing that is built into a graph has been replaced since its capture.
 
-        If not, comparing the two reveals nothing about the graph; its next replay detects the
+        Otherwise a comparison with eager shows nothing about the graph. Its next replay detects the
         replacement.
         """
         if difference(captured.guard, self._guard.now()):
@@ -347,7 +347,7 @@ class Capturer:
                     is_again = True
             finally:
                 modes.put_back()
-        finally:  # repeated, because a signal handler may have raised in the first one
+        finally:  # repeated, because a signal handler may have raised in the first call
             modes.put_back()
 
     def _classify_changes(self, changed: PythonChangedError, key: GraphKey) -> None:
@@ -362,7 +362,7 @@ class Capturer:
 
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
-                buffers.clean_from = buffers.clean_to = 0  # no row is known to hold fill
+                buffers.clean_from = buffers.clean_to = 0  # no row contains fill for certain
                 with self._warmups.contents_watched(key, snapshot):
                     self._warmups.run_once(key)
                 buffers.reset()

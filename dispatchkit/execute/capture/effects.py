@@ -40,7 +40,7 @@ from dispatchkit.execute.step.values import ValueWatch
 MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
 _CACHE: Final = "cache"
-_OTHER_THREAD: Final = "not the step's"
+_OTHER_THREAD: Final = "other thread"
 _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -269,7 +269,7 @@ class PythonEffects:
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> str:
-        """Return the class of a step's Python effects, which may be a reason for eager."""
+        """Return ``_CACHE``, ``_OTHER_THREAD`` or the reason why the step must run eager."""
         snapshot.restore()
         first = _copies(leaves_of(run()))
         made = before.changes()

@@ -133,7 +133,7 @@ class GraphMaker:
         """
         lane = self._lane
         if admission is not None:
-            # Uses other memory, because callers may still read earlier results in the lane's.
+            # Uses other memory, because callers may still read results in the lane's memory.
             others = _targets_in(SharedMemory(self._device), slots)
 
             def trial() -> Any:

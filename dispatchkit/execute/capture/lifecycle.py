@@ -279,7 +279,7 @@ class Lifecycle:
                 continue
             try:
                 self._capturer.warm(key)
-            except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
+            except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
                 problem = as_capture_error(error, key)
                 failed[key] = f"{problem.reason}: {problem}"
         return failed
@@ -328,10 +328,10 @@ class Lifecycle:
         is_captured = self.graphs.entry(key).state is KeyState.CAPTURED
         reason = "" if is_captured else self.expected_wait(key)
         self._seen[key] += 1
-        if is_captured or reason:  # if captured, that was after the plan was made
+        if is_captured or reason:  # the key may have been captured after the plan was created
             return reason
         self._try(key, evict=True, sample=sample, is_awaited=True)
-        self._budget.warn_of_churn()  # separate, so that a raising warning fails no capture
+        self._budget.warn_of_churn()  # after the capture, which a warning as error must not fail
         return ""
 
     def expected_wait(self, key: GraphKey) -> str:
@@ -421,7 +421,7 @@ class Lifecycle:
         handled = sys.exception()
         try:
             return prove()
-        except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
+        except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
             problem = as_capture_error(error, step.key)  # names the line; lost below
             clear_traceback(error, handled)
             self.graphs.fail_step(step, str(problem))
@@ -475,7 +475,7 @@ class Lifecycle:
             return
         try:
             captured.row_values[num_tokens] = self._capturer.values_at(captured, num_tokens)
-        except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+        except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
             problem = as_capture_error(error, captured.key)
             self.graphs.fail_step(captured, f"{problem.reason}: {problem}")
 
@@ -646,7 +646,7 @@ class Lifecycle:
                 lost = self._lane.group.clear()
                 captured = self._capturer.capture(key, others, admission, sample)
             self._budget.check(key, captured, evict=evict)
-        except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+        except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
             # Frames refer to tensors, so a stored error would keep memory of graphs alive. An error
             # that refers to its own frame would do so until the next garbage collection.
             problem = as_capture_error(error, key)  # names the line; lost below

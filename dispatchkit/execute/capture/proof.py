@@ -341,7 +341,7 @@ class RowProver:
         *,
         is_free: bool = False,
     ) -> Iterator[_Trial]:
-        # Steps that ran between operators of the capture may have left their rows.
+        # Steps that ran between operators of the capture may have left rows in the buffers.
         self._lane.buffers_of(captured.key).reset()
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
@@ -546,13 +546,16 @@ class _Outputs:
         """Describe the first difference from a layout."""
         index = None if self.structure != layout.structure else self._first_mismatch(layout, count)
         if index is None:
-            return f"the outputs for {count} rows have a different structure in eager steps"
+            return f"the outputs have a different structure in an eager run of {count} rows"
         leaf, one = self.leaves[index], layout.leaves[index]
         if not isinstance(leaf, torch.Tensor):
-            return f"output {index} is {leaf!r:.60} in eager for {count} rows"
+            return f"output {index} is {leaf!r:.60} in an eager run of {count} rows"
         want = tuple(count if size is None else size for size in one.shape)
         shape = tuple(leaf.shape)
-        return f"output {index} is {shape} in eager for {count} rows, but {want} in the graph"
+        return (
+            f"output {index} has shape {shape} in an eager run of {count} rows, but {want} in the "
+            "graph"
+        )
 
     def _first_mismatch(self, layout: OutputLayout, count: int) -> int | None:
         pairs = enumerate(zip(layout.leaves, self.leaves, strict=True))

@@ -160,11 +160,11 @@ class GraphedCalls:
         settings: Settings of the runners.
 
     Attributes:
-        target: As passed.
+        target: As given.
         module: The target if it is a module, else None.
-        settings: As passed.
+        settings: As given.
         memory: Memory that the runners share: a budget, an account and, if possible, a pool.
-        batch_dims: As passed.
+        batch_dims: As given.
         grows: Whether sizes are undeclared, so that the sizes of each form grow with its largest
             batch.
     """

@@ -132,7 +132,7 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
 
 
 def _no_tensor(value: Any) -> str:
-    """Describe a value that is not a tensor, with a hint on how to pass it."""
+    """Describe a value that is not a tensor, and how to pass it."""
     hint = ". To pass arrays or lists, declare the input with host=True"
     if hasattr(value, "__array_interface__"):
         return f"an array of {value.dtype}{hint}"

@@ -55,7 +55,7 @@ class InputSet:
                 raise ConfigError(
                     f"inputs[{name!r}]",
                     spec.shape,
-                    "a shape without axes, because the runner declares none",
+                    "a shape without axis names, because the runner declares no axes",
                     "Add the axes to DispatchConfig(axes=...).",
                 )
             if name in RESERVED_NAMES or not str(name).isidentifier():

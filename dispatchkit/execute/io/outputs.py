@@ -297,7 +297,7 @@ class SharedMemory:
         return self.owns(tensor.untyped_storage())
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage is that of a current block."""
+        """Return whether a storage belongs to a current block."""
         identity = storage._cdata
         return any(block.untyped_storage()._cdata == identity for block in self._blocks.values())
 
@@ -344,7 +344,7 @@ def cut(
         elif (dim := one.batch_dim) is None:  # includes open outputs, which are never cut
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
-            raise _undeclared(index, f"has {leaf.shape[dim]} rows for a call of {num_rows}")
+            raise _undeclared(index, f"has {leaf.shape[dim]} rows in a call with {num_rows}")
         else:
             result.append(leaf.narrow(dim, 0, num_rows))
     return result

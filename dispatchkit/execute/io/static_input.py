@@ -27,7 +27,8 @@ def parse_dtype(value: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         known = {n for n in vars(torch) if isinstance(getattr(torch, n), torch.dtype)}
         hint = (
-            "Common ones: bool, int32, int64, float16, bfloat16, float32; a torch.dtype works too."
+            "Common dtypes: bool, int32, int64, float16, bfloat16, float32. A torch.dtype is also "
+            "accepted."
         )
         raise UnknownNameError("dtype", name, known, hint)
     return found
@@ -65,7 +66,7 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
             value,
             "a tuple of nonnegative whole numbers and axis names, with at most one None, the batch "
             "dimension",
-            "Write (None, 16), for example.",
+            "For example, pass (None, 16).",
         )
     return shape
 

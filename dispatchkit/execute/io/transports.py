@@ -26,7 +26,7 @@ _copy: Any = torch._foreach_copy_  # Any, because its stub accepts only lists an
 
 
 class Transport(Protocol):
-    """Copies batches of one size into the static input buffers of one graph.
+    """Protocol of a copy of batches of one size into the static input buffers of one graph.
 
     Both methods are called under the runner's lock, immediately before the launch. The graph then
     reads the rows of the batch, followed by fill up to its bucket.

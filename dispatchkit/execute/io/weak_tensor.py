@@ -8,8 +8,9 @@ import torch
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a device tensor that does not own its memory.
 
-    This is how weak outputs work: the allocator may reuse the memory for later graphs of the pool.
-    On a CPU the tensor itself is returned, because its freed memory could return to the system.
+    Weak outputs are such aliases, so the allocator may reuse their memory for later graphs of the
+    pool. On a CPU the tensor itself is returned, because its freed memory could return to the
+    system.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor

@@ -89,10 +89,10 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 
 
 def _why_not_shared(work: Workload, number: int) -> str:
-    """Return why lanes must not share a pool with other runners; empty if they may.
+    """Return why lanes need a pool of their own; empty if they may share one with other runners.
 
-    Otherwise, steps could overlap, or steps of another runner could overwrite results before they
-    are read.
+    In a shared pool, their steps could overlap, or steps of another runner could overwrite results
+    before they are read.
     """
     options = work.spec.options
     if number > 1:

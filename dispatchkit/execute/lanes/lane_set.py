@@ -430,7 +430,7 @@ class LaneSet(Sequence[Executor]):
         first = self._first
         first.notices.policy_at_fault(error, None, first.dispatcher.epoch)
         warn_at_call(
-            f"{error}. Such steps run on the least busy lane. Warned once; "
+            f"{error}. These steps run on the least busy lane. Warned once; "
             "runner.lanes.num_faults counts them.",
             LanePolicyWarning,
         )

@@ -113,7 +113,7 @@ class GraphMemory:
             raise ConfigError(
                 "sleeps",
                 False,
-                "True for a memory that can sleep",
+                "True to put the memory to sleep",
                 f"Create it with GraphMemory(sleeps=True). {_INSTEAD}",
             )
         total = 0

@@ -83,8 +83,8 @@ class CalibrationRuns:
                 try:
                     steps += self._run_all(runs)
                 except ReplayError:
-                    # The graph is marked as failed and state is restored. No step of the caller
-                    # failed, so neither does the capture.
+                    # The graph is marked as failed and state is restored. The capture succeeds,
+                    # because no step of the caller has failed.
                     break
         return steps
 

@@ -167,7 +167,7 @@ class Checker:
         where = (
             "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))
         )
-        return f"The results agree for now, but since the capture: {where}." if where else ""
+        return f"The results are still equal, but since the capture: {where}." if where else ""
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
         """Return copies of views, and overwrite those of the previous call.

@@ -178,7 +178,7 @@ class EagerRunner:
         if self.strict:
             raise NoGraphError(
                 f"A step of {what} has no graph to run: {reason}. {have} "
-                "Set strict=False in its options to run such steps eager.",
+                "Set strict=False in the options to run these steps eager.",
                 reason=reason,
                 nearest=nearest,
             )
@@ -279,11 +279,11 @@ class EagerRunner:
             ) from different
         if self._once.first(different.line):
             warn_at_call(
-                f"The eager call at {different.line} returned another result than in the capture "
-                f"({different.problem}), so a step of {counted(num_tokens, 'token')} ran eager. "
-                "Return the same shapes, types and strides every time, or run more of the step "
-                "eager there. Warned once for each line; runner.stats().differing_calls counts "
-                "them.",
+                f"The eager call at {different.line} returned a different result than in the "
+                f"capture ({different.problem}), so a step of {counted(num_tokens, 'token')} ran "
+                "eager. Return the same shapes, types and strides every time, or move more of the "
+                "step into the eager call. Warned once for each line; "
+                "runner.stats().differing_calls counts them.",
                 EagerStepWarning,
             )
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)

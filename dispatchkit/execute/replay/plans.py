@@ -32,7 +32,7 @@ from dispatchkit.observe.counters import StepCount
 
 
 class _Again:
-    """The result of a plan that has not run the step: look up the decision again."""
+    """The return value of a plan that has not run the step; look up the decision again."""
 
 
 AGAIN: Final = _Again()

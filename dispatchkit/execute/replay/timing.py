@@ -28,14 +28,14 @@ MAX_PENDING = 256
 #: Number of steps with a timed, steady decision per measured step.
 SAMPLE_EVERY = 16
 
-#: Fraction of the host time that is a step's time if the host is slower than the device. It is
-#: below 1 because the device does not always wait for the host.
+#: Fraction of the host time that counts as the time of a step if the host is slower than the
+#: device. It is below 1 because the device does not always wait for the host.
 HOST_SHARE = 0.9
 
 # Number of times kept per graph and per size of eager steps, for explanations.
 KEPT_TIMES = 64
 
-# Number of host times kept per graph and for eager steps; only of submissions that did not wait.
+# Number of host times of submissions without a wait, kept per graph and for eager steps.
 KEPT_SUBMITS = 16
 
 T = TypeVar("T")

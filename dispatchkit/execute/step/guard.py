@@ -67,14 +67,14 @@ def address_reader(module: torch.nn.Module) -> Callable[[], int]:
     The tensor is one that every move or conversion of the module replaces.
     """
     tensors = [*module.parameters(), *module.buffers()]
-    tensors = [one for one in tensors if one.layout is torch.strided]  # with a single address
+    tensors = [one for one in tensors if one.layout is torch.strided]
     floating = [one for one in tensors if one.is_floating_point()]
     found = floating or tensors
     return found[0].data_ptr if found else int  # int() returns 0 without a Python frame
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:
-    """Return the reason for the first property that differs; empty if none does."""
+    """Return the reason for the first property that differs; empty if all are equal."""
     for name, then, current in zip(FACTS, made_under, now, strict=True):
         if then != current:
             return name

@@ -42,7 +42,7 @@ _Class = TypeVar("_Class")
 MISSING: Final = object()
 """Marker of a missing entry."""
 
-#: View that marks the end of another view; otherwise an item could move between containers unseen.
+#: Marks the end of a view, so that an item that moves from one container to the next is detected.
 _END: Final = (object(),)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

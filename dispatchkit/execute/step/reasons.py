@@ -80,7 +80,7 @@ NEXT_STEPS: Mapping[str, str] = {
         "before vllm, which then decides these batches."
     ),
     Reason.POLICY_ERROR: "The policy broke its contract; runner.explain() shows how.",
-    Reason.REPLAY_FAILED: "print(runner) shows what the replay raised.",
+    Reason.REPLAY_FAILED: "print(runner) shows the error of the replay.",
     Reason.CHECK_FAILED: "print(runner) shows how the replay differed from eager.",
     Reason.CALL_DIFFERS: (
         "A function under @eager_region returned other shapes, types, strides or values than in "

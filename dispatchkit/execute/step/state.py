@@ -265,9 +265,9 @@ class WriteWatch(OperationMode):
         peak_bytes: Peak size in bytes of live tensors that the run created.
         draws: Whether an operation changed the state of a generator. For example, attention may
             draw random numbers, but does not without dropout.
-        accepts_any_number: Whether all operations accept arbitrary numbers. Exceptions are
-            operations that convert floating-point numbers to integers, draw with probabilities,
-            assert, or are not part of torch.
+        accepts_any_number: Whether all operations accept arbitrary numbers. False after an
+            operation that converts floating-point numbers to integers, draws with probabilities,
+            asserts, or is not part of torch.
     """
 
     def __init__(

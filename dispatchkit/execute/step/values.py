@@ -1,9 +1,9 @@
 """Detect changes of values and tensors that are built into graphs.
 
-A graph contains the address of each weight and the outcome of each branch at its capture. Replacing
-a weight, switching an adapter or changing a configuration field has no effect on it. Therefore
-every sixteenth step of a lane compares the next sixteen values. If torch reports that a parameter,
-buffer or submodule was assigned, the next replay compares all values.
+A graph contains the address of each weight and the outcome of each branch at its capture, so
+replacing a weight, switching an adapter or changing a configuration field has no effect on the
+graph. Every sixteenth step of a lane compares the next sixteen values. If torch reports that a
+parameter, buffer or submodule was assigned, the next replay compares all values.
 
 Values of classes, and globals named in their code, form a separate round from values of objects,
 modules and functions, because libraries have many tables that hardly ever change.
