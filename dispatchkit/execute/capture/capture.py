@@ -74,7 +74,8 @@ class Capturer:
         guard: Guard that reads the modes of the capture.
         share_outputs: Function that returns whether graphs write outputs to memory that they share.
         prove_rows: Whether to prove that padding does not change the rows of a batch.
-        rows_independent: Whether rows are declared independent of each other, which is then proven.
+        rows_independent: Whether rows are declared independent of each other, so that captures
+            prove it.
         keeps_outputs: Whether callers may still read the last results of a graph.
         notes_facts: Whether to store the values built into each graph, for check mode.
         break_on_unsafe: Whether operators tagged as unsafe to capture run eager in segments.
@@ -156,10 +157,10 @@ class Capturer:
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
 
     def is_current(self, captured: CapturedKey) -> bool:
-        """Return whether nothing that is built into a graph has been replaced since its capture.
+        """Return whether all values that are built into a graph are current.
 
-        Otherwise a comparison with eager shows nothing about the graph. Its next replay detects the
-        replacement.
+        If one was replaced, a comparison with eager shows nothing about the graph, whose next
+        replay detects the replacement.
         """
         if difference(captured.guard, self._guard.now()):
             return False

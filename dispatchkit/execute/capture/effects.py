@@ -45,7 +45,7 @@ _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class PythonChangedError(CaptureError):
-    """A run changed Python state, which was restored.
+    """A run changed Python state; the changes were undone.
 
     Args:
         entries: Changed entries.
@@ -220,8 +220,8 @@ class PythonEffects:
     ) -> None:
         """Classify the Python effects of a step, and raise if it cannot be captured now.
 
-        The step can be captured if it created a cache, which is kept, or if another thread made the
-        change, which is then applied again.
+        The step can be captured if it created a cache, or if another thread made the change. The
+        cache is kept, and the change of the other thread is applied again.
 
         Args:
             error: Error with the changes of a run.

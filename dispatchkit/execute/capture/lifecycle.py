@@ -331,7 +331,8 @@ class Lifecycle:
         if is_captured or reason:  # the key may have been captured after the plan was created
             return reason
         self._try(key, evict=True, sample=sample, is_awaited=True)
-        self._budget.warn_of_churn()  # after the capture, which a warning as error must not fail
+        # Separate from the capture, which must not fail if the warning is raised as an error.
+        self._budget.warn_of_churn()
         return ""
 
     def expected_wait(self, key: GraphKey) -> str:
@@ -437,7 +438,7 @@ class Lifecycle:
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
         """Return why a batch would run eager even if a key had a graph; empty if it would replay.
 
-        The reason is that of other graphs of the family. A lazy runner then skips the capture.
+        The reason is taken from other graphs of the family. A lazy runner then skips the capture.
         """
         if num_tokens == key.num_tokens:
             return ""
@@ -468,8 +469,8 @@ class Lifecycle:
     def measure_values(self, captured: CapturedKey, num_tokens: int) -> None:
         """Measure the Python values that a step returns for a number of rows.
 
-        If the step cannot run with this number of rows, its graph is disabled. Under modes other
-        than those of the capture nothing is measured, because steps do not replay then.
+        If the step cannot run with this number of rows, its graph is disabled. Nothing is measured
+        if the modes differ from those of the capture, because steps do not replay in this case.
         """
         if not self._capturer.is_current(captured):
             return
@@ -572,7 +573,7 @@ class Lifecycle:
             key: Key to capture.
             evict: Whether other graphs may be evicted.
             sample: Inputs of the step that requests the key.
-            is_awaited: Whether a step waits for the capture, which is logged.
+            is_awaited: Whether a step waits for the capture, so that the wait is logged.
         """
         start, before = time.perf_counter(), self._lane.num_bytes()
         attempt = self._attempt(key, sample, evict=evict)

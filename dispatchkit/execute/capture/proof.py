@@ -697,7 +697,7 @@ class _Trial:
         warmups: Warmups, which record the state that the step changes.
 
     Attributes:
-        has_overflown: Whether results before noise are not finite where others are finite.
+        has_overflown: Whether rows were not finite before noise, but finite before fill.
         draws_alike: Whether the step draws the same random numbers for any number of rows.
     """
 
@@ -934,7 +934,7 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
 
 
 def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
-    """Return whether results before noise are not finite where those before fill are finite."""
+    """Return whether rows are not finite before noise, but finite before fill."""
     for _, one, other in _pairs(noisy, filled):
         is_finite = _numbers(one).isfinite()
         if bool((~is_finite & _numbers(other).isfinite()).any()):

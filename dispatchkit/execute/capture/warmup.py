@@ -270,7 +270,7 @@ class Warmups:
 
         Returns:
             The cuts of the key. For an eager step, the cuts of all captured keys with the same
-            values of exact axes. None if there are no such cuts or the keys disagree.
+            values of exact axes. None if the keys have no cuts or disagree.
         """
         if self._axes is None:
             return ()

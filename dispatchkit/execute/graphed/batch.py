@@ -22,7 +22,7 @@ def guess_batch_dims(
     """Return the batch dimension of each tensor of a call, or None.
 
     Args:
-        tensors: The call's tensors.
+        tensors: Tensors of the call.
         known: Result for earlier calls of the same kind, or None. A tensor that was unbatched there
             stays unbatched.
         time_first: Whether the target takes time-first sequences.

@@ -31,7 +31,7 @@ class GraphedFunction:
     """A function whose calls run through graphs; created by ``graphed``.
 
     Attributes:
-        graphed: The calls and their graphs, with ``stats()``, ``capture()``, ``runners`` and
+        graphed: Calls and their graphs, with ``stats()``, ``capture()``, ``runners`` and
             ``invalidate()``.
     """
 
@@ -99,7 +99,7 @@ def graphed(
 
     Returns:
         For a module, a module that shares its parameters, attributes and hooks; for a function, a
-        function. Its attribute ``graphed`` has the counters and runners, and captures in advance.
+        function. Its attribute ``graphed`` has counters, runners, and methods such as ``capture``.
 
     Raises:
         ConfigError: A setting is invalid, or the argument is not a module or a function.

@@ -72,7 +72,7 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         values: Values in declared order; arrays for host inputs.
 
     Raises:
-        InputError: An input is invalid; names the first one.
+        InputError: An input is invalid; the message names the first invalid input.
     """
     rows: int | None = None
     first = ""
@@ -88,8 +88,8 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif not tensor.is_meta and (kind := unsupported_kind(tensor)):
             raise InputError(
                 name,
-                f"Input {name!r} must be a plain strided tensor, got one that is {kind}. Convert "
-                "it before the call with to_dense(), to_padded_tensor(), dequantize() or "
+                f"Input {name!r} must be a plain strided tensor, got a tensor that is {kind}. "
+                "Convert it before the call with to_dense(), to_padded_tensor(), dequantize() or "
                 "as_subclass(torch.Tensor).",
             )
         elif tensor.dtype is not spec.dtype:

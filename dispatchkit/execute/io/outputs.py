@@ -46,7 +46,7 @@ class LeafLayout:
             keeps.
         shape: Shape of a tensor, with None as its batch dimension.
         dtype: Data type of a tensor.
-        value: The constant, or an example of a ``value``.
+        value: Constant, or an example of a ``value``.
     """
 
     kind: str

@@ -39,7 +39,7 @@ class _Object:
         cls: Class of the object.
         names: Names of the object's attributes.
         inside: Structure of the list of its items, if any, followed by its attribute values.
-        own: The object itself, if the step keeps it and returns it every time; otherwise None.
+        own: The object itself if the step keeps it and returns it every time, otherwise None.
     """
 
     cls: type

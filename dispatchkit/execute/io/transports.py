@@ -46,7 +46,7 @@ class Transport(Protocol):
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
-            readable: The second result of ``InputSet.check`` for these values.
+            readable: Second result of ``InputSet.check`` for these values.
 
         Raises:
             ReplayError: The copy node can neither be set nor stopped, so a launch would copy inputs

@@ -53,10 +53,10 @@ class StepFuture:
 
     Args:
         result: Return value of the step, whose data is available when the step is done.
-        in_flight: The record of the step in flight.
+        in_flight: Record of the step in flight.
         lane: Index of the lane.
         is_device: Whether its tensors are in memory of a CUDA device.
-        memory: The lane, if its next step may overwrite the result.
+        memory: The lane if its next step may overwrite the result, otherwise None.
 
     Thread safety: any number of threads may wait for it.
     """
@@ -179,7 +179,7 @@ class InFlight:
     Args:
         done: Event recorded after the step.
         num_tokens: Number of tokens.
-        tensors: The tensors that the step reads; released when it is done.
+        tensors: Tensors that the step reads; released when it is done.
         unused: List to which the event is returned for reuse.
     """
 
@@ -198,7 +198,7 @@ class LaneQueue:
 
     Args:
         index: Index of the lane.
-        executor: The executor of the lane.
+        executor: Executor of the lane.
     """
 
     def __init__(self, index: int, executor: Executor) -> None:
@@ -271,10 +271,10 @@ class LaneSet(Sequence[Executor]):
     The items of this sequence are the executors of the lanes.
 
     Args:
-        executors: The executor of each lane.
-        chooser: The lane chooser; None for a single lane.
-        placement: The lanes on which keys are captured.
-        reader: The reader, which binds and validates the inputs of steps.
+        executors: Executor of each lane.
+        chooser: Lane chooser; None for a single lane.
+        placement: Lanes on which keys are captured.
+        reader: Reader that binds and validates the inputs of steps.
         lock: Held while the host submits a step.
 
     Attributes:

@@ -29,14 +29,14 @@ class CalibrationRuns:
     """A runner of the calibration runs that a policy requests.
 
     Args:
-        dispatcher: The dispatcher of the policy.
-        planner: The planner, for replays of the largest graph.
-        lifecycle: The lane's graphs.
-        timings: The measured steps.
-        lane: The lane of the runs.
-        warmups: The warmups, which record the state that the step changes.
-        inputs: The static inputs.
-        counters: The step counters, which calibration runs do not change.
+        dispatcher: Dispatcher of the policy.
+        planner: Planner, for replays of the largest graph.
+        lifecycle: Life cycle of the lane's graphs.
+        timings: Measurements of steps.
+        lane: Lane of the runs.
+        warmups: Warmups that record the state that the step changes.
+        inputs: Static inputs.
+        counters: Step counters, which calibration runs do not change.
         is_off: Whether calibration is off, as in check mode.
     """
 

@@ -1,7 +1,7 @@
 """Check mode: compare replays with eager, and overwrite earlier views.
 
-A checked step runs twice, with the same state and the same random numbers. Results and state are
-compared, and those of the eager run are kept. A graph that differed is not used again.
+A checked step runs twice, with the same state and the same random numbers. The results and state of
+both runs are compared, and those of the eager run are kept. A graph that differs is not used again.
 """
 
 from __future__ import annotations
@@ -103,17 +103,17 @@ class Checker:
         case only the graph runs.
 
         Args:
-            step: The captured key. Its outputs in the lane's memory are overwritten first, which
+            step: Captured key. Its outputs in the lane's memory are overwritten first, which
                 reveals outputs that the graph does not write.
             num_tokens: Number of rows of the batch.
             replay: Function that replays the graph and returns a copy of the results. If the step
                 runs eager instead, nothing is compared.
             eager: Function that runs the step eager.
-            tensors: The inputs; None for an in-place step.
+            tensors: Inputs of the step; None for an in-place step.
 
         Returns:
-            The eager result, or that of the replay if nothing was compared, and a description of
-            the difference (empty if there is none).
+            The eager result, or the result of the replay if nothing was compared; and a description
+            of the difference, which may be empty.
         """
         step.lane.order()
         before = self._snapshot()
@@ -170,7 +170,7 @@ class Checker:
         return f"The results are still equal, but since the capture: {where}." if where else ""
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return copies of views, and overwrite those of the previous call.
+        """Return copies of views, and overwrite the copies of the previous call.
 
         An outdated view then contains NaN, or the largest number of its dtype, instead of plausible
         values of another call.

@@ -77,8 +77,8 @@ class StateCheck:
         """Describe differences of the current state from the replay's; empty if equal.
 
         Args:
-            before: The state before the step, from which both runs started.
-            replayed: The result of ``now`` after the replay.
+            before: State before the step, from which both runs started.
+            replayed: Result of ``now`` after the replay.
             is_padded: Whether the replay had padding rows.
         """
         found = []
@@ -108,7 +108,7 @@ class StateCheck:
         """Record the elements that an eager step changed.
 
         Args:
-            before: The result of ``now`` before the step.
+            before: Result of ``now`` before the step.
         """
         for name, (storage, dtype) in self._state().items():
             if name in before:

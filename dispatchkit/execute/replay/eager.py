@@ -44,19 +44,19 @@ class EagerRunner:
     from eager.
 
     Args:
-        warmups: The warmups, which record the state that the step changes.
-        inputs: The static inputs; with axes, those of the smallest buckets.
-        axes: The inputs with axes, if any.
+        warmups: Warmups that record the state that the step changes.
+        inputs: Static inputs; with axes, those of the smallest buckets.
+        axes: Inputs with axes, or None.
         row_count: Name of the input that receives the number of real rows, if any.
-        lane: The lane, which orders eager steps and replays.
-        lifecycle: The lane's graphs.
-        counters: The step counters.
-        checker: The checker, if check mode is on.
+        lane: Lane that orders eager steps and replays.
+        lifecycle: Life cycle of the lane's graphs.
+        counters: Step counters.
+        checker: Checker in check mode, otherwise None.
         strict: Whether a downgrade to eager raises.
 
     Attributes:
         strict: As given; may be changed while serving.
-        exact: The only decision that the current step may run under; None for any.
+        exact: Only decision that the current step may run under; None for any.
         num_runs: Number of steps that ran eager.
     """
 
@@ -127,8 +127,8 @@ class EagerRunner:
         """Run a validated call; count the reason, and warn about a downgrade.
 
         Args:
-            reason: The reason why no graph runs.
-            tensors: The inputs; None for the contents of the static inputs.
+            reason: Reason why no graph runs.
+            tensors: Inputs of the step; None for the contents of the static inputs.
             num_tokens: Number of rows.
             missed: Key of the graph that would have run, if any.
 

@@ -42,18 +42,19 @@ class Planner:
     """A factory of plans for the decisions in the dispatcher's table.
 
     Args:
-        dispatcher: The dispatcher; a weak reference, because its table holds the plans.
-        lifecycle: The lane's graphs.
-        lane: The lane.
-        eager: The runner of eager steps.
-        guard: The guard, which reads the modes that affect a capture.
-        counters: The step counters.
-        timings: The measured steps.
-        checker: The checker, in check mode. Nothing is measured then, because steps run twice.
-        inputs: The static inputs, or the inputs with axes.
+        dispatcher: Dispatcher; a weak reference, because its table holds the plans.
+        lifecycle: Life cycle of the lane's graphs.
+        lane: Lane of the steps.
+        eager: Runner of eager steps.
+        guard: Guard that reads the modes that affect a capture.
+        counters: Step counters.
+        timings: Measurements of steps.
+        checker: Checker in check mode, otherwise None. Check mode measures nothing, because steps
+            run twice.
+        inputs: Static inputs, or the inputs with axes.
         axes: Names of the axes.
-        slots: The slots of steps, or None.
-        requested_mode: The requested mode; the mode in force may be a downgrade.
+        slots: Slots of steps, or None.
+        requested_mode: Requested mode; the mode in force may be a downgrade.
         is_owned: Whether each call returns new tensors.
 
     Attributes:
@@ -156,9 +157,9 @@ class Planner:
         """Return the decision by which a batch would run now, with the reason to count.
 
         Args:
-            decision: The decision of the dispatcher.
+            decision: Decision of the dispatcher.
             num_tokens: Number of tokens of the batch.
-            missed: The smallest key that could have served the batch, if any.
+            missed: Smallest key that could have served the batch, or None.
         """
         if reason := self.obstacle(decision, num_tokens):
             return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=reason, parts=())
@@ -245,8 +246,8 @@ class Planner:
         """Return the dispatcher's reason, or a more specific one.
 
         Args:
-            reason: The reason of an eager decision.
-            missed: The smallest key that could have served the batch, if any.
+            reason: Reason of an eager decision.
+            missed: Smallest key that could have served the batch, or None.
         """
         dispatcher = self._dispatcher()
         is_less = dispatcher is not None and dispatcher.config.mode is not self.requested_mode

@@ -48,15 +48,15 @@ class EagerPlan:
     """A plan that runs the step eager, at its exact size.
 
     Args:
-        eager: The runner of eager steps.
-        lifecycle: The lane's graphs, to retry a capture first if one is due.
-        lane: The lane, whose static inputs hold the rows of in-place steps.
+        eager: Runner of eager steps.
+        lifecycle: Life cycle of the lane's graphs, which retries captures that are due.
+        lane: Lane whose static inputs hold the rows of in-place steps.
         num_tokens: Number of rows of the cell.
-        reason: The reason to count.
-        count: The counter of such steps.
+        reason: Reason to count.
+        count: Counter of the plan's steps.
         missed: Key of the smallest graph that could have served the step, if any.
         retry: A failed or stale key that may be captured again, or None.
-        timer: The timer, if the decision requests measurements.
+        timer: Timer, if the decision requests measurements.
 
     Attributes:
         eager: As given.
@@ -144,10 +144,10 @@ class LazyPlan:
     """A plan for a key without a graph: it captures the key when due, or runs eager.
 
     Args:
-        eager: The runner of eager steps, for steps before the capture.
-        lifecycle: The lane's graphs.
-        lane: The lane, whose static inputs hold the rows of in-place steps.
-        key: The key to capture.
+        eager: Runner of eager steps, for steps before the capture.
+        lifecycle: Life cycle of the lane's graphs.
+        lane: Lane whose static inputs hold the rows of in-place steps.
+        key: Key to capture.
         num_tokens: Number of rows of the cell.
     """
 
@@ -177,9 +177,9 @@ class OpenPlan:
     """A plan that proves with a call's integers that padding does not change rows.
 
     Args:
-        plan: The plan that replays the graph.
-        step: The captured key.
-        lifecycle: The lane's graphs, which run the proof.
+        plan: Plan that replays the graph.
+        step: Captured key.
+        lifecycle: Life cycle of the lane's graphs, which runs the proof.
         num_tokens: Number of rows of the cell.
     """
 
@@ -216,15 +216,15 @@ class GraphPlan:
     inputs, launches the graph and counts.
 
     Args:
-        step: The captured key.
+        step: Captured key.
         num_tokens: Number of rows of the cell, at most the size of the graph.
-        count: The counter of such steps.
-        eager: The runner of eager steps, used if a guard or the launch fails.
-        guard: The guard, which compares the current modes with those of the capture.
+        count: Counter of the plan's steps.
+        eager: Runner of eager steps, used if a guard or the launch fails.
+        guard: Guard that compares the current modes with those of the capture.
         is_owned: Whether each call returns new tensors.
 
     Attributes:
-        transport: The transport of the inputs; None before the first run, and after ``forget``.
+        transport: Transport of the inputs; None before the first run, and after ``forget``.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class GraphPlan:
         """Copy the inputs of a call, launch the graph, and return the call's rows.
 
         Args:
-            tensors: The inputs; None if the rows are already in the buffers.
+            tensors: Inputs of the step; None if the rows are already in the buffers.
             stream: Raw handle of the current stream.
             readable: As returned by the check of the inputs.
         """
@@ -418,10 +418,10 @@ class ValuesPlan:
     number of rows.
 
     Args:
-        plan: The plan that replays the graph.
-        step: The captured key.
+        plan: Plan that replays the graph.
+        step: Captured key.
         num_tokens: Number of rows of the cell.
-        lifecycle: The lane's graphs, which measure the values.
+        lifecycle: Life cycle of the lane's graphs, which measures the values.
     """
 
     def __init__(
@@ -446,8 +446,8 @@ class TimedPlan:
     Steps that are not due cost one more comparison than steps that are never timed.
 
     Args:
-        plan: The plan that replays the graph.
-        timer: The timer of the step.
+        plan: Plan that replays the graph.
+        timer: Timer of the step.
     """
 
     def __init__(self, plan: GraphPlan, timer: Timer) -> None:
@@ -486,8 +486,8 @@ class AxisPlan:
     """A plan for runners with axes that cuts the results to the axis values.
 
     Args:
-        plan: The plan that replays the graph.
-        step: The captured key.
+        plan: Plan that replays the graph.
+        step: Captured key.
         axes: Names of the axes.
         is_owned: Whether each call returns new tensors.
     """
@@ -529,9 +529,9 @@ class CheckedPlan:
     """A plan for check mode, which compares replays with eager.
 
     Args:
-        plan: The plan that replays the graph and, with axes, cuts the results.
-        replay: The plan of the replay alone.
-        checker: The checker.
+        plan: Plan that replays the graph and, with axes, cuts the results.
+        replay: Plan of the replay alone.
+        checker: Checker that compares the results.
         is_owned: Whether each call returns new tensors.
     """
 

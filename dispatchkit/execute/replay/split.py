@@ -49,10 +49,10 @@ class PartPlan:
     """The plan of a part of a batch.
 
     Attributes:
-        rows: The rows of the part.
-        plan: The plan that replays the graph.
-        step: The captured key.
-        count: The counter of the plan's replays.
+        rows: Rows of the part.
+        plan: Plan that replays the graph.
+        step: Captured key.
+        count: Counter of the plan's replays.
     """
 
     rows: RowsOfBatch
@@ -67,16 +67,16 @@ class SplitPlan:
     A part whose graph cannot be used runs eager, with equal results.
 
     Args:
-        parts: The parts, in order.
+        parts: Parts in order.
         num_tokens: Number of rows of the batch.
-        count: The counter of steps with these graphs.
-        counters: The step counters, which count the parts separately if one runs eager.
-        inputs: The static inputs, or the inputs with axes.
-        eager: The runner of eager steps, for parts whose graph cannot be used.
-        lifecycle: The lane's graphs, which prove with a call's integers that rows are independent.
-        lane: The lane.
-        timer: The timer of the whole step, if the decision requests measurements.
-        checker: The checker, in check mode.
+        count: Counter of steps with these graphs.
+        counters: Step counters, for parts that are counted separately because one ran eager.
+        inputs: Static inputs, or the inputs with axes.
+        eager: Runner of eager steps, for parts whose graph cannot be used.
+        lifecycle: Life cycle of the lane's graphs, which proves that rows are independent.
+        lane: Lane of the steps.
+        timer: Timer of the whole step, if the decision requests measurements.
+        checker: Checker in check mode, otherwise None.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SplitPlan:
         """Run a validated call.
 
         Args:
-            tensors: The inputs; None if the rows are already in the buffers.
+            tensors: Inputs of the step; None if the rows are already in the buffers.
             stream: Raw handle of the current stream.
             readable: As returned by the check of the inputs.
 
@@ -234,11 +234,11 @@ class LazySplitPlan:
     Args:
         parts: All parts.
         num_tokens: Number of rows of the batch.
-        inputs: The static inputs, or the inputs with axes.
-        registry: The registry of keys and graphs.
-        eager: The runner of eager steps, for steps before the captures.
-        lifecycle: The lane's graphs.
-        lane: The lane.
+        inputs: Static inputs, or the inputs with axes.
+        registry: Registry of keys and graphs.
+        eager: Runner of eager steps, for steps before the captures.
+        lifecycle: Life cycle of the lane's graphs.
+        lane: Lane of the steps.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ class StepSlots:
 
     Args:
         name: Name of the input with the slots.
-        state: The state of the slots.
-        inputs: The static inputs; with axes, those of the smallest buckets.
-        lane: The lane, whose buffers hold the slots of in-place steps.
+        state: State of the slots.
+        inputs: Static inputs; with axes, those of the smallest buckets.
+        lane: Lane whose buffers hold the slots of in-place steps.
     """
 
     def __init__(self, name: str, state: SlotState, inputs: InputSet, lane: Lane) -> None:
@@ -59,8 +59,8 @@ class SlotPlan:
     """A plan that validates the slots of a step before it runs.
 
     Args:
-        plan: The plan that runs the step.
-        slots: The reader of slots.
+        plan: Plan that runs the step.
+        slots: Reader of the slots.
         num_tokens: Number of rows of the cell.
     """
 

@@ -53,8 +53,8 @@ class Measurement:
     Attributes:
         start: Event before the first copy.
         end: Event after the last copy.
-        batch: The batch of the step's cell.
-        decision: The decision of the step.
+        batch: Batch of the step's cell.
+        decision: Decision of the step.
         step: Number of steps so far, including this step.
         queued: Whether earlier work was pending on the stream.
         is_first: Whether this is the first eager run of its size.
@@ -79,11 +79,11 @@ class Timings:
     """The measurements of a runner, and the times read from them.
 
     Args:
-        backend: The backend, which creates the events. Without device timing, times are host times.
-        dispatcher: The dispatcher, which receives each outcome and whose policy may request a
+        backend: Backend that creates the events. Without device timing, times are host times.
+        dispatcher: Dispatcher that receives each outcome and whose policy may request a
             slower pace. The reference is weak, because the dispatcher's table holds the plans,
             which reference this object.
-        lane: The lane, which counts the steps.
+        lane: Lane that counts the steps.
         sample_every: Number of steps with a timed, steady decision per measured step.
 
     Attributes:

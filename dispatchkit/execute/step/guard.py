@@ -64,7 +64,7 @@ class Guard:
 def address_reader(module: torch.nn.Module) -> Callable[[], int]:
     """Return a function that reads the address of a tensor in a module.
 
-    The tensor is one that every move or conversion of the module replaces.
+    Every move or conversion of the module replaces this tensor.
     """
     tensors = [*module.parameters(), *module.buffers()]
     tensors = [one for one in tensors if one.layout is torch.strided]

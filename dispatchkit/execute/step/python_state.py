@@ -355,7 +355,7 @@ class _Found:
         value: The object.
         path: Expression that reaches the object.
         owner: Name of the class or function that refers to the object, for messages.
-        site: The class or function itself, whose code is searched for the line that writes.
+        site: Class or function itself, whose code is searched for the line that writes.
         is_entry: Whether the object is an entry of a container, rather than a root or named by a
             function.
         is_installed: Whether the object was found in the code of an installed package. Of its

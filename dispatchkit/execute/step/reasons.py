@@ -131,7 +131,7 @@ class PaddedDrawsWarning(RuntimeWarning):
 #: Warning text about padding in graphs that draw random numbers.
 PADDED_DRAWS = (
     "The step draws random numbers for padding rows too. With the same seed, later steps may "
-    "therefore draw different numbers than they would eager."
+    "therefore draw different numbers than eager steps."
 )
 
 

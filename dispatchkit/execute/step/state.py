@@ -228,7 +228,7 @@ class Snapshot:
         for storage, saved in self._saved.values():
             storage.copy_(saved)
         if not self.draws:
-            return  # numbers that another thread drew meanwhile must not be repeated
+            return  # numbers that another thread has drawn since then must not be repeated
         for generator, state in self._generators:
             generator.set_state(state)
 
@@ -581,7 +581,7 @@ class _Copies:
 
 
 class _Sums:
-    """Sums over storages of one device, which practically every write changes."""
+    """Sums over storages of one device; practically every write changes a sum."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

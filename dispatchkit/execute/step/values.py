@@ -98,7 +98,7 @@ class ValueWatch:
         Args:
             tick: Current tick of the lane.
         """
-        self.due = tick + self._interval  # first, because another thread may call mark() meanwhile
+        self.due = tick + self._interval  # first, because another thread may call mark()
         if self._is_marked:
             return False
         if self._always is not None:
