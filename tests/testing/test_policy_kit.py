@@ -98,6 +98,8 @@ def find(policy, finding):
     """Run the one property that is to find a fault, as the verdict does."""
 
     class Tests(PolicyTests):
+        max_examples = 120  # some faults need more configurations than a short profile draws
+
         def make_policy(self):
             return policy()
 
