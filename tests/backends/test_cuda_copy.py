@@ -1,4 +1,4 @@
-"""The copy kernel: its PTX, run by a small interpreter on ordinary memory, and its source."""
+"""The copy kernel: its source matches its PTX, which a small interpreter runs on host memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BITS["pred"] = 1
 TYPES = {64: ctypes.c_uint64, 32: ctypes.c_uint32, 16: ctypes.c_uint16, 8: ctypes.c_uint8}
 
 
-ROOM = 160  # bytes of each memory, and of the data
+ROOM = 160  # bytes of each memory and of the data
 
 
 def parsed(text):
-    """Return a kernel's instructions, and where its labels point."""
+    """Return a kernel's instructions and the positions of its labels."""
     body = text.split("{", 1)[1].rsplit("}", 1)[0]
     instructions, labels = [], {}
     for line in map(str.strip, body.split("\n")):
@@ -48,7 +48,7 @@ COMPARED = {"eq": int.__eq__, "ne": int.__ne__, "ge": int.__ge__, "lt": int.__lt
 
 
 def computed(name, values):
-    """Return what an instruction computes."""
+    """Return the result of an instruction."""
     a, b, c, *_ = values
     if name[0] == "setp":
         return int(COMPARED[name[1]](a, b))
@@ -70,7 +70,7 @@ def computed(name, values):
 
 
 def run_thread(work, data, special):
-    """Run one thread; a step too many is a loop without end."""
+    """Run one thread; a step limit detects endless loops."""
     instructions, labels = KERNEL
     registers = dict(special)
     arguments = {
@@ -185,7 +185,7 @@ def test_an_input_that_is_there_already_is_not_copied():
 
 
 def test_a_node_that_was_never_set_does_nothing():
-    run_kernel(Work(), MAX_REGIONS, 1, 2)  # a write would be to address 0
+    run_kernel(Work(), MAX_REGIONS, 1, 2)  # a write would access address 0
 
 
 def test_the_arguments_are_laid_out_as_the_kernel_reads_them():
@@ -198,14 +198,14 @@ def test_the_arguments_are_laid_out_as_the_kernel_reads_them():
         assert f"param_1[{capacity}]" in text
         parameters = ctypes.sizeof(Work) + capacity
         assert f".version {'8.1' if parameters > 4096 else '7.7'}" in text
-        assert parameters <= 32_764  # what CUDA allows
+        assert parameters <= 32_764  # limit of CUDA
 
 
 SOURCE = Path(module.__file__).with_name("copy.cu")
 
 
 def test_the_ptx_is_made_of_the_source_as_it_is():
-    """Whoever changes copy.cu runs scripts/copy_kernel.py."""
+    """After a change of copy.cu, run scripts/copy_kernel.py."""
     assert hashlib.sha256(SOURCE.read_bytes()).hexdigest() in kernel_text(CAPACITIES[0])
     source = SOURCE.read_text()
     assert f"#define MAX_REGIONS {MAX_REGIONS}\n" in source

@@ -1,4 +1,4 @@
-"""The default generator stays other threads' own while a capture that draws nothing begins."""
+"""A capture that draws nothing does not disturb other threads' use of the default generator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dispatchkit.backends.cuda.default_generator import begin_allowing_draws  # 
 
 
 class State:
-    """What torch keeps of a generator; a capture that knows it marks it."""
+    """Torch's state of a generator; a capture that registers it marks it."""
 
     def __init__(self):
         self.seed, self.offset, self.is_captured = 0, 0, False
 
 
 class Generator:
-    """A CUDA generator's ways with its state, after torch's CUDAGeneratorImpl.cpp."""
+    """Imitates how a CUDA generator handles its state (torch's CUDAGeneratorImpl.cpp)."""
 
     def __init__(self, device="cuda:0", state=None):
         self.device, self.state = device, state or State()
@@ -52,7 +52,7 @@ class Generator:
 
 @pytest.fixture
 def default(monkeypatch):
-    """The default generator, at an offset that it has come to, and other states made beside it."""
+    """Return the default generator at some offset, and further states."""
     default = Generator()
     default.set_state((7, 100))
     monkeypatch.setattr(torch.cuda, "default_generators", (default,))
@@ -64,12 +64,12 @@ def default(monkeypatch):
 
 
 def registering(default, others_draw=lambda place: None):
-    """Return a beginning of a capture as up to torch 2.12, with draws of others in between."""
+    """Return the start of a capture as in torch up to 2.12, interleaved with draws of others."""
 
     def begin():
         others_draw("before")
         registered = default.state
-        torch.empty(1)  # torch's memory of the state, which no graph had before
+        torch.empty(1)  # torch's memory of the state, used by no earlier graph
         others_draw("within")
         registered.is_captured = True
         others_draw("after")
@@ -78,7 +78,7 @@ def registering(default, others_draw=lambda place: None):
 
 
 def test_others_draw_what_they_would_have_drawn(default):
-    """Whenever they draw, before, in and after the beginning: no error, no number twice."""
+    """Draws before, during and after the start raise no error and repeat no number."""
     drawn = []
     begin = registering(default, lambda place: drawn.append(default.draw()))
     own = default.state
@@ -97,7 +97,7 @@ def test_a_seed_that_others_set_meanwhile_stays(default):
 
 @pytest.mark.parametrize("where", ["before", "within", "after"])
 def test_whatever_raises_the_own_state_comes_back(default, where):
-    """A capture that fails at any place leaves the generator as it was."""
+    """A capture that fails at any point leaves the generator unchanged."""
     own = default.state
 
     def fail(place):
@@ -111,7 +111,7 @@ def test_whatever_raises_the_own_state_comes_back(default, where):
 
 
 def test_a_torch_that_registers_nothing_is_left_alone_from_then_on(default):
-    """As from 2.13 on: states are registered when a capture draws from them."""
+    """From torch 2.13 on, states are registered when a capture draws from them."""
     states = []
     for _ in range(2):
         begin_allowing_draws(lambda: states.append(default.state), 0)
@@ -122,7 +122,7 @@ def test_a_torch_that_registers_nothing_is_left_alone_from_then_on(default):
 
 
 def test_a_draw_in_the_very_moment_of_the_exchange_is_not_drawn_again(default, monkeypatch):
-    """The other state goes on behind what its owner drew while it was set."""
+    """The other state continues after the numbers that its owner drew while it was set."""
     exchange = Generator.graphsafe_set_state
     drawn = []
 

@@ -1,4 +1,4 @@
-"""The turns of CUDA graphs that draw, on a device that only notes what it is told."""
+"""The order of CUDA graphs that draw, on a fake device that records calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.errors import ReplayError  # noqa: E402
 
 
 class Stream:
-    """One of torch's own, or one that somebody else made: its id is even then."""
+    """A stream of torch, or an external one whose id is even."""
 
     def __init__(self, handle, *, is_foreign=False):
         self.cuda_stream = handle
@@ -24,7 +24,7 @@ class Stream:
 
 
 class Device:
-    """What torch.cuda would be asked, and what was asked."""
+    """Imitates torch.cuda and records its calls."""
 
     def __init__(self):
         self.said = []
@@ -78,7 +78,7 @@ def test_each_launch_waits_for_the_last_and_is_waited_for(device):
 
 
 def test_stream_of_somebody_else_waits_each_time(device):
-    """It may have been destroyed, and its handle given to another one."""
+    """The stream may have been destroyed and its handle reused."""
     order = DrawOrder(0)
     device.foreign.add(3)
     device.streams.current = 3
@@ -99,7 +99,7 @@ def test_launch_that_fails_is_waited_for_too(device):
 
 
 def test_draw_inside_a_capture_of_the_caller_is_refused_and_leaves_it_alone(device):
-    """Events of outside would void it, and its graph would draw the same numbers each time."""
+    """Events from outside would void the capture, and its graph would repeat the same numbers."""
     order = DrawOrder(0)
     device.captured.add(0)
     with pytest.raises(ReplayError, match="inside a capture"):

@@ -1,4 +1,4 @@
-"""What torch keeps for pools of graphs that are gone, as far as no device is needed."""
+"""Memory that torch keeps for ended graph pools, as far as it can be tested without a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.backends.cuda.destroy import free_idle_memory  # noqa: E402
 
 @pytest.fixture
 def freed(monkeypatch):
-    """The caches of torch that were emptied, in order."""
+    """Return the list of torch's caches that were emptied, in order."""
     calls, numbers = [], itertools.count(1)
     monkeypatch.setattr(pools, "idle_memory", pools.IdleMemory())
     monkeypatch.setattr("dispatchkit.backends.cuda.destroy.idle_memory", pools.idle_memory)
@@ -41,7 +41,7 @@ def test_memory_of_an_ended_pool_goes_back_once(freed):
 
 
 def test_what_the_host_keeps_for_ended_pools_goes_back_now_and_then(freed):
-    """That empties the cache of everybody's pinned memory, so that it is not done each time."""
+    """Freeing empties the shared cache of pinned memory, so it does not happen each time."""
     for _ in range(2 * pools.MAX_ENDED):
         use_once(pools.CudaPool())
         free_idle_memory()
@@ -50,7 +50,7 @@ def test_what_the_host_keeps_for_ended_pools_goes_back_now_and_then(freed):
 
 
 def test_memory_that_cannot_be_freed_yet_is_freed_later(freed, monkeypatch):
-    """Somebody else captures, past this package."""
+    """Somebody else captures without this package."""
 
     def refuse():
         raise RuntimeError("a capture is running")

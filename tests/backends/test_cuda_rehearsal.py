@@ -1,4 +1,4 @@
-"""Copies of a graph pool, made in an allocator that is played here; needs no device."""
+"""Copies of a graph pool in a simulated allocator; needs no device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MIB = 1 << 20
 
 
 class Allocator:
-    """Torch's caching allocator on one stream: segments, blocks, smallest fit, joined when free.
+    """Imitates torch's caching allocator on one stream: segments, blocks, best fit, coalescing.
 
-    After c10/cuda/CUDACachingAllocator.cpp: requests up to 1 MiB come from segments of 2 MiB,
-    those below 10 MiB from segments of 20, larger ones from their own, rounded up to 2 MiB. A
-    small block is split wherever something remains, a large one where more than 1 MiB does.
+    As in c10/cuda/CUDACachingAllocator.cpp, requests up to 1 MiB use segments of 2 MiB, requests
+    below 10 MiB use segments of 20 MiB, and larger requests get their own segment, rounded up to 2
+    MiB. Small blocks are split if anything remains, large ones if more than 1 MiB remains.
     """
 
     def __init__(self):
@@ -85,7 +85,7 @@ class Allocator:
 
 
 class Played:
-    """Memory from an allocator that goes back when it is let go of."""
+    """Memory that returns to the allocator when it is dropped."""
 
     def __init__(self, allocator, size):
         self.allocator, self.taken = allocator, allocator.take(size)
@@ -106,7 +106,7 @@ PROGRAM = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 99)), max_size
 
 
 def play(allocator, program, alive):
-    """Take and give back memory, as a callable would."""
+    """Allocate and free memory as a step would."""
     for takes, size, which in program:
         if takes or not alive:
             alive.append(allocator.take(size))
@@ -115,7 +115,7 @@ def play(allocator, program, alive):
 
 
 class PlayedCuda:
-    """As much of torch.cuda as a rehearsal uses, with pools of the allocator above."""
+    """Imitates the part of torch.cuda that a rehearsal uses, with pools of the allocator above."""
 
     def __init__(self, make_allocator=Allocator):
         self.current = None
@@ -162,7 +162,7 @@ def rehearse(cuda, program, present):
 
 @given(before=PROGRAM, program=PROGRAM)
 def test_rehearsal_tells_exactly_what_the_pool_grows_by(before, program):
-    """Whatever state earlier graphs have left it in, and whatever the callable asks for."""
+    """This holds for any state that earlier graphs left and any requests of the step."""
     pool = Allocator()
     play(pool, before, [])
     told = rehearse(PlayedCuda(), program, snapshot_of(pool))
@@ -182,14 +182,14 @@ def test_copy_of_a_pool_has_the_same_segments(before):
 
 
 class Other(Allocator):
-    """An allocator with larger segments than this code knows of."""
+    """An allocator whose segments are larger than this code expects."""
 
     def take(self, size):
         return super().take(max(size, 50 * MIB))
 
 
 def test_allocator_of_other_habits_is_taken_for_an_empty_pool():
-    """More than the pool would grow by, rather than a number that is not true."""
+    """The result is an upper bound instead of a wrong number."""
     pool = Allocator()
     play(pool, [(True, 3 * MIB, 0), (True, 33 * MIB, 0)], [])
     cuda = PlayedCuda(Other)
@@ -208,7 +208,7 @@ def test_segments_of_another_stream_do_not_serve():
 
 @pytest.mark.parametrize("drops", [True, False])
 def test_asking_torch_for_segments_keeps_the_count_of_references(monkeypatch, drops):
-    """Torch drops a reference to each part of what it is asked; one that does not is left alone."""
+    """Torch drops references to items of its answer; versions that do not are handled too."""
 
     def drop(part):
         if drops:
@@ -218,13 +218,13 @@ def test_asking_torch_for_segments_keeps_the_count_of_references(monkeypatch, dr
         drop(mempool_id[0])
         drop(mempool_id[1])
         drop(include_traces)
-        return [{"total_size": 5}]  # holding no part of the handle
+        return [{"total_size": 5}]  # contains no part of the handle
 
     monkeypatch.setattr(rehearsal.torch.cuda, "memory_snapshot", memory_snapshot)
     before = sys.getrefcount(False), sys.getrefcount(0)
     for number in range(1000, 1200):
         assert segments.segments_of((0, number)) == [{"total_size": 5}]
-    # Of 200 each; others use them, too.
+    # Of 200 each; other code uses these objects too.
     assert abs(sys.getrefcount(False) - before[0]) < 100
     assert abs(sys.getrefcount(0) - before[1]) < 100
     parts = (int("12345"), int("54321"))

@@ -1,4 +1,4 @@
-"""What is done about a voided capture, on torch's accounts of two versions, without a device."""
+"""Repair of a voided capture, with the counters of two torch versions; needs no device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dispatchkit.backends.cuda.pool import CudaPool  # noqa: E402
 
 
 class Device:
-    """Torch's accounts of captures, kept as torch 2.11 or 2.13 keeps them."""
+    """Imitates torch's counters of captures as torch 2.11 or 2.13 keeps them."""
 
     def __init__(self, version):
         self.version = version
@@ -122,7 +122,7 @@ def device(request, monkeypatch):
 
 
 def attempt(pool, failure=None, *, void=False, device=None):
-    """Capture once; return the attempt and what went wrong."""
+    """Capture once; return the attempt and its error."""
     one = CaptureAttempt(Stream(), pool, [], "thread_local")
     wrong = one.begin()
     if wrong is None:
@@ -179,7 +179,7 @@ def test_after_a_voided_capture_graphs_go_on_and_draws_work(device, failure):
     again, wrong = attempt(pool)
     assert wrong is None
     assert again.handle == kept.handle
-    # 2.13 closes all but the count of users, which nothing can put right safely.
+    # 2.13 ends all but the user count, which cannot be repaired safely.
     leaked = 0 if device.version == "2.11" else 1
     assert device.users[kept.handle] == 2 + leaked
     assert (voided.graph in device.destroyed) == (leaked == 0)
@@ -214,7 +214,7 @@ def test_without_a_driver_the_pool_is_given_up_or_pinned_and_it_is_said(device, 
 def test_a_capture_that_cannot_begin_costs_the_pool_and_no_draws(device, caplog):
     pool = CudaPool()
     kept, _ = attempt(pool)
-    device.host_opened.add(kept.handle)  # somebody records into it past us
+    device.host_opened.add(kept.handle)  # somebody else records into it
     one, wrong = attempt(pool)
     assert isinstance(wrong, RuntimeError)
     assert not device.draws_refused

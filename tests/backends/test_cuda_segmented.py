@@ -1,4 +1,4 @@
-"""What a capture in segments says of memory, by what torch's allocator says; no device is used."""
+"""Memory reported by a capture in segments, from allocator statistics; needs no device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatchkit.errors import CaptureError  # noqa: E402
 
 
 def test_kept_is_what_was_handed_out_in_the_capture_and_lies_in_the_pool(monkeypatch) -> None:
-    """A block that was in use before is not, wherever it lies in its segment."""
+    """A block that was in use before the capture is not counted."""
     monkeypatch.setattr("dispatchkit.backends.cuda.segmented.make_current", lambda stream: None)
     free, older, tensor, other = (row.clone() for row in torch.zeros(4, 64, dtype=torch.uint8))
     blocks = {"free": "inactive", "older": "active_allocated", "tensor": "inactive"}
@@ -19,7 +19,7 @@ def test_kept_is_what_was_handed_out_in_the_capture_and_lies_in_the_pool(monkeyp
 
     def segments():
         return [
-            # A small block lies in front of each, so that addresses follow from sizes.
+            # A small block in front of each makes addresses follow from sizes.
             {
                 "address": place.untyped_storage().data_ptr() - 16,
                 "total_size": 80,

@@ -1,4 +1,4 @@
-"""Streams that are let go of are taken again; torch's ring is played here, needs no device."""
+"""Released streams are reused; torch's stream ring is simulated, so no device is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RING = 32
 
 @pytest.fixture(autouse=True)
 def ring(monkeypatch):
-    """Torch's ring: the 33rd stream of a priority is the first one again."""
+    """Torch's ring: the 33rd stream of a priority is the first stream again."""
     turns = itertools.count()
 
     def next_stream(device, priority):
@@ -32,7 +32,7 @@ def ring(monkeypatch):
 
 
 def take(held, priority=0, device=0):
-    """Take a stream as a backend does: one that it does not hold yet."""
+    """Acquire a stream that is not held yet, as a backend does."""
     for raw in unused_streams(device, priority):
         stream = CudaStream(raw)
         if stream.handle not in {one.handle for one in held}:
@@ -42,7 +42,7 @@ def take(held, priority=0, device=0):
 
 
 def test_a_stream_that_was_let_go_of_is_taken_before_a_new_one():
-    """Torch's libraries keep memory for every stream that was ever used."""
+    """Torch's libraries keep memory for every stream ever used."""
     assert {take([]).handle for _ in range(100)} == {1}
 
 

@@ -1,4 +1,4 @@
-"""Backends are found by name, and what cannot be found says what there is."""
+"""Backends are found by name; errors list the available names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownName
 
 
 class Plugged:
-    """Stands for a backend of a plugin; only handed through here."""
+    """A fake backend of a plugin."""
 
     def __init__(self, device=None):
         self.device = device

@@ -1,4 +1,4 @@
-"""The tape keeps the promises of every backend."""
+"""The tape passes the tests of every backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestTapeDeferred(BackendTests):
 
 
 def test_a_replay_overwrites_outputs_of_graphs_that_were_captured_later():
-    """They may lie where it has its intermediates; what earlier graphs returned stays."""
+    """They may reuse its intermediates; outputs of earlier graphs stay."""
     tape = TapeBackend()
     stream, pool, x = tape.new_stream(), tape.new_pool(), torch.ones(8)
     first = tape.capture(lambda: (x + 1) * 2, stream=stream, pool=pool)

@@ -1,4 +1,4 @@
-"""Collectives on the tape: recorded, waited for in a replay, and undone after the capture."""
+"""Collectives on the tape are recorded, waited for in replays, and undone after the capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.errors import CaptureError  # noqa: E402
 
 @pytest.fixture
 def group():
-    """A process group of this process alone: its collectives are real ones of gloo."""
+    """Yield a gloo process group of this process alone."""
     if dist.is_initialized():
         pytest.skip("torch.distributed is in use")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -48,7 +48,7 @@ def test_a_replay_runs_the_collective_again(group):
 
 
 def test_what_a_collective_gave_back_is_waited_for(group, monkeypatch):
-    """The operation returns before it is done; what follows it in the graph reads its result."""
+    """The operation returns before it completes, and later operations read its result."""
     waits = []
     real = dist.Work.unbox
 

@@ -1,4 +1,4 @@
-"""The deferred tape: a wait that is missing shows, one that is there is enough."""
+"""The deferred tape: a missing wait changes results, and a present wait suffices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEDS = range(25)
 
 
 def pipeline(backend, *, feed=True, fetch=True, free=True):
-    """Three steps: the caller writes an input, a lane replays, the caller reads.
+    """Run three stages: the caller writes an input, a lane replays, the caller reads.
 
     feed: the lane waits for the caller's input. fetch: the caller waits for the lane's
     result. free: the caller waits before it overwrites what the lane still reads.
@@ -59,7 +59,7 @@ def test_a_missing_wait_shows(missing):
 
 
 def test_overwriting_an_input_too_early_shows():
-    """Nothing is fetched in between, so that only ``free`` keeps input and replay apart."""
+    """Nothing is fetched in between, so only ``free`` separates input and replay."""
 
     def spoiled(seed):
         backend = TapeBackend(scheduler=seed)
@@ -153,7 +153,7 @@ def test_draws_come_in_the_order_of_the_host(seed):
     drawn = []
     for turn in range(3):
         mine, other = streams[turn % 2], streams[(turn + 1) % 2]
-        mine.wait_stream(other)  # the graph's output may be overwritten only when read
+        mine.wait_stream(other)  # the graph's output may be overwritten only now
         with backend.use_stream(mine):
             graph.replay()
             drawn.append(graph.outputs.clone())
@@ -220,7 +220,7 @@ def test_a_released_graph_still_runs_what_was_queued():
 
 
 def test_queued_work_does_not_run_in_the_middle_of_a_capture():
-    """Its writes would be taken for the capture's and put back."""
+    """Its writes would count as the capture's and be put back."""
     backend = TapeBackend(scheduler=7)
     stream, other = backend.new_stream(), backend.new_stream()
     state = torch.zeros(2)
@@ -235,7 +235,7 @@ def test_queued_work_does_not_run_in_the_middle_of_a_capture():
 
 
 def test_results_are_of_the_type_that_this_call_gives():
-    """Calls that are alike but for the type of a number, or torch's default, give other types."""
+    """Calls that differ only in a number's type or torch's default dtype return other types."""
     backend = TapeBackend(scheduler=0)
     ones = torch.ones(2, dtype=torch.int64)
     before = torch.get_default_dtype()
@@ -250,8 +250,8 @@ def test_results_are_of_the_type_that_this_call_gives():
 
 
 def test_what_a_replay_overwrites_is_overwritten_in_its_turn():
-    """Outputs of later captures, also where the queue is run in a block of another stream."""
-    tape = TapeBackend(scheduler=19)  # one by which the other block runs all of it
+    """This concerns outputs of later captures, even if another stream's block runs the queue."""
+    tape = TapeBackend(scheduler=19)  # a seed for which the other block runs all of it
     stream, other, pool, x = tape.new_stream(), tape.new_stream(), tape.new_pool(), torch.ones(4)
     first = tape.capture(lambda: (x + 1) * 2, stream=stream, pool=pool)
     second = tape.capture(lambda: (x + 2) * 3, stream=stream, pool=pool)

@@ -1,4 +1,4 @@
-"""Places of intermediates: no two that live at the same time overlap."""
+"""Intermediates that are alive at the same time do not overlap."""
 
 from __future__ import annotations
 

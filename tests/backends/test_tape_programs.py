@@ -1,4 +1,4 @@
-"""Random programs: whatever is captured, a replay does what eager does."""
+"""Random programs: a replay computes what eager computes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _set_row(values, state):
     return values[0] * 1
 
 
-# Each takes the tensors there are (all SIZE x SIZE, the last one made first) and the outside
-# state, and returns a new tensor or None.
+# Each accepts the existing tensors (all SIZE x SIZE, the newest first) and the outside state, and
+# returns a new tensor or None.
 STEPS = {
     "add": lambda values, state: values[0] + values[-1],
     "scale": lambda values, state: values[0] * 0.5 - 1,
@@ -68,7 +68,7 @@ def test_replays_of_random_programs_equal_eager(names, mode):
     x, state = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
     start = state.clone()
     with getattr(torch, mode)():
-        # Two graphs in one pool: each must stand the other's use of the shared memory.
+        # Two graphs in one pool must tolerate each other's use of the shared memory.
         graph = backend.capture(lambda: run_program(names, x, state), stream=stream, pool=pool)
         other = backend.capture(
             lambda: run_program(names[::-1], x * 2, start * 1), stream=stream, pool=pool

@@ -1,4 +1,4 @@
-"""What the recorder takes, and what it refuses, beyond the promises of every backend."""
+"""Operations that the recorder accepts and refuses, beyond the tests of every backend."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_draw_that_takes_no_number_is_no_random_state(capture):
 
 
 def test_steps_between_capture_and_replay_are_few():
-    """Views and new memory cost nothing at replay."""
+    """Views and new memory cost nothing in a replay."""
     backend = TapeBackend()
     x = torch.randn(4, 8)
     lines = []

@@ -1,4 +1,4 @@
-"""A capture of the tape answers as one of CUDA does where a library asks torch for it."""
+"""During a capture of the tape, libraries that query torch get the same answer as with CUDA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def torchs_answer():
 
 
 def test_the_capturing_thread_is_told_yes_and_no_other():
-    """However the library came by the function, in captures inside and beside each other."""
+    """However the library got the function, in nested and concurrent captures."""
     answers = []
 
     def ask_elsewhere():
@@ -48,7 +48,7 @@ def test_the_capturing_thread_is_told_yes_and_no_other():
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, None])
 def test_torch_answers_itself_after_a_capture_however_it_ends(error):
-    """Also after an interrupt, and after a capture that was refused."""
+    """This holds after interrupts and refused captures too."""
     before = torch.cuda.graphs._cuda_isCurrentStreamCapturing
 
     def run():
@@ -63,7 +63,7 @@ def test_torch_answers_itself_after_a_capture_however_it_ends(error):
 
 
 def test_what_torch_knows_of_other_threads_is_passed_on():
-    """Where there is CUDA, another thread may be capturing for real."""
+    """With CUDA, another thread may be capturing for real."""
     answers = []
     query = "dispatchkit.backends.tape.stream_query._torchs_own"
 
@@ -79,7 +79,7 @@ def test_what_torch_knows_of_other_threads_is_passed_on():
 
 
 def test_overlapping_captures_of_two_tapes_end_in_any_order():
-    """The first one to end leaves the other one's answer as it is."""
+    """The first capture to end does not change the other's answer."""
     inside, other_is_done = threading.Event(), threading.Event()
     before = torch.cuda.graphs._cuda_isCurrentStreamCapturing
     answers = []

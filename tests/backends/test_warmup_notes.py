@@ -1,4 +1,4 @@
-"""What a warmup tells of the capture after it, as far as a machine without a device can show."""
+"""Facts that a warmup passes to the capture after it, as far as they need no device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.backends.watching.dispatch_mode import DispatchMode  # noqa: E4
 
 
 class Showing(DispatchMode):
-    """Shows notes every operation, told that it is on a device."""
+    """Mode that records every operation in notes, as if it ran on a device."""
 
     def __init__(self, notes):
         super().__init__()
@@ -47,14 +47,14 @@ def test_operations_that_hide_others_leave_the_watching_to_the_capture():
 
     def hiding():
         with torch.inference_mode():
-            return x.reshape(-1)  # comes whole there
+            return x.reshape(-1)  # returns the whole tensor there
 
     assert notes_of(lambda: x.reshape(-1)).is_plain
     assert not notes_of(hiding).is_plain
 
 
 def test_storages_are_noted_without_being_kept():
-    """What is alive at the end is told; the rest is freed as if nobody had looked."""
+    """Storages alive at the end are reported; the others are freed as usual."""
     notes, weight, kept = CudaNotes(), torch.ones(3), []
     device = type("OnDevice", (torch.Tensor,), {"is_cuda": True})
 

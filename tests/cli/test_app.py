@@ -1,4 +1,4 @@
-"""The command line as a whole: codes, streams, errors, plugins' commands."""
+"""The command line as a whole: exit codes, streams, errors, plugin commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = [
 
 
 def command_plugin(name: str, callback: Any) -> object:
-    """A plugin with one command."""
+    """Return a plugin with one command."""
 
     @hookimpl
     def dispatchkit_register_commands() -> list[CommandSpec]:
@@ -41,7 +41,7 @@ def test_version_is_one_line_and_loads_no_plugin(run: Any) -> None:
 
 
 def test_help_lists_every_command_within_80_columns(run: Any) -> None:
-    """Readable on the narrowest terminal people use, and without colour."""
+    """Lines fit narrow terminals and contain no colour codes."""
     done = run("--help")
     assert done.code == 0
     assert [name for name in [*COMMANDS, "config"] if f" {name} " not in done.out] == []
@@ -51,7 +51,7 @@ def test_help_lists_every_command_within_80_columns(run: Any) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help(run: Any, command: str) -> None:
-    """A sentence at least, and its options."""
+    """Help has at least one sentence and the options."""
     done = run(command, "--help")
     assert done.code == 0
     assert "--json" in done.out
@@ -73,7 +73,7 @@ def test_each_command_has_help(run: Any, command: str) -> None:
     ],
 )
 def test_a_wrong_command_line_is_bad_input(run: Any, args: list[str], says: str) -> None:
-    """Exit code 2, the nearest name where there is one, nothing on standard output."""
+    """Exit code 2, the nearest name if any, and nothing on standard output."""
     done = run(*args)
     assert done.code == 2
     assert done.out == ""
@@ -92,7 +92,7 @@ def test_a_wrong_command_line_is_bad_input(run: Any, args: list[str], says: str)
     ],
 )
 def test_a_wrong_value_is_told_alike_whichever_version_reads_it(said: str, wanted: str) -> None:
-    """Versions of click and typer word it differently."""
+    """Versions of click and typer word the error differently."""
     from dispatchkit.cli.app import _reworded
 
     error = typer.BadParameter(said, param_hint="'-n'")
@@ -100,7 +100,7 @@ def test_a_wrong_value_is_told_alike_whichever_version_reads_it(said: str, wante
 
 
 def test_a_command_of_a_plugin_is_a_command(run: Any, plugins_with: Any) -> None:
-    """Its annotations become options, its help is listed."""
+    """Its annotations become options, and its help is listed."""
 
     def greet(name: str, loud: bool = False) -> None:
         print(name.upper() if loud else name)
@@ -112,7 +112,7 @@ def test_a_command_of_a_plugin_is_a_command(run: Any, plugins_with: Any) -> None
 
 
 def test_a_plugin_cannot_replace_a_command(run: Any, plugins_with: Any) -> None:
-    """It is left out with a message, and ours still runs."""
+    """The command is omitted with a message, and the built-in one still runs."""
     plugins_with(mine=command_plugin("doctor", lambda: print("hijacked")))
     done = run("--help")
     assert "'doctor'" in done.err
@@ -123,7 +123,7 @@ def test_a_plugin_cannot_replace_a_command(run: Any, plugins_with: Any) -> None:
 def test_an_error_on_purpose_is_one_message_and_an_unexpected_one_keeps_its_traceback(
     run: Any, plugins_with: Any
 ) -> None:
-    """Bad input is told; a defect can be reported."""
+    """Bad input is a message; a defect can be reported."""
 
     def refuse() -> None:
         error = ConfigError("size", -1, "positive")
@@ -142,7 +142,6 @@ def test_an_error_on_purpose_is_one_message_and_an_unexpected_one_keeps_its_trac
 
 
 def test_ctrl_c_in_a_command_ends_with_130(run: Any, plugins_with: Any) -> None:
-    """As shells expect."""
 
     def wait() -> None:
         raise KeyboardInterrupt
@@ -161,7 +160,7 @@ def test_ctrl_c_in_a_command_ends_with_130(run: Any, plugins_with: Any) -> None:
     ],
 )
 def test_a_reader_that_goes_away_is_no_traceback(words: list[str]) -> None:
-    """``dispatchkit policies | head -0`` ends quietly, and with a code of its own."""
+    """``dispatchkit policies | head -0`` ends quietly with its own exit code."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -180,11 +179,11 @@ def test_a_reader_that_goes_away_is_no_traceback(words: list[str]) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_of_a_real_process_ends_with_130(tmp_path: Path) -> None:
-    """The signal itself, while the process waits for something slow."""
-    pytest.importorskip("numpy")  # without it the command would end before it opens the trace
+    """The process receives SIGINT while it waits for input."""
+    pytest.importorskip("numpy")  # otherwise the command would end before it opens the trace
     fifo = tmp_path / "trace.csv"
     os.mkfifo(fifo)
-    # Tests that a script runs in the background ignore the signal, and would hand that on.
+    # A script's background processes ignore SIGINT and would pass that on.
     code = (
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "runpy.run_module('dispatchkit', run_name='__main__', alter_sys=True)"
@@ -195,7 +194,7 @@ def test_ctrl_c_of_a_real_process_ends_with_130(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         encoding="utf-8",
     ) as process:
-        writer = os.open(fifo, os.O_WRONLY)  # returns once the command has opened its trace
+        writer = os.open(fifo, os.O_WRONLY)  # returns when the command has opened its trace
         try:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate()
@@ -206,7 +205,7 @@ def test_ctrl_c_of_a_real_process_ends_with_130(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(package: str) -> None:
-    """The core can be installed alone; its command then says what is missing."""
+    """The core can be installed alone; its command then names the missing extra."""
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "sys.argv = ['dispatchkit', 'policies']\n"
@@ -223,7 +222,6 @@ def test_without_the_extra_one_line_says_what_to_install(package: str) -> None:
 
 
 def test_importing_the_command_line_loads_no_typer() -> None:
-    """The package stays cheap to import."""
     code = "import sys, dispatchkit.cli; print({'typer', 'rich', 'torch'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
@@ -232,7 +230,7 @@ def test_importing_the_command_line_loads_no_typer() -> None:
 
 
 def test_an_old_typer_is_one_line_that_says_so(tmp_path: Path) -> None:
-    """Older ones lose arguments where click is newer than they are."""
+    """An older typer loses arguments with a newer click."""
     (tmp_path / "typer.py").write_text('__version__ = "0.16.1"\n')
     done = subprocess.run(
         [sys.executable, "-m", "dispatchkit", "policies"],
@@ -247,7 +245,7 @@ def test_an_old_typer_is_one_line_that_says_so(tmp_path: Path) -> None:
 
 
 def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
-    """Nothing was done, and a script should notice."""
+    """A script must notice that nothing was done."""
     done = run()
     assert (done.code, done.out) == (2, "")
     assert "explain" in done.err
@@ -268,7 +266,7 @@ def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
     ],
 )
 def test_a_mistake_is_one_line(run: Any, args: list[str], says: str) -> None:
-    """Of the command line too: what was given, what is allowed, the nearest names."""
+    """Errors of the command line name the value, the allowed values and the nearest names."""
     done = run(*args)
     assert (done.code, done.out) == (2, "")
     assert says in done.err

@@ -1,4 +1,4 @@
-"""Every command with every kind of bad path, stream and end: a message and a code, nothing lost."""
+"""Every command with every kind of bad path, stream and ending: a message, a code, no data loss."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-# Plan and report read in ways of their own; the others read as plan does.
+# Plan and report have their own readers; the other commands read as plan does.
 @pytest.mark.parametrize(
     ("command", "kind"),
     [(command, kind) for command in ("plan", "report") for kind in BAD_INPUTS]
@@ -81,7 +81,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_an_input_that_cannot_be_used_is_one_message(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, kind: str
 ) -> None:
-    """With the file's name, of a readable length; nothing is written."""
+    """The message names the file and stays short; nothing is written."""
     monkeypatch.chdir(tmp_path)
     make, says = BAD_INPUTS[kind]
     make(tmp_path / "in.csv")
@@ -118,7 +118,7 @@ def test_every_command_takes_every_file_of_traffic(
     data: bytes,
     as_pipe: bool,
 ) -> None:
-    """From a pipe, too, which can be read only once."""
+    """A pipe, which can be read only once, works too."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "in"
     if as_pipe:
@@ -204,7 +204,7 @@ def test_calibrate_replaces_nothing_either(run: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["in.csv", "./in.csv", "hard.csv", "soft.csv"])
 def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> None:
-    """Under another name, and with --force, neither."""
+    """This holds for the input under another name and with --force."""
     (folder / "hard.csv").hardlink_to(folder / "in.csv")
     (folder / "soft.csv").symlink_to("in.csv")
     (folder / "pyproject.toml").write_text("[tool.dispatchkit]\nsizes = [8]\n")
@@ -212,7 +212,7 @@ def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> No
     assert done.code == 2
     assert "a file other than its input" in done.err
     done = run("record", "--force", name.replace("in.csv", "script.py"), "script.py")
-    assert done.code in (1, 2)  # the script raises where its name is another
+    assert done.code in (1, 2)  # the script raises if its name differs
     done = run("report", "in.csv", "-o", "pyproject.toml", "--force")
     assert "a file other than its input" in done.err
     assert (folder / "script.py").read_text().startswith("raise")
@@ -220,19 +220,18 @@ def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> No
 
 
 def test_force_replaces_the_output(run: Any, folder: Path) -> None:
-    """It was asked for."""
     (folder / "page.html").write_text("old")
     assert run("report", "in.csv", "-o", "page.html", "--sizes", "8", "--force").code == 0
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
 
 
-# -- streams, signals and surroundings ----------------------------------------------------
+# -- streams, signals and environments ------------------------------------------------------
 
 ENVIRON = {**os.environ, "DISPATCHKIT_PLUGINS": "vllm,plan", "COLUMNS": "80"}
 
 
 def shell(line: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell in which ``dk`` is the command line."""
+    """Run a shell command in which ``dk`` is the command line."""
     call = f'dk() {{ "{sys.executable}" -m dispatchkit "$@"; }}; {line}'
     return subprocess.run(
         ["/bin/bash", "-c", call],
@@ -269,7 +268,7 @@ MORE_LINES = [
     ],
 )
 def test_no_surrounding_ends_in_a_traceback(tmp_path: Path, line: str, code: int) -> None:
-    """Streams, folders and encodings are not as a program wishes them."""
+    """Streams, folders and encodings may be unusual."""
     (tmp_path / "in.csv").write_bytes(TRACE)
     done = shell(line, tmp_path)
     assert "Traceback" not in done.stderr
@@ -285,7 +284,7 @@ def test_numbers_beyond_every_size_have_an_answer(run: Any) -> None:
 
 
 def test_explain_of_a_batch_above_every_size_says_that_it_runs_eager(run: Any) -> None:
-    """Only a limit that somebody gave refuses it."""
+    """Only an explicit limit refuses it."""
     answer = json.loads(run("explain", "600", "--json").out)
     assert answer["decision"]["reason"] == "above_largest_size"
     assert run("explain", "600", "--num-reqs", "600", "--uniform").code == 0
@@ -315,7 +314,7 @@ print("ready", flush=True)
 def test_a_recorded_server_that_is_stopped_leaves_its_trace(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """Whole, or as a part if nothing can be done any more."""
+    """The trace is complete, or partial if it could not be finished."""
     from dispatchkit.observe import read_trace
 
     (tmp_path / "serve.py").write_text(SERVER.format(end="time.sleep(60)"))
@@ -359,7 +358,7 @@ MORE_ENDS = [
     ],
 )
 def test_however_a_recorded_script_ends_its_steps_are_there(tmp_path: Path, end: str) -> None:
-    """Whole, where they were asked for; a traceback is the script's alone."""
+    """All steps are in the requested file; only the script's own traceback is shown."""
     from dispatchkit.observe import read_trace
 
     (tmp_path / "s.py").write_text(SERVER.format(end=end))
@@ -412,7 +411,7 @@ def test_a_script_that_cannot_be_run_is_bad_input(
 def test_impossible_numbers_in_simulations_are_named(
     run: Any, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """Before anything is drawn."""
+    """They are named before anything is simulated."""
     (tmp_path / "in.csv").write_bytes(TRACE)
     found = json.loads(run("simulate", str(tmp_path / "in.csv"), "--sizes", "8", "--json").out)
     source = tmp_path / "s.json"

@@ -1,4 +1,4 @@
-"""``bench``: scripts of a checkout, found, run, gathered."""
+"""``bench``: finds and runs the scripts of a checkout and collects results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = Path(dispatchkit.__file__).resolve().parent
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with two benchmarks, one of which fails."""
+    """Return a checkout with two benchmarks, one of which fails."""
     folder = tmp_path / "bench"
     folder.mkdir()
     (folder / "_common.py").write_text("")
@@ -26,7 +26,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_they_are_listed_without_being_run(run: Any, checkout: Path) -> None:
-    """By the first line of what they say of themselves."""
+    """Each is listed with the first line of its docstring."""
     done = run("bench", "--list", "--checkout", str(checkout), "--json")
     assert json.loads(done.out) == [
         {"benchmark": "bad", "summary": "Fails."},
@@ -35,14 +35,14 @@ def test_they_are_listed_without_being_run(run: Any, checkout: Path) -> None:
 
 
 def test_results_are_gathered(run: Any, checkout: Path) -> None:
-    """One JSON document of all lines."""
+    """The output is one JSON document with all result lines."""
     done = run("bench", "good", "--checkout", str(checkout), "--json")
     assert done.code == 0
     assert json.loads(done.out)["results"] == [{"benchmark": "good", "name": "a", "ns": 3}]
 
 
 def test_one_that_fails_is_exit_code_1(run: Any, checkout: Path) -> None:
-    """The others run all the same."""
+    """The others run nevertheless."""
     done = run("bench", "--checkout", str(checkout), "--json")
     found = json.loads(done.out)
     assert (done.code, found["ok"], found["failed"]) == (1, False, ["bad"])
@@ -50,7 +50,7 @@ def test_one_that_fails_is_exit_code_1(run: Any, checkout: Path) -> None:
 
 
 def test_bad_input_says_what_is_needed(run: Any, checkout: Path, tmp_path: Path) -> None:
-    """A name that is none, a folder that is no checkout."""
+    """An unknown name, or a folder that is not a checkout."""
     done = run("bench", "god", "--checkout", str(checkout))
     assert done.code == 2
     assert "'good'" in done.err
@@ -60,7 +60,7 @@ def test_bad_input_says_what_is_needed(run: Any, checkout: Path, tmp_path: Path)
 
 
 def test_those_of_this_checkout_are_found(run: Any) -> None:
-    """Without being told where they are, where the package runs from the checkout."""
+    """No path is needed if the package runs from the checkout."""
     where = [] if PACKAGE.parent == ROOT else ["--checkout", str(ROOT)]
     done = run("bench", "--list", "--json", *where)
     assert "decision" in {row["benchmark"] for row in json.loads(done.out)}
@@ -69,7 +69,7 @@ def test_those_of_this_checkout_are_found(run: Any) -> None:
 def test_an_installed_package_has_none(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does it run what another package beside it calls bench."""
+    """Another package's folder named bench is not run either."""
     from dispatchkit.cli import benching
 
     (tmp_path / "bench").mkdir()

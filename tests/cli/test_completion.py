@@ -1,4 +1,4 @@
-"""Completion in a shell: commands, and names that are settings' values."""
+"""Shell completion of commands and of values of settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 def test_what_may_follow_is_offered(
     run: Any, monkeypatch: pytest.MonkeyPatch, line: str, offers: set[str]
 ) -> None:
-    """As bash asks for it."""
+    """As requested by bash."""
     monkeypatch.setenv("_DISPATCHKIT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))

@@ -13,7 +13,7 @@ TABLE = '[tool.dispatchkit]\npolicy = "vllm@0.11"\nsizes = [1, 2, 4]\n'
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with settings of its own, and nothing of them in the environment."""
+    """Return a project with its own settings and a clean environment."""
     (tmp_path / "pyproject.toml").write_text(TABLE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -26,7 +26,7 @@ def rows(done: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("folder")
 def test_each_setting_says_where_it_came_from(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, environment, command line, default; what is overridden is told too."""
+    """The sources are file, environment, command line and default; overrides are listed."""
     monkeypatch.setenv("DISPATCHKIT_LAZY", "yes")
     found = rows(run("--set", "check=5", "config", "show", "--policy", "vllm", "--json"))
     assert found["policy"]["value"] == "vllm"
@@ -41,7 +41,7 @@ def test_each_setting_says_where_it_came_from(run: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("folder")
 def test_text_fits_80_columns(run: Any) -> None:
-    """Also with an override."""
+    """This holds with an override too."""
     done = run("config", "show", "--policy", "vllm")
     assert done.code == 0
     assert max(map(len, done.out.splitlines()[1:])) <= 80  # the first line is a path
@@ -52,7 +52,7 @@ def test_text_fits_80_columns(run: Any) -> None:
 def test_commands_obey_the_file_and_say_where_it_and_the_environment_differ(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sizes are the file's, and only the disagreement is told."""
+    """The file's sizes apply, and only the difference is reported."""
     answer = json.loads(run("explain", "3", "--json").out)
     assert answer["decision"]["padded_num_tokens"] == 4
     assert answer["policy"].startswith("vllm@0.11")
@@ -65,7 +65,7 @@ def test_commands_obey_the_file_and_say_where_it_and_the_environment_differ(
 
 @pytest.mark.usefixtures("folder")
 def test_what_is_given_twice_on_the_command_line_is_refused(run: Any) -> None:
-    """Neither can be the one that is meant."""
+    """Neither value can be preferred."""
     done = run("--set", "policy=a", "explain", "3", "--policy", "b")
     assert (done.code, done.out) == (2, "")
     assert "given once on the command line" in done.err
@@ -83,7 +83,7 @@ def test_what_is_given_twice_on_the_command_line_is_refused(run: Any) -> None:
 )
 @pytest.mark.usefixtures("folder")
 def test_bad_input_is_one_line_and_code_2(run: Any, args: list[str], says: str) -> None:
-    """The last one: a limit below the file's sizes names the file."""
+    """Last case: a limit below the file's sizes names the file."""
     done = run(*args, "config", "show", "--json")
     assert (done.code, done.out) == (2, "")
     assert says in done.err
@@ -93,7 +93,7 @@ def test_bad_input_is_one_line_and_code_2(run: Any, args: list[str], says: str) 
 def test_a_broken_file_leaves_help_and_doctor_alive(
     run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are what one turns to then."""
+    """Users need both to repair the file."""
     from dispatchkit.cli import doctor
 
     monkeypatch.setattr(doctor, "examine", lambda plugins, environ: iter(()))
@@ -108,7 +108,7 @@ def test_a_broken_file_leaves_help_and_doctor_alive(
 
 @pytest.mark.usefixtures("folder")
 def test_the_file_says_which_plugins_are_loaded(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the environment variable does."""
+    """This works as the environment variable does."""
     monkeypatch.delenv("DISPATCHKIT_PLUGINS")
     Path("pyproject.toml").write_text("[tool.dispatchkit]\nplugins = []\n")
     done = run("policies", "--json")

@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> str:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder small enough for a test of what is printed."""
+    """Configure a decoder small enough for tests of the output."""
     from dispatchkit.demo import replay
     from dispatchkit.demo.decoder import DecoderShape
 
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_text_is_readable_at_80_columns_and_without_colour(run: Any, trace: str) -> None:
-    """All that the demo is for is on one page."""
+    """All results fit on one page."""
     done = run("demo", "--trace", trace, "--device", "tape")
     assert done.code == 0, done.err
     for part in (
@@ -53,7 +53,7 @@ def test_text_is_readable_at_80_columns_and_without_colour(run: Any, trace: str)
 
 @pytest.mark.usefixtures("small")
 def test_json_is_all_that_json_mode_prints(run: Any, trace: str) -> None:
-    """No bar, no note, no second document."""
+    """No progress bar, no notes, no second document."""
     done = run("demo", "--trace", trace, "--device", "cpu", "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
@@ -69,7 +69,7 @@ def test_json_is_all_that_json_mode_prints(run: Any, trace: str) -> None:
 def test_a_wrong_result_is_exit_code_1(
     run: Any, trace: str, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    """Found wanting; the steps are named in text, and JSON is still all there is."""
+    """Text names the wrong steps; JSON mode still prints only JSON."""
     from dispatchkit.demo.decoder import Decoder
 
     plain = Decoder.step
@@ -101,7 +101,7 @@ def test_a_wrong_result_is_exit_code_1(
     ],
 )
 def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: str) -> None:
-    """Nothing on standard output, not even as JSON."""
+    """Nothing is printed to standard output, even with --json."""
     done = run("demo", *args, "--json")
     assert done.code == 2
     assert done.out == ""
@@ -121,7 +121,7 @@ def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: st
     ],
 )
 def test_a_bad_trace_is_named_with_its_line(run: Any, tmp_path: Path, text: str, says: str) -> None:
-    """Cut in mid-line, misspelt, missing columns, impossible, empty."""
+    """Truncated, misspelt, missing columns, impossible values, empty."""
     path = tmp_path / "bad.csv"
     path.write_text(text)
     done = run("demo", "--trace", str(path), "--json")
@@ -130,7 +130,7 @@ def test_a_bad_trace_is_named_with_its_line(run: Any, tmp_path: Path, text: str,
 
 
 def test_without_torch_it_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line with the next step."""
+    """One line states the next step."""
     for name in [name for name in sys.modules if name.startswith("dispatchkit.demo.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -1,4 +1,4 @@
-"""What README and docs tell to type does run, as printed."""
+"""Commands shown in README and docs run as printed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import dispatchkit
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(dispatchkit.__file__).resolve().parent
 RUN_HERE = re.compile(r"^([A-Z_]+=\S+ )*(dispatchkit |python -m dispatchkit)")
-# Set-up and test runs are what runs this test; their targets and requirements are checked in
-# tests/packaging. Servers are started by hand.
+# Set-up and test commands run this test itself; tests/packaging checks their targets and
+# requirements. Servers are started by hand.
 ELSEWHERE = set(
     "make python3 python pip git export cd pytest torchrun apt-get printf vllm curl".split()
 )
-# What a reader has: traces of the own service, two of them with an axis, and a module with the own
-# model.
+# Files that a reader has: traces of a service, two of them with an axis, and a module with a model.
 LENGTHS = """
 step,t_s,num_tokens,num_reqs,max_query_len,uniform_decode,num_active_loras,axis.length
 0,0.0000,3,3,1,1,0,40
@@ -46,7 +45,7 @@ PAGES = sorted(
 
 
 def typed(page: str) -> list[str]:
-    """The lines of a page's console blocks that are typed."""
+    """Return the commands of a page's console blocks."""
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^ *```console\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line.strip() for block in blocks for line in block.splitlines()]
@@ -58,7 +57,7 @@ COMMANDS = [(page, line) for page, line in EVERY if RUN_HERE.match(line)]
 
 
 def test_there_are_commands_and_each_is_run_here_or_elsewhere() -> None:
-    """Whatever else is printed is of a kind that is known."""
+    """Every other command is of a known kind."""
     assert len(COMMANDS) > 10
     others = {line for page, line in EVERY if (page, line) not in COMMANDS}
     programs = {re.sub(r"^([A-Z_]+=\S+ )*", "", line).split()[0] for line in others}
@@ -66,12 +65,12 @@ def test_there_are_commands_and_each_is_run_here_or_elsewhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # as where they are typed
+@pytest.mark.filterwarnings("default")  # as in a shell
 @pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))
 def test_every_command_of_a_page_runs_as_printed(
     page: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order, in a folder that looks like a checkout."""
+    """Commands run in order in a folder that looks like a checkout."""
     pytest.importorskip("torch")
     pytest.importorskip("numpy")
     from dispatchkit.cli import options
@@ -99,7 +98,7 @@ def test_every_command_of_a_page_runs_as_printed(
             line += f" --checkout {ROOT}"  # an installed package has no benchmarks
         program, *words = shlex.split(line)
         if program == "dispatchkit" and not set(line) & set("*>|"):
-            # In this process: to start one takes longer than most commands.
+            # In this process, because starting one takes longer than most commands.
             options.forget_plugins()
             done = run(*words)
             code, said = done.code, (done.out, done.err)
@@ -114,7 +113,7 @@ def test_every_command_of_a_page_runs_as_printed(
 
 
 def test_the_reference_names_every_command_and_only_options_there_are(run: Any) -> None:
-    """A command that is not in the reference is not found; an option that is gone misleads."""
+    """Users do not find a command missing from the reference; removed options mislead."""
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^│ ([a-z][a-z-]+) +[A-Z]", run("--help").out, flags=re.MULTILINE))
     table = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
@@ -129,7 +128,7 @@ def test_the_reference_names_every_command_and_only_options_there_are(run: Any) 
 
 
 def test_examples_in_help_are_of_their_command(run: Any) -> None:
-    """Each command shows one; its words are parsed as they would be if typed."""
+    """Each command's help has an example, which must parse."""
     import shlex
 
     from dispatchkit.cli import app as module

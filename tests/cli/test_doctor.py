@@ -1,4 +1,4 @@
-"""``doctor``: each finding has a level, a reason and, where it matters, a next step."""
+"""``doctor``: each finding has a level, a reason and, if useful, a next step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_torch_it_says_what_still_works_and_what_to_install(no_torch: None) -> None:
-    """Decisions need no torch; that is told apart from captures."""
+    """Decisions need no torch; captures do."""
     findings = found(load_plugins())
     assert findings["torch"].level is Level.PROBLEM
     assert "simulations work without" in findings["torch"].message
@@ -43,26 +43,25 @@ def test_without_torch_it_says_what_still_works_and_what_to_install(no_torch: No
 
 
 def test_a_missing_default_policy_is_a_problem(no_torch: None) -> None:
-    """Nothing would work by default."""
+    """Without it, nothing works by default."""
     findings = found(load_plugins(allow=[]))
     assert findings["default policy"].level is Level.PROBLEM
     assert "pip install dispatchkit-vllm" in findings["default policy"].next_step
 
 
 def test_a_broken_plugin_is_a_problem_with_a_way_out(no_torch: None) -> None:
-    """Repair it, or block it by the variable."""
+    """The user can repair it or block it by the variable."""
     findings = found(load_plugins(extra=[("bad", object)]))
     assert findings["plugin bad"].level is Level.PROBLEM
     assert "DISPATCHKIT_DISABLE=bad" in findings["plugin bad"].next_step
 
 
 def test_a_blocked_plugin_is_a_note(no_torch: None) -> None:
-    """It was asked for."""
     assert found(load_plugins(block=["vllm"]))["plugin vllm"].level is Level.NOTE
 
 
 def test_torch_and_tape_are_looked_at_and_checked() -> None:
-    """A real capture is replayed with another input and compared."""
+    """A real capture is replayed with another input, and the results are compared."""
     torch = pytest.importorskip("torch")
     findings = found(load_plugins())
     assert torch.__version__ in findings["torch"].message
@@ -71,7 +70,7 @@ def test_torch_and_tape_are_looked_at_and_checked() -> None:
 
 
 def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
-    """The check compares; it does not only run."""
+    """The check compares results instead of only running."""
     torch = pytest.importorskip("torch")
     from dispatchkit.backends.tape import TapeBackend
 
@@ -92,7 +91,7 @@ def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
 
 
 def test_a_backend_that_cannot_run_is_a_problem_in_its_own_words() -> None:
-    """What it raises on purpose is the finding."""
+    """The finding quotes the message of its exception."""
     pytest.importorskip("torch")
 
     @hookimpl
@@ -136,7 +135,7 @@ def test_a_vllm_that_leaves_dispatchkit_out_is_named(
     ],
 )
 def test_variables_that_slow_or_break_captures_are_named(variable: str, level: Level) -> None:
-    """Set is told, unset is silent."""
+    """Only variables that are set are reported."""
     pytest.importorskip("torch")
     plugins = load_plugins()
     assert found(plugins, {variable: "1"})[variable].level is level
@@ -158,7 +157,7 @@ def test_json_and_text_tell_the_same(run: Any) -> None:
 def test_a_report_holds_what_is_asked_of_whoever_reports_a_fault(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """System, versions, and settings with their sources; the own folder is not told."""
+    """Contains system, versions and settings with their sources, but not the user's folder."""
     home = Path(sys.executable).parent
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("DISPATCHKIT_MAX_NUM_SEQS", "64")
@@ -187,7 +186,7 @@ def test_a_report_holds_what_is_asked_of_whoever_reports_a_fault(
 def test_the_driver_is_read_where_the_kernel_tells_it(
     tmp_path: Path, text: str | None, told: str
 ) -> None:
-    """Also where torch finds no device."""
+    """This works if torch finds no device too."""
     path = tmp_path / "version"
     if text is not None:
         path.write_text(text)
@@ -195,7 +194,6 @@ def test_the_driver_is_read_where_the_kernel_tells_it(
 
 
 def test_a_problem_is_found_wanting(run: Any, plugins_with: Any) -> None:
-    """Exit code 1, for scripts."""
     plugins_with(bad=object)
     done = run("doctor", "--json")
     assert done.code == 1
@@ -203,7 +201,7 @@ def test_a_problem_is_found_wanting(run: Any, plugins_with: Any) -> None:
 
 
 def test_a_device_that_raises_is_a_finding_and_no_traceback() -> None:
-    """A broken driver raises errors of torch: to say so is what the command is for."""
+    """A broken driver makes torch raise; the command must report that."""
 
     class Broken:
         torch_device = "cpu"

@@ -1,4 +1,4 @@
-"""``explain``: one batch, its decision and what was near."""
+"""``explain``: a batch, its decision and the nearest graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(run: Any, *args: str) -> dict[str, Any]:
 
 
 def test_a_uniform_batch_gets_the_full_graph_of_the_next_size(run: Any) -> None:
-    """Decision, padding and the graph chosen are one."""
+    """Decision, padding and chosen graph are consistent."""
     answer = explain(run, "3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,4,8")
     assert answer["decision"]["mode"] == "FULL"
     assert (answer["decision"]["padded_num_tokens"], answer["decision"]["padding"]) == (4, 1)
@@ -43,7 +43,7 @@ def test_a_ceiling_keeps_full_away(run: Any) -> None:
 
 
 def test_a_batch_above_the_largest_size_runs_eager_and_says_why(run: Any) -> None:
-    """A reason, never a silent downgrade."""
+    """The answer includes a reason."""
     answer = explain(run, "600", "--max-num-tokens", "1000")
     assert answer["decision"]["key"] is None
     assert answer["decision"]["reason"] == "above_largest_size"
@@ -51,7 +51,7 @@ def test_a_batch_above_the_largest_size_runs_eager_and_says_why(run: Any) -> Non
 
 
 def test_a_batch_above_the_limit_is_explained_as_an_error(run: Any) -> None:
-    """A step of it would raise; the question is answered."""
+    """A step would raise, but the question is answered."""
     args = ["9", "--sizes", "4,8", "--max-num-tokens", "8"]
     answer = explain(run, *args)
     assert answer["decision"]["reason"] == "above_largest_size"
@@ -62,14 +62,14 @@ def test_a_batch_above_the_limit_is_explained_as_an_error(run: Any) -> None:
 
 
 def test_a_batch_without_tokens_lists_no_graphs(run: Any) -> None:
-    """None of them would run it, whatever its state."""
+    """No graph would run it in any state."""
     answer = explain(run, "0")
     assert (answer["decision"]["reason"], answer["candidates"]) == ("empty_batch", [])
     assert "raph" not in run("explain", "0").out.replace("needs no graph", "")
 
 
 def test_adapters_are_asked_for_by_their_number(run: Any) -> None:
-    """A limit need not be given: what is asked about is possible."""
+    """A limit is optional: the batch itself implies one."""
     answer = explain(run, "4", "--loras", "2", "--sizes", "4,8")
     assert answer["batch"]["num_active_loras"] == 2
 
@@ -105,7 +105,7 @@ def test_text_shows_the_same_in_80_columns(run: Any) -> None:
     ],
 )
 def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: str) -> None:
-    """What was given, what is allowed; nothing on standard output, not even as JSON."""
+    """The message names the value and the allowed values; standard output stays empty."""
     done = run("explain", *args, "--json")
     assert done.code == 2
     assert done.out == ""
@@ -114,7 +114,7 @@ def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: st
 
 
 def test_sizes_are_put_in_order_and_a_gap_at_the_end_is_warned_about(run: Any) -> None:
-    """The warning is a line on standard error; the answer stays what it is."""
+    """The warning is a line on standard error; the output is unchanged."""
     done = run("explain", "3", "--sizes", "8,4,4", "--max-num-tokens", "16", "--json")
     assert done.code == 0
     assert json.loads(done.out)["decision"]["padded_num_tokens"] == 4
@@ -126,7 +126,7 @@ TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
 
 
 def test_what_stands_behind_a_decision_and_what_it_costs_are_told(run: Any) -> None:
-    """A constraint, the nearest graph, and microseconds by the cost model."""
+    """The constraint, the nearest graph, and times from the cost model."""
     answer = explain(run, "600", "--max-num-tokens", "1000")
     assert answer["because"].startswith("constraint: ")
     assert answer["because"].endswith("the largest has 512 tokens")
@@ -142,7 +142,7 @@ def test_what_stands_behind_a_decision_and_what_it_costs_are_told(run: Any) -> N
 
 
 def test_a_trace_is_explained_decision_by_decision(run: Any) -> None:
-    """As often as each was taken; together they are the trace, and agree with a simulation."""
+    """Counts per decision add up to the trace and agree with a simulation."""
     pytest.importorskip("numpy")
     found = explain(run, "--trace", TRACE)
     decisions = found["decisions"]
@@ -157,7 +157,7 @@ def test_a_trace_is_explained_decision_by_decision(run: Any) -> None:
 
 
 def test_a_trace_in_text_shows_the_costliest_in_80_columns(run: Any) -> None:
-    """And says how many more there are."""
+    """The output states the number of omitted decisions."""
     pytest.importorskip("numpy")
     done = run("explain", "--trace", TRACE)
     assert done.code == 0
@@ -177,7 +177,7 @@ words = st.sampled_from(["", " ", *WORDS.split()])
 
 @given(st.lists(words, max_size=6))
 def test_no_command_line_ends_in_a_traceback(args: list[str]) -> None:
-    """Whatever is typed is answered or refused, and JSON is all that JSON mode prints."""
+    """Any input gets an answer or an error; JSON mode prints only JSON."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run_app(["explain", *args, "--json"])
@@ -193,7 +193,7 @@ AXES = ["--axes", "length=16,64; kind=1,3 exact"]
 
 
 def test_values_of_axes_pick_the_graph(run: Any) -> None:
-    """Their buckets are part of batch, key and reason."""
+    """Buckets of axes are part of batch, key and reason."""
     answer = explain(run, "3", "--sizes", "4,8", *AXES, "--value", "length=20", "--value", "kind=3")
     assert answer["batch"]["axes"] == {"length": 64, "kind": 3}
     assert answer["decision"]["key"].endswith("tokens=4 axes=64,3")
@@ -213,7 +213,7 @@ def test_values_of_axes_pick_the_graph(run: Any) -> None:
     ],
 )
 def test_values_that_fit_no_axis_are_refused(run: Any, args: list[str], says: str) -> None:
-    """In a line, with code 2."""
+    """One line and exit code 2."""
     done = run("explain", "3", *AXES, *args)
     assert (done.code, done.out) == (2, "")
     assert says in done.err
@@ -223,7 +223,7 @@ def test_values_that_fit_no_axis_are_refused(run: Any, args: list[str], says: st
 def test_without_dispatchkit_plan_a_batch_has_no_cost_and_the_rest_says_what_to_install(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "dispatchkit_plan", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "dispatchkit_plan", None)  # as if not installed
     assert explain(run, "3", "--sizes", "4,8")["cost"] is None
     text = run("explain", "3", "--sizes", "4,8")
     assert text.code == 0

@@ -1,4 +1,4 @@
-"""The kit for commands of plugins: what the page shows works, and a broken one is contained."""
+"""The kit for commands of plugins: the page's example works, and broken commands are contained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plugin(*specs: CommandSpec) -> object:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules that the page shows, made and imported; returns the plugin."""
+    """Write and import the modules that the page shows; return the plugin."""
     if not PAGE.exists():
         pytest.skip("the page is not beside the tests")
     blocks = re.findall(r"```python\n# (\S+)/(\w+)\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -136,7 +136,7 @@ def test_an_unknown_command_says_which_distribution_brings_it(
 def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is installed: nothing is to be installed."""
+    """The plugin is installed, so the message must not suggest installing it."""
     pytest.importorskip("dispatchkit_plan")
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
     done = run("simulate", "trace.csv")

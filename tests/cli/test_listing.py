@@ -13,7 +13,7 @@ from dispatchkit.settings import load_settings
 
 
 def policy_plugin(*names: str) -> object:
-    """A plugin with policies that are never made."""
+    """Return a plugin with policies that are never created."""
 
     @hookimpl
     def dispatchkit_register_policies() -> list[PolicySpec]:
@@ -31,7 +31,7 @@ def broken_plugin() -> object:
 
 
 def test_policies_name_distribution_version_and_origin(run: Any) -> None:
-    """Whose rule it is can be seen."""
+    """The output shows where a policy comes from."""
     rows = {row["name"]: row for row in json.loads(run("policies", "--json").out)}
     assert rows["vllm"]["distribution"] == "dispatchkit-vllm"
     assert rows["vllm"]["version"]
@@ -39,7 +39,7 @@ def test_policies_name_distribution_version_and_origin(run: Any) -> None:
 
 
 def test_policies_as_text_fit_80_columns_and_brackets_are_text(run: Any, plugins_with: Any) -> None:
-    """A summary is not markup."""
+    """Markup in a summary is printed literally."""
     plugins_with(mine=policy_plugin("shortest"))
     done = run("policies")
     assert done.code == 0
@@ -50,9 +50,9 @@ def test_policies_as_text_fit_80_columns_and_brackets_are_text(run: Any, plugins
 def test_no_policy_at_all_is_found_wanting(
     run: Any, plugins_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty list is JSON too; what to do is on the other stream.
+    """JSON mode prints an empty list; the next step goes to standard error.
 
-    Nothing is missing that could be installed: a list leaves all of it out.
+    Nothing needs to be installed, because a list excludes all policies.
     """
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "")
     plugins_with()
@@ -63,7 +63,7 @@ def test_no_policy_at_all_is_found_wanting(
 
 
 def test_a_broken_plugin_is_shown_with_its_reason(run: Any, plugins_with: Any) -> None:
-    """The others are listed all the same; the code says that something is wrong."""
+    """Other plugins are still listed; the exit code reports the problem."""
     plugins_with(bad=broken_plugin(), good=policy_plugin("shortest"))
     done = run("plugins", "--json")
     assert done.code == 1
@@ -78,7 +78,7 @@ def test_a_broken_plugin_is_shown_with_its_reason(run: Any, plugins_with: Any) -
 
 
 def test_other_commands_mention_a_broken_plugin_in_one_line(run: Any, plugins_with: Any) -> None:
-    """On standard error, so that output stays what it is."""
+    """The line goes to standard error, so that output stays unchanged."""
     plugins_with(bad=broken_plugin())
     done = run("policies", "--json")
     assert done.code == 0
@@ -91,7 +91,7 @@ def test_other_commands_mention_a_broken_plugin_in_one_line(run: Any, plugins_wi
 def test_a_blocked_plugin_is_shown_and_is_no_fault(
     run: Any, plugins_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocking is a wish."""
+    """Blocking is intended."""
     monkeypatch.setenv("DISPATCHKIT_DISABLE", "vllm")
     plugins_with(good=policy_plugin("shortest"))
     done = run("plugins", "--json")
@@ -104,7 +104,7 @@ def test_a_blocked_plugin_is_shown_and_is_no_fault(
 def test_the_later_place_says_which_plugins_are_loaded(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `config show` has it; the lists of two places together would leave nothing."""
+    """As in `config show`; combining the lists of both places would leave nothing."""
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "none-of-those")
     rows = json.loads(run("--set", "plugins=vllm", "policies", "--json").out)
     assert {row["distribution"] for row in rows} == {"dispatchkit-vllm"}

@@ -1,4 +1,4 @@
-"""``new-policy``: what it writes installs, is found by name and passes the kit."""
+"""``new-policy``: its output can be installed, found by name, and passes the kit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dispatchkit.cli.new_policy import write_distribution
 
 PYTHON = sys.executable
 PAGE_ON_LEARNING = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "learning.md"
-#: The sample of the documentation: what the command writes, kept.
+#: A kept copy of the command's output, shown in the documentation.
 KEPT = Path(__file__).resolve().parents[2] / "examples" / "dispatchkit-smallest"
 
 
@@ -51,7 +51,7 @@ def test_it_writes_a_distribution_and_says_how_to_go_on(
 def test_json_names_what_was_written_and_what_to_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One document, for scripts; the folder may have a space in its name."""
+    """Scripts get one document; the folder's name may contain a space."""
     folder = tmp_path / "my work"
     folder.mkdir()
     assert run(["new-policy", "my-rule", "--directory", str(folder), "--json"]) == 0
@@ -162,7 +162,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_builds_installs_passes_its_own_tests_and_joins_a_composite(tmp_path: Path) -> None:
-    """As a user would: another process, an installed wheel, names only."""
+    """Runs as for a user: another process, an installed wheel, names only."""
     pytest.importorskip("hatchling")
     root = tmp_path / KEPT.name
     shutil.copytree(KEPT, root)

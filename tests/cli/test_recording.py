@@ -1,4 +1,4 @@
-"""``record``: a script is run, its batches become a trace."""
+"""``record``: runs a script and writes its batches as a trace."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_every_batch_is_a_step(run: Any, tmp_path: Path, script: Path) -> None:
-    """What was asked, in order; the script's words go to standard error."""
+    """Steps are in order; the script's output goes to standard error."""
     from dispatchkit.observe.trace import read_trace
 
     path = tmp_path / "trace.csv.gz"
     done = run("record", str(path), str(script), "--port", "80", "--json")
-    # Options behind the script are the script's own.
+    # Options after the script belong to the script.
     assert "words of the script ['--port', '80', '--json']" in done.err
     assert done.code == 0, done.err
-    # Without white space, since a long path is broken at the width of the screen.
+    # Compare without white space, because long paths wrap at the screen's width.
     assert "".join(done.out.split()) == f"3stepswrittento{path}."
     trace = read_trace(path)
     assert list(trace.column("num_tokens")) == [3, 7, 5]
@@ -45,7 +45,7 @@ def test_every_batch_is_a_step(run: Any, tmp_path: Path, script: Path) -> None:
 
 
 def test_json_comes_before_the_script(run: Any, tmp_path: Path, script: Path) -> None:
-    """And is all of standard output."""
+    """Nothing else is on standard output."""
     path = tmp_path / "trace.jsonl"
     done = run("record", "--json", str(path), str(script))
     assert json.loads(done.out) == {
@@ -67,7 +67,7 @@ def test_json_comes_before_the_script(run: Any, tmp_path: Path, script: Path) ->
 def test_how_the_script_ends_is_told_and_the_trace_is_whole(
     run: Any, tmp_path: Path, script: Path, end: str, code: int, says: str
 ) -> None:
-    """Servers end by Ctrl-C; what they did until then is what was wanted."""
+    """Servers end by Ctrl-C; steps until then must be recorded."""
     from dispatchkit.observe.trace import read_trace
 
     script.write_text(SCRIPT + end)
@@ -81,7 +81,7 @@ def test_how_the_script_ends_is_told_and_the_trace_is_whole(
 def test_a_script_that_raises_keeps_its_traceback_and_its_steps(
     run: Any, tmp_path: Path, script: Path
 ) -> None:
-    """It is the script's defect, not bad input; no frame of the command is in the traceback."""
+    """It is a defect of the script, not bad input; the traceback has no frames of the command."""
     from dispatchkit.observe.trace import read_trace
 
     script.write_text(SCRIPT + "try:\n    1 / 0\nexcept ValueError:\n    pass\n")
@@ -96,7 +96,7 @@ def test_a_script_that_raises_keeps_its_traceback_and_its_steps(
 
 
 def test_dispatch_is_as_before_afterwards(run: Any, tmp_path: Path, script: Path) -> None:
-    """Recording is over with the command."""
+    """Recording ends with the command."""
     from dispatchkit.dispatch import Dispatcher
 
     before = Dispatcher.dispatch
@@ -117,7 +117,6 @@ def test_dispatch_is_as_before_afterwards(run: Any, tmp_path: Path, script: Path
 def test_bad_input_is_code_2(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
 ) -> None:
-    """And nothing is written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").write_text("pass\n")
     done = run("record", *args)
@@ -138,7 +137,7 @@ dispatcher.dispatch(7, 2, 0, config.variant(0, length=99))
 
 
 def test_values_of_axes_are_recorded_and_simulated(run: Any, tmp_path: Path) -> None:
-    """And steps of a runner with other axes are told, since they have no place there."""
+    """Steps of a runner with other axes are reported, because the trace cannot hold them."""
     path, script = tmp_path / "trace.csv", tmp_path / "serve.py"
     script.write_text(AXES_SCRIPT)
     done = run("record", str(path), str(script))
@@ -182,7 +181,7 @@ for uniform in range(3):
 
 
 def test_whatever_can_be_dispatched_is_recorded(run: Any, tmp_path: Path) -> None:
-    """A script that runs without recording runs with it, whatever its batches are."""
+    """A script runs the same with recording, whatever its batches."""
     from dispatchkit.observe.trace import MAX_COUNT, read_trace
 
     path, script = tmp_path / "trace.csv", tmp_path / "serve.py"

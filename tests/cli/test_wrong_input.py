@@ -1,4 +1,4 @@
-"""Whatever is typed or configured: an answer or one message, never a traceback."""
+"""Any command line or configuration leads to an answer or one message, never a traceback."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 cases = st.tuples(before, st.sampled_from(COMMANDS), st.lists(words, max_size=4), environments)
-# The folder holds files that are only read, or written anew each time.
+# Files in the folder are only read or rewritten each time.
 checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(max_examples=20, suppress_health_check=checks)
 @given(cases)
 def test_wrong_lines_and_configurations_give_messages(case: Any) -> None:
-    """A quick look; the next one is thorough."""
+    """A quick check; the next test is thorough."""
     check_answer(*case)
 
 
@@ -98,12 +98,12 @@ def test_wrong_lines_and_configurations_give_messages(case: Any) -> None:
 @settings(max_examples=max(200, settings.default.max_examples), suppress_health_check=checks)
 @given(cases)
 def test_many_wrong_lines_and_configurations_give_messages(case: Any) -> None:
-    """None of them ends in a traceback, and none leaves part of a file."""
+    """No traceback, and no partial files."""
     check_answer(*case)
 
 
 def check_answer(first: list[str], command: str, rest: list[str], environ: dict[str, str]) -> None:
-    """Codes 0, 1, 2 and nothing else; JSON is all that JSON mode prints; nothing half-written."""
+    """Check that codes are 0, 1 or 2, JSON mode prints only JSON, and no file is partial."""
     args: Sequence[str] = [*first, *command.split(), "--json", *rest]
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.dict("os.environ", environ), redirect_stdout(out), redirect_stderr(err):
@@ -118,5 +118,5 @@ def check_answer(first: list[str], command: str, rest: list[str], environ: dict[
 
 
 def assert_json(text: str) -> Any:
-    """Standard output is one JSON document."""
+    """Check that standard output is one JSON document."""
     return json.loads(text)

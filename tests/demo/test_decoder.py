@@ -1,4 +1,4 @@
-"""The decoder: its cache means what a cache must."""
+"""The demo's decoder and its cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decoder() -> Decoder:
 
 
 def test_decoding_token_by_token_equals_one_prompt(decoder: Decoder) -> None:
-    """The cache carries everything: a prompt in one step or in many gives the same logits."""
+    """A prompt in one step or in several gives equal logits."""
     tokens = ints(3, 1, 4, 1, 5)
     positions = torch.arange(5)
     at_once = decoder(tokens, positions, ints(2, 2, 2, 2, 2), KVCache(SHAPE))
@@ -35,7 +35,7 @@ def test_decoding_token_by_token_equals_one_prompt(decoder: Decoder) -> None:
 
 
 def test_requests_do_not_see_each_other_nor_what_a_slot_held_before(decoder: Decoder) -> None:
-    """A slot is used again without being cleared."""
+    """Slots are reused without being cleared."""
     alone = decoder(ints(8, 2), ints(0, 1), ints(0, 0), KVCache(SHAPE))
     cache = KVCache(SHAPE)
     decoder(ints(9, 9, 9), ints(0, 1, 2), ints(0, 0, 0), cache)  # an earlier request
@@ -44,7 +44,7 @@ def test_requests_do_not_see_each_other_nor_what_a_slot_held_before(decoder: Dec
 
 
 def test_padding_rows_write_to_the_sink_alone(decoder: Decoder) -> None:
-    """Whatever padding does, no request's cache changes."""
+    """Padding must not change the cache of any request."""
     cache = KVCache(SHAPE)
     decoder(ints(0, 0), ints(0, 0), ints(SHAPE.sink_slot, SHAPE.sink_slot), cache)
     assert all(not rows.any() for rows in cache.real_rows())
@@ -52,7 +52,7 @@ def test_padding_rows_write_to_the_sink_alone(decoder: Decoder) -> None:
 
 
 def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> None:
-    """Eager and dispatched share weights, and two runs are comparable."""
+    """Eager and dispatched runs share weights, and runs are comparable."""
     torch.manual_seed(1)
     one = Decoder(SHAPE, seed=3)
     torch.rand(10)
@@ -63,6 +63,5 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> Non
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_impossible_sizes_are_refused(value: object) -> None:
-    """The message names the size."""
     with pytest.raises(ConfigError, match="cache_len"):
         DecoderShape(cache_len=value)

@@ -1,4 +1,4 @@
-"""The demo runs a trace twice, compares every step, and tells when a result is wrong."""
+"""The demo runs a trace twice, compares every step and detects wrong results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(trace: Path, steps: int = 100, **settings: Any) -> DemoReport:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
-    """One run of a few steps of both kinds, with one above the largest capture size."""
+    """Return a short run with steps of both kinds, one of them above the largest size."""
     folder = tmp_path_factory.mktemp("demo")
     rows = [*ROWS, "30,4,25,0"]
     with pytest.warns(CaptureSizeWarning, match="17 to 30 tokens run eager"):
@@ -52,7 +52,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
 
 
 def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None:
-    """The main promise, on real rows, whatever the padding holds."""
+    """All real rows must be equal, whatever the padding contains."""
     assert report.comparison.is_equal
     assert report.comparison.steps == 8
     assert 0 <= report.comparison.worst < 1e-4
@@ -60,7 +60,7 @@ def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None
 
 
 def test_decode_runs_full_mixed_runs_piecewise_and_large_runs_eager(report: DemoReport) -> None:
-    """Cut at attention, each kind gets the mode it can have; the rest has a reason."""
+    """With breaks at attention, each kind gets its best mode; eager steps have a reason."""
     by_kind = {(row.kind, row.mode): row.steps for row in report.times}
     assert by_kind == {("decode", "FULL"): 5, ("mixed", "PIECEWISE"): 2, ("mixed", "NONE"): 1}
     assert report.eager_reasons == {"above_largest_size": 1}
@@ -77,7 +77,7 @@ def test_padding_is_what_the_buckets_add(report: DemoReport) -> None:
 
 
 def test_times_memory_and_batch_1_are_reported(report: DemoReport) -> None:
-    """Measured, not made up: positive, and the ratio is theirs."""
+    """Values are positive, and the ratio follows from them."""
     assert report.capture["num_graphs"] > 0
     assert report.capture["num_bytes"] > 0
     assert report.capture["failed"] == {}
@@ -87,12 +87,12 @@ def test_times_memory_and_batch_1_are_reported(report: DemoReport) -> None:
 
 
 def test_the_tape_claims_no_speed_up(report: DemoReport) -> None:
-    """Said plainly, so that nobody quotes its times."""
+    """The output says so, so that nobody quotes its times."""
     assert "do not predict times on a GPU" in " ".join(report.meaning())
 
 
 def test_the_report_is_plain_json(report: DemoReport) -> None:
-    """Everything a script needs, nothing of torch."""
+    """The report contains everything a script needs, and no torch objects."""
     value = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert value["ok"] is True
     assert value["batch1"]["ratio"] == report.batch1.ratio
@@ -102,7 +102,7 @@ def test_the_report_is_plain_json(report: DemoReport) -> None:
 def plant(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, KVCache], torch.Tensor]
 ) -> None:
-    """Change what dispatched steps return, or write."""
+    """Change the results or writes of dispatched steps."""
     plain = Decoder.step
 
     def planted(self: Decoder, cache: KVCache) -> Any:
@@ -113,7 +113,7 @@ def plant(
 
 
 def test_a_wrong_step_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault in the larger graphs alone: the steps concerned, and no others."""
+    """With a fault in the larger graphs only, exactly the affected steps are reported."""
 
     def off(logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
         if logits.shape[0] >= 8:
@@ -135,7 +135,7 @@ def test_a_wrong_step_is_found_and_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_wrong_cache_is_found_though_every_step_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """State is compared too: the last row of a slot that is never full."""
+    """State is compared too; the fault is in the last row of a slot that never fills."""
 
     def writes(logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
         cache.values[0][31].add_(1.0)
@@ -153,7 +153,7 @@ def test_a_wrong_cache_is_found_though_every_step_is_right(
 def test_a_result_that_is_not_a_number_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN compares with nothing, and JSON has no word for it."""
+    """NaN equals nothing, and JSON cannot represent it."""
     plant(monkeypatch, lambda logits, cache: logits * float("nan"))
     report = run(write(tmp_path, ROWS), steps=3)
     assert len(report.comparison.different) == 3
@@ -163,7 +163,6 @@ def test_a_result_that_is_not_a_number_is_found(
 
 
 def test_steps_limits_how_much_of_the_trace_runs(tmp_path: Path) -> None:
-    """From the start."""
     assert run(write(tmp_path, ROWS), steps=2).comparison.steps == 2
 
 
@@ -176,7 +175,7 @@ def test_a_uniform_step_of_several_tokens_per_request_runs_full(tmp_path: Path) 
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_step_equals_eager_and_decode_replays() -> None:
-    """The excerpt's first steps with the decoder that suits a GPU."""
+    """The first steps of the excerpt, with the decoder for a GPU."""
     report = run_demo(DemoOptions(steps=60, settings=load_settings(backend="cuda")))
     assert report.backend == "cuda"
     assert report.capture["failed"] == {}
@@ -186,7 +185,7 @@ def test_on_a_gpu_every_step_equals_eager_and_decode_replays() -> None:
 
 
 def test_threads_are_as_before(tmp_path: Path) -> None:
-    """The demo computes on one thread, and leaves the process as it was."""
+    """The demo computes on one thread and restores the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -198,13 +197,13 @@ def test_threads_are_as_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cud", "tape:1", "cuda:x", "cuda:-1", "", "CUDA"])
 def test_an_unknown_device_is_refused_with_the_known_ones(name: str) -> None:
-    """A name that torch would take is not enough."""
+    """Names that only torch accepts are refused."""
     with pytest.raises(UnknownNameError, match="auto, cpu, cuda, tape"):
         resolve_device(name)
 
 
 def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No driver, and an index too high."""
+    """No driver, or an index that is too high."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(BackendUnavailableError, match="doctor"):
@@ -218,19 +217,18 @@ def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("steps", [0, -3, 1.5, True])
 def test_impossible_numbers_of_steps_are_refused(steps: object) -> None:
-    """At least one."""
     with pytest.raises(ConfigError, match="steps"):
         DemoOptions(steps=steps)
 
 
 def test_capture_sizes_beyond_the_traffic_are_refused(tmp_path: Path) -> None:
-    """As everywhere: nothing is trimmed in silence."""
+    """No sizes are dropped silently."""
     with pytest.raises(ConfigError, match="sizes"):
         run(write(tmp_path, ROWS), sizes=[4, 4096])
 
 
 def test_settings_of_a_runner_hold_in_the_demo(tmp_path: Path) -> None:
-    """Budget, lazy capture, mode and query lengths, not only policy and sizes."""
+    """Budget, lazy capture, mode and query lengths apply, as well as policy and sizes."""
     trace = write(tmp_path, [*ROWS, "8,2,4,1"])
     lazy = run(trace, lazy=True, max_graphs=1, query_lens=(4, 1))
     assert lazy.comparison.is_equal
@@ -246,19 +244,19 @@ def test_settings_of_a_runner_hold_in_the_demo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_num_tokens", "max_num_seqs"])
 def test_a_limit_below_the_traffic_is_refused(tmp_path: Path, name: str) -> None:
-    """Before anything is captured, with what is needed and where the value is from."""
+    """The error comes before any capture and names the minimum and the value's source."""
     with pytest.raises(ConfigError, match=f"{name} must be at least"):
         run(write(tmp_path, ROWS), **{name: 3})
 
 
 def test_an_unknown_policy_names_the_nearest(tmp_path: Path) -> None:
-    """Before anything is captured."""
+    """The error comes before any capture."""
     with pytest.raises(UnknownNameError, match="'vllm'"):
         run(write(tmp_path, ROWS), policy="vlm")
 
 
 def test_bad_traces_are_refused(tmp_path: Path) -> None:
-    """Missing, misspelt, cut in mid-line, impossible."""
+    """Missing, misspelt, truncated or impossible."""
     with pytest.raises(TraceError, match="does not exist"):
         run(tmp_path / "none.csv")
     with pytest.raises(TraceError, match="num_tokens"):

@@ -1,4 +1,4 @@
-"""Requests made from a trace's counts come and go as a cache can hold them."""
+"""Requests that are generated from a trace's counts fit the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA = files("dispatchkit.demo") / "data" / "azure_conv_high.csv"
 
 
 def trace(*rows: tuple[int, int, int, int]) -> StepTrace:
-    """A trace of (num_tokens, num_reqs, max_query_len, uniform_decode)."""
+    """Return a trace of (num_tokens, num_reqs, max_query_len, uniform_decode)."""
     names = ("num_tokens", "num_reqs", "max_query_len", "uniform_decode")
     return StepTrace(dict(zip(names, zip(*rows, strict=True), strict=True)))
 
@@ -29,7 +29,7 @@ def plan(*rows: tuple[int, int, int, int], **options: Any) -> Traffic:
 
 @st.composite
 def step_rows(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """A possible step: uniform, or with some prompts."""
+    """Draw a valid step: uniform, or with some prompts."""
     num_reqs = draw(st.integers(1, 12))
     query_len = draw(st.integers(1, 30))
     if draw(st.booleans()):
@@ -42,7 +42,7 @@ def step_rows(draw: st.DrawFn) -> tuple[int, int, int, int]:
 def test_every_request_advances_token_by_token_within_its_slot(
     rows: list[tuple[int, int, int, int]],
 ) -> None:
-    """A gap or a repeat in the positions of a request would read another one's cache."""
+    """A gap or repeat in a request's positions would read another cache entry."""
     traffic = plan(*rows)
     reached: dict[int, int] = {}
     for step in traffic.steps:
@@ -61,7 +61,7 @@ def test_every_request_advances_token_by_token_within_its_slot(
 
 @given(st.lists(step_rows(), min_size=1, max_size=30))
 def test_tokens_are_kept_or_counted_as_cut(rows: list[tuple[int, int, int, int]]) -> None:
-    """What the report says was cut is all that was cut."""
+    """The report counts every token that was cut."""
     traffic = plan(*rows)
     assert traffic.num_tokens + traffic.cut_tokens == sum(row[0] for row in rows)
     assert all(step.cut_tokens >= 0 for step in traffic.steps)
@@ -71,7 +71,7 @@ def test_tokens_are_kept_or_counted_as_cut(rows: list[tuple[int, int, int, int]]
 
 
 def test_what_fits_keeps_the_counts_of_the_trace() -> None:
-    """Nothing is cut without need."""
+    """Nothing that fits is cut."""
     rows = [(3, 3, 1, 1), (13, 4, 10, 0), (4, 4, 1, 1), (2, 2, 1, 1), (5, 5, 1, 1)]
     traffic = plan(*rows)
     assert [(step.num_tokens, step.num_reqs, step.uniform) for step in traffic.steps] == [
@@ -85,7 +85,7 @@ def test_what_fits_keeps_the_counts_of_the_trace() -> None:
 
 
 def test_prompts_are_as_few_as_possible_and_belong_to_new_requests() -> None:
-    """One token each, the rest in prompts of at most max_query_len."""
+    """One token each; the others form prompts of at most max_query_len."""
     traffic = plan((4, 4, 1, 1), (4 + 5 + 2, 4, 6, 0))
     step = traffic.steps[1]
     per_slot = [step.slots.count(slot) for slot in dict.fromkeys(step.slots)]
@@ -96,21 +96,21 @@ def test_prompts_are_as_few_as_possible_and_belong_to_new_requests() -> None:
 
 
 def test_the_oldest_request_leaves_first() -> None:
-    """A request that stays goes on where it was."""
+    """A remaining request continues at its position."""
     traffic = plan((2, 2, 1, 1), (3, 3, 1, 1), (1, 1, 1, 1))
     assert traffic.steps[2].positions == (1,)
     assert traffic.steps[2].slots == (2,)
 
 
 def test_a_full_cache_ends_a_request_and_a_new_one_takes_its_place() -> None:
-    """Positions never run over the end of a slot."""
+    """Positions never exceed the slot."""
     traffic = plan(*[(1, 1, 1, 1)] * 20)
     assert [step.positions[0] for step in traffic.steps] == [*range(16), *range(4)]
     assert traffic.num_requests == 2
 
 
 def test_long_prompts_many_requests_and_large_steps_are_cut() -> None:
-    """Three limits, each counted."""
+    """Each of the three limits is counted."""
     assert plan((41, 1, 41, 0)).steps[0].num_tokens == 14  # 7/8 of the cache
     crowded = plan((12, 12, 1, 1))
     assert (crowded.steps[0].num_reqs, crowded.cut_requests) == (8, 4)
@@ -128,7 +128,7 @@ def test_a_uniform_step_of_longer_queries_stays_uniform() -> None:
 
 
 def test_steps_without_tokens_are_left_out() -> None:
-    """An idle step runs nothing; a trace of nothing else is an error that names it."""
+    """Idle steps run nothing; a trace of only idle steps is an error."""
     assert len(plan((0, 0, 0, 0), (2, 2, 1, 1)).steps) == 1
     with pytest.raises(TraceError, match="no step with tokens"):
         plan((0, 0, 0, 0))
@@ -136,7 +136,7 @@ def test_steps_without_tokens_are_left_out() -> None:
 
 @pytest.mark.parametrize("missing", ["num_reqs", "max_query_len", "uniform_decode"])
 def test_a_trace_without_a_needed_column_is_refused(missing: str) -> None:
-    """Requests cannot be invented from tokens alone."""
+    """Requests cannot be derived from tokens alone."""
     columns = {"num_tokens": [2], "num_reqs": [2], "max_query_len": [1], "uniform_decode": [1]}
     del columns[missing]
     with pytest.raises(TraceError, match=missing):
@@ -144,7 +144,7 @@ def test_a_trace_without_a_needed_column_is_refused(missing: str) -> None:
 
 
 def test_the_excerpt_has_decode_and_mixed_steps_and_names_its_licence() -> None:
-    """The main job runs on real traffic of both kinds."""
+    """The demo runs real traffic of both kinds."""
     rows = read_trace(str(DATA))
     assert len(rows) == 300
     uniform = list(rows.column("uniform_decode"))
@@ -155,7 +155,7 @@ def test_the_excerpt_has_decode_and_mixed_steps_and_names_its_licence() -> None:
 
 
 def test_the_same_trace_gives_the_same_traffic() -> None:
-    """Two runs of the demo are comparable."""
+    """So that runs of the demo are comparable."""
     rows = read_trace(str(DATA))[:50]
     settings = {"num_slots": 128, "cache_len": 512, "vocab": 256}
     assert plan_traffic(rows, **settings) == plan_traffic(rows, **settings)

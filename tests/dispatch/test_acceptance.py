@@ -1,4 +1,4 @@
-"""What a policy is asked before it is taken: a mistake at any size shows when it is built."""
+"""Checks of a policy before it is used: a mistake at any size is detected when it is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
 
 class WrongAt:
-    """Right but for batches that a condition holds for; those get a graph never declared."""
+    """Correct except for some batches, for which it chooses an undeclared graph."""
 
     name = "wrong-at"
 
@@ -115,7 +115,7 @@ def test_batches_tried_say_nothing_of_requests(config):
 
 
 def test_each_proposal_is_its_own(config):
-    """One that was reserved is not taken for another of the same policy."""
+    """A reserved proposal is not confused with another one of the same policy."""
     policy = WrongAt()
     made = Dispatcher(policy, config)
     proposal = made.propose(policy, config)

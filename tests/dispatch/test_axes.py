@@ -1,4 +1,4 @@
-"""Policies and the dispatcher where the configuration has axes."""
+"""Policies and the dispatcher with configured axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMBINATIONS = [(16, 1), (16, 3), (64, 1), (64, 3)]
 
 
 class Plain:
-    """Knows nothing of axes."""
+    """Ignores axes."""
 
     name = "plain"
 
@@ -57,7 +57,7 @@ class Plain:
 
 
 class Aware(Plain):
-    """Makes a graph for one combination alone."""
+    """Declares a graph for one combination only."""
 
     name = "aware"
     axes = (64, 3)
@@ -109,7 +109,7 @@ def test_outside_value_is_eager_and_no_policy_is_asked():
         variant = CONFIG.variant(**facts)
         assert made.dispatch(3, loras=variant).reason == Reason.OUTSIDE_AXIS
         assert explain(made, 3, loras=variant).decision.reason == Reason.OUTSIDE_AXIS
-    assert made.dispatch(3, loras=0).reason == Reason.OUTSIDE_AXIS  # no values at all
+    assert made.dispatch(3, loras=0).reason == Reason.OUTSIDE_AXIS  # without values
     assert made.policy.seen == []
     with pytest.raises(DescriptorError, match="Pass the result of"):
         made.dispatch(3, loras=CONFIG.variants.count)

@@ -1,4 +1,4 @@
-"""What the words of an error about a cell say."""
+"""Texts of errors about a cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost models: any object with the methods of the contract, or what dispatchkit-plan looks up."""
+"""Cost models: any object with the contract's methods, or one from dispatchkit-plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECEWISE = GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(8))
 
 @attrs.frozen
 class Linear:
-    """A token costs 10 µs eager; in a graph 1, in pieces 3."""
+    """Eager costs 10 µs per token; FULL 1, PIECEWISE 3."""
 
     name: str = "linear"
 
@@ -28,7 +28,7 @@ class Linear:
         return captured * (3.0 if piecewise else 1.0)
 
     def covers(self, num_tokens: int) -> bool:
-        """Measured up to 8."""
+        """Covers batches up to 8 tokens."""
         return num_tokens <= 8
 
 
@@ -45,7 +45,7 @@ class Linear:
 def test_any_object_with_these_methods_prices_a_decision(
     decision: Decision, num_tokens: int, step_us: float, lost_us: float, measured: bool
 ) -> None:
-    """A model need not be of dispatchkit-plan."""
+    """The model need not come from dispatchkit-plan."""
     model: CostModel = find_cost_model(Linear())
     cost = StepCost.of(model, decision, num_tokens)
     eager_us = 10.0 * num_tokens
@@ -65,7 +65,7 @@ def test_a_name_is_looked_up_by_dispatchkit_plan_or_says_what_to_install(
 ) -> None:
     pytest.importorskip("dispatchkit_plan")
     assert find_cost_model("mlp-h100").name == "mlp-h100"
-    monkeypatch.setitem(sys.modules, "dispatchkit_plan", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "dispatchkit_plan", None)  # as if not installed
     with pytest.raises(MissingDistributionError, match="pip install dispatchkit-plan") as missing:
         find_cost_model("mlp-h100")
     assert isinstance(missing.value, DispatchkitError)

@@ -1,4 +1,4 @@
-"""What is taken for granted of a decision, an outcome and a change."""
+"""Invariants of decisions, outcomes and updates."""
 
 from __future__ import annotations
 

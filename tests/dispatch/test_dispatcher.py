@@ -1,4 +1,4 @@
-"""The dispatcher: what a step gets, what empties a cell, and whose fault a bad answer is."""
+"""The dispatcher: answers of steps, emptied cells, and faults of policies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decode(num_tokens, query_len=1, **facts):
 
 
 class AskedPolicy(SmallestPolicy):
-    """Keeps what it was asked."""
+    """Records the batches that it is asked about."""
 
     def __init__(self):
         self.asked = []
@@ -56,7 +56,7 @@ class AskedPolicy(SmallestPolicy):
 
 
 def make(policy=None, *, captured=True, registry=None, **options):
-    """A dispatcher of sizes 8, 16, 32, with every graph captured."""
+    """Return a dispatcher with sizes 8, 16 and 32 and every graph captured."""
     config_options = {
         name: options.pop(name)
         for name in ("sizes", "max_num_tokens", "max_num_seqs", "query_lens", "max_loras")
@@ -74,12 +74,12 @@ def make(policy=None, *, captured=True, registry=None, **options):
     return dispatcher
 
 
-# -- what a step gets --------------------------------------------------------------------
+# -- answers of steps -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_below_at_and_above_every_size(size):
-    """Each goes to the smallest size that holds it."""
+    """Each batch gets the smallest size that holds it."""
     dispatcher = make()
     above = {8: 16, 16: 32}.get(size)
     assert dispatcher.dispatch(size - 1).key == mixed(size)
@@ -98,7 +98,7 @@ def test_maximum_off_the_step_has_a_bucket():
 
 
 def test_batch_above_the_last_size_runs_eager():
-    """No size is invented, even where the limit is far higher."""
+    """No larger graph is used, even if the limit is far higher."""
     with pytest.warns(UserWarning, match="33 to 64"):
         dispatcher = make(sizes=(8, 32), max_num_tokens=64)
     decision = dispatcher.dispatch(33)
@@ -142,7 +142,7 @@ def test_allowed_modes_are_obeyed(code, uniform):
 
 
 def test_runtime_mode_is_a_ceiling():
-    """Cascade attention: never FULL, whatever is preferred."""
+    """Cascade attention excludes FULL, whatever the policy prefers."""
     dispatcher = make()
     assert dispatcher.dispatch(8, 8, 1, 0, PIECEWISE).key == mixed(8)
     assert dispatcher.dispatch(8, 8, 1, 0, FULL).key == decode(8)
@@ -177,7 +177,7 @@ def test_policy_is_asked_once_per_cell():
 
 
 def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
-    """The cold path takes a lock, and costs many times as much."""
+    """The cold path acquires a lock and costs many times as much."""
     dispatcher = make(query_lens=(1, 2), max_loras=1)
     calls = [
         (num_tokens, num_reqs, uniform, loras, ceiling)
@@ -194,7 +194,7 @@ def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
 
 @pytest.mark.parametrize("max_list_cells", [10**6, 0])
 def test_a_row_holds_what_dispatch_returns_and_follows_every_change(max_list_cells, monkeypatch):
-    """Whoever looks decisions up in a row gets none that dispatch would not give."""
+    """Row lookups return only decisions that dispatch would return."""
     monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
     dispatcher = make()
     row = dispatcher.row(1)
@@ -276,7 +276,7 @@ def test_plan_is_made_once_per_cell_by_the_executor():
     assert [(d.key, b.num_tokens) for d, b in made] == [(mixed(8), 5), (mixed(8), 6)]
 
 
-# -- facts that are refused --------------------------------------------------------------
+# -- refused facts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_plan_is_made_once_per_cell_by_the_executor():
 )
 @pytest.mark.parametrize("warm", [False, True])
 def test_impossible_fact_is_refused_by_name(field, value, limit, warm):
-    """A negative index reads a list from its end: it must not, also once rows exist."""
+    """A negative index must not read a list from its end, even in filled rows."""
     dispatcher = make(max_loras=1)
     if warm:
         for allowed in range(3):
@@ -347,7 +347,7 @@ def test_numpy_numbers_are_numbers(kind):
 
 
 def test_numpy_flags_are_flags():
-    """``(lens == lens[0]).all()`` is what callers have in hand."""
+    """Callers have results such as ``(lens == lens[0]).all()``."""
     np = pytest.importorskip("numpy")
     dispatcher = make()
     assert dispatcher.dispatch(7, 7, np.bool_(True)) is dispatcher.dispatch(7, 7, 1)
@@ -355,7 +355,7 @@ def test_numpy_flags_are_flags():
 
 
 def test_small_numpy_number_beside_a_large_one_does_not_overflow():
-    """An 8-bit number joined with a large int raises OverflowError inside numpy."""
+    """Combining an 8-bit number with a large int raises OverflowError in numpy."""
     np = pytest.importorskip("numpy")
     dispatcher = make(config=DispatchConfig(max_num_tokens=512))
     assert dispatcher.dispatch(400, np.int8(3)).key == mixed(400)
@@ -409,7 +409,7 @@ def test_bound_of_a_decision_is_obeyed():
 
 
 class ChangesItsMind(TwoWidthsPolicy):
-    """Any number of requests runs eager once it says so."""
+    """Runs any number of requests eager after it changed its mind."""
 
     def __init__(self):
         self.mind = None
@@ -422,7 +422,7 @@ class ChangesItsMind(TwoWidthsPolicy):
 
 @pytest.mark.parametrize("learnt", [False, True])
 def test_answers_by_requests_are_forgotten_with_their_cell(learnt):
-    """They were given with it, and are as old."""
+    """They belong to the cell's answer and expire with it."""
     dispatcher = make(ChangesItsMind())
     policy = dispatcher.policy
     assert dispatcher.dispatch(10, 5).key == policy.any
@@ -452,7 +452,7 @@ def test_answers_by_requests_end_with_their_epoch():
 
 
 def test_no_answer_by_requests_is_eager_where_that_is_not_allowed():
-    """Kept, it would be served the second time."""
+    """A kept answer would be served the second time."""
     dispatcher = make(TwoWidthsPolicy())
     dispatcher.registry.evicted(dispatcher.policy.any)
     assert dispatcher.dispatch(10, 4, 0, 0, 5).key == dispatcher.policy.few
@@ -478,7 +478,7 @@ def test_answers_by_requests_follow_the_registry():
 
 
 def test_answers_by_requests_are_bounded(monkeypatch):
-    """A server sees any number of requests; memory must not grow with them."""
+    """A server sees many request counts; memory must not grow with them."""
     monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 10)
     dispatcher = make(TwoWidthsPolicy(), config=DispatchConfig(sizes=(16,)))
     for num_tokens in range(5, 17):
@@ -492,7 +492,7 @@ def test_answers_by_requests_are_bounded(monkeypatch):
 
 
 def test_no_graph_and_no_eager_is_an_error_that_names_what_is_near():
-    """A rank that agreed on FULL must not run something else by itself."""
+    """A rank that agreed on FULL must not run anything else."""
     dispatcher = make(captured=False)
     with pytest.raises(NoGraphError) as caught:
         dispatcher.dispatch(10, 10, 1, 0, 5)
@@ -526,7 +526,7 @@ def test_eager_cannot_be_learnt_where_it_is_not_allowed():
 
 
 def test_one_shot_on_a_cell_without_a_graph_leaves_no_eager_behind():
-    """The steady answer of such a cell is an error, not a decision to put back."""
+    """The steady answer of the cell is an error, which must not be replaced by eager."""
     dispatcher = make(captured=False)
     dispatcher.registry.captured(mixed(32), object())
     with pytest.raises(NoGraphError):
@@ -546,7 +546,7 @@ def test_empty_batch_where_eager_is_not_allowed_is_refused():
     assert caught.value.reason == "empty_batch"
 
 
-# -- which graphs may run ----------------------------------------------------------------
+# -- ready graphs ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -631,11 +631,11 @@ def test_mode_the_executor_cannot_do_is_named():
     assert dispatcher.dispatch(8, 8, 1).key == decode(8)
 
 
-# -- whose fault -------------------------------------------------------------------------
+# -- faults of policies ---------------------------------------------------------------------
 
 
 class Faulty(AskedPolicy):
-    """Correct until it is told otherwise: probes find nothing."""
+    """Behaves correctly until told otherwise, so that probes find nothing."""
 
     name = "faulty"
 
@@ -717,7 +717,7 @@ def test_fault_is_found_when_built_and_when_swapped(answer, said):
 
 
 def test_mode_that_is_not_allowed_is_a_fault():
-    """Hard constraints outrank preferences."""
+    """Constraints outrank preferences."""
     dispatcher = make(Faulty(Decision.replay(mixed(16))))
     dispatcher.policy.bad = True
     with pytest.warns(RuntimeWarning, match="but this batch allows only NONE"):
@@ -852,7 +852,7 @@ def test_one_shot_is_served_once_and_the_steady_one_is_back():
 
 
 def test_steady_one_is_back_before_the_step_runs():
-    """So that a step that fails, or another thread, never runs the probe again."""
+    """A failing step or another thread must not run the probe again."""
     dispatcher = make()
     steady = dispatcher.dispatch(5)
     dispatcher.update(CellUpdate(Batch(5), Decision.eager("probe"), one_shot=True))
@@ -876,7 +876,7 @@ def test_steady_change_leaves_a_waiting_probe():
 
 
 def test_probe_waits_for_a_batch_it_holds_for():
-    """Too many requests for the probe's graph: the step is served, the probe is not lost."""
+    """With too many requests for the probe's graph, the step is served and the probe remains."""
     dispatcher = make(TwoWidthsPolicy())
     policy = dispatcher.policy
     dispatcher.update(CellUpdate(Batch(10), Decision.eager("steady")))
@@ -914,7 +914,7 @@ def test_one_shots_that_wait_can_be_dropped():
 
 
 def test_ask_again_may_name_a_range_of_sizes():
-    """Of one kind of batch; a one-shot decision that waits there is still served."""
+    """The range belongs to one kind of batch; a waiting one-shot decision is still served."""
     dispatcher = make(query_lens=(1, 2))
     for size in range(1, 12):
         for uniform in (0, 1):
@@ -953,7 +953,7 @@ def test_change_for_one_cell_changes_no_other():
 
 
 def test_mixed_batch_with_a_known_longest_request_is_a_mixed_cell():
-    """Without varying decode there is no class for it, least of all the last uniform one."""
+    """Without varying decode it has no class of its own, and must not use the last uniform one."""
     dispatcher = make()
     dispatcher.update(CellUpdate(Batch(5, max_query_len=1), Decision.eager("learnt")))
     assert dispatcher.dispatch(5).reason == "learnt"
@@ -978,7 +978,7 @@ def test_change_for_an_impossible_batch_is_refused_by_name(batch, field):
 
 
 def test_change_to_a_graph_lost_since_is_no_fault():
-    """A policy learns from a step that ran before the eviction, and cannot see it."""
+    """The policy learns from a step before the eviction and cannot see it."""
     dispatcher = make(strict=True)
     dispatcher.update(CellUpdate(Batch(5), Decision.eager("old")))
     dispatcher.registry.evicted(mixed(32))
@@ -989,7 +989,7 @@ def test_change_to_a_graph_lost_since_is_no_fault():
 
 
 class Learner(AskedPolicy):
-    """Gives what it was handed to, and keeps what it is told."""
+    """Returns the given changes and records outcomes."""
 
     name = "learner"
 
@@ -1107,7 +1107,7 @@ def test_swap_of_the_configuration_takes_its_limits():
 
 @pytest.mark.parametrize("number", [int, "int64"])
 def test_where_no_limit_is_stated_a_larger_batch_runs_eager(number):
-    """In numbers of any type; facts that cannot be are refused as ever."""
+    """Numbers may have any type; impossible facts are still refused."""
     number = number if number is int else getattr(pytest.importorskip("numpy"), number)
     bound = []
     dispatcher = make(
@@ -1147,7 +1147,7 @@ def test_closed_dispatcher_no_longer_listens():
 
 
 def test_dispatchers_sharing_a_registry_follow_the_same_changes():
-    """Lanes have a table each, and one truth about graphs."""
+    """Each lane has its own table; all share the registry."""
     registry = GraphRegistry()
     first, second = make(registry=registry), make(registry=registry)
     assert first.dispatch(5).key == second.dispatch(5).key == mixed(8)
@@ -1160,7 +1160,7 @@ def test_dispatchers_sharing_a_registry_follow_the_same_changes():
 
 @pytest.fixture
 def huge():
-    """Rows as dicts: more than a million cells."""
+    """Return a dispatcher with more than a million cells, whose rows are dicts."""
     dispatcher = make(
         config=DispatchConfig(sizes=(8, 16, 60_000), max_num_tokens=60_000, max_loras=4)
     )
@@ -1181,7 +1181,7 @@ def test_huge_table_answers_as_a_list_does(huge):
 
 @pytest.mark.parametrize("value", [-1, -60_001, 60_001, 8.0, 0.5, None, "8"])
 def test_huge_table_refuses_what_a_list_does(huge, value):
-    """A dict finds 8.0 where 8 is, and has no end to run off."""
+    """A dict finds 8.0 at key 8 and has no bounds."""
     huge.dispatch(8)
     with pytest.raises(DescriptorError, match="num_tokens"):
         huge.dispatch(value)
@@ -1201,7 +1201,7 @@ def test_huge_table_has_one_shots_and_changes_too(huge):
 
 
 def test_huge_table_is_bounded(huge, monkeypatch):
-    """Endless new sizes do not fill memory; a dropped cell is decided anew."""
+    """New sizes do not fill memory; a dropped cell is decided again."""
     monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 50)
     for num_tokens in range(1, 301):
         assert huge.dispatch(num_tokens).padded_num_tokens >= num_tokens
@@ -1212,7 +1212,7 @@ def test_huge_table_is_bounded(huge, monkeypatch):
 
 @pytest.mark.slow
 def test_hundred_thousand_keys():
-    """As many as sizes times adapters can give; each batch finds its own, by hand."""
+    """As many keys as sizes times adapters allow; each batch gets its own key."""
 
     class Many:
         name = "many"
@@ -1245,7 +1245,7 @@ def test_hundred_thousand_keys():
 
 
 def run_all(*targets):
-    """Run functions in threads; raise what any of them raised."""
+    """Run functions in threads; raise the first exception."""
     errors = []
 
     def guarded(target):
@@ -1265,7 +1265,7 @@ def run_all(*targets):
 
 
 def test_threads_dispatch_while_keys_change():
-    """Each answer covers its batch, and after the last change all is as if nothing happened."""
+    """Each answer covers its batch, and the final state equals that of a fresh dispatcher."""
     dispatcher = make()
     sizes = range(1, 33)
 
@@ -1301,7 +1301,7 @@ def test_each_probe_is_served_to_one_thread():
 
 
 def test_swap_while_another_thread_captures_does_not_deadlock():
-    """A swap declares keys; a capture tells the table: two locks would be taken crosswise."""
+    """A swap declares keys while a capture notifies the table, a risk of crossed locks."""
     dispatcher = make()
     swapping = threading.Event()
 
@@ -1325,7 +1325,7 @@ def test_swap_while_another_thread_captures_does_not_deadlock():
 
 
 def test_threads_dispatch_while_the_configuration_shrinks_and_grows():
-    """Limits and table are of one epoch: a typed error or an answer, never an IndexError."""
+    """Limits and table belong to one epoch: an answer or a typed error, never an IndexError."""
     dispatcher = make()
     small, large = DispatchConfig(sizes=(8,)), dispatcher.config
 
@@ -1382,7 +1382,7 @@ def test_explanation_leaves_the_table_alone():
 @pytest.mark.parametrize("is_limited", [True, False])
 @pytest.mark.parametrize("facts", [(33,), (33, 33), (1000, 2, 1), (33, 0, 0, 0, 1)])
 def test_explanation_above_the_table_is_what_a_step_does(is_limited, facts):
-    """More tokens than max_num_tokens are an error only where the user gave it."""
+    """Exceeding max_num_tokens is an error only if the user set it."""
     limit = {"max_num_tokens": 32} if is_limited else {}
     dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8, 32), **limit))
     told = explain(dispatcher, *facts)
@@ -1401,7 +1401,7 @@ def test_explanation_above_the_table_is_what_a_step_does(is_limited, facts):
 
 
 def test_a_decision_made_anew_has_the_tokens_of_its_batch():
-    """Otherwise its padding would be the whole bucket."""
+    """Otherwise its padding would cover the whole bucket."""
     dispatcher = make()
     anew, served = dispatcher.decide(dispatcher.batch(5)), dispatcher.dispatch(5)
     assert (anew.key, anew.num_tokens, anew.padding) == (served.key, 5, 3)
@@ -1410,7 +1410,7 @@ def test_a_decision_made_anew_has_the_tokens_of_its_batch():
 
 
 def test_only_a_batch_within_the_limits_is_decided_anew():
-    """As dispatch refuses it, too."""
+    """Dispatch refuses it too."""
     dispatcher = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8,), max_num_tokens=8))
     for impossible in (Batch(9), Batch(3, uniform=True, query_len=2), Batch(3, num_active_loras=1)):
         with pytest.raises(DescriptorError):
@@ -1419,7 +1419,7 @@ def test_only_a_batch_within_the_limits_is_decided_anew():
         dispatcher.decide(3)
     unlimited = Dispatcher(SmallestPolicy(), DispatchConfig(sizes=(8,)))
     assert unlimited.decide(Batch(9)).reason == Reason.ABOVE_LARGEST
-    # vLLM's manager has batches with more requests than tokens; its facade decides them anew.
+    # vLLM's manager has batches with more requests than tokens; its facade decides them again.
     assert isinstance(dispatcher.decide(Batch(3, num_reqs=5)), Decision)
 
 
@@ -1439,7 +1439,7 @@ def test_explanation_of_a_batch_above_all_graphs():
 
 
 def test_explanation_tells_a_kind_without_graphs_from_a_size_above_them():
-    """ "Too large" would send the user to capture sizes that exist."""
+    """ "Too large" would mislead the user to capture sizes that exist."""
     dispatcher = make()
     for key in [key for key in dispatcher.registry if not key.descriptor.uniform]:
         dispatcher.registry.forget(key)
@@ -1462,7 +1462,7 @@ def test_explanation_says_what_is_not_allowed():
 
 
 def test_explanation_counts_no_fault_and_warns_of_none():
-    """Asking why must be free: an operator's question is no step, and raises in no mode."""
+    """An explanation is no step, and raises in no mode."""
     told_faults = []
     for strict in (False, True):
         policy = Faulty(ZeroDivisionError("by zero"))
@@ -1477,7 +1477,7 @@ def test_explanation_counts_no_fault_and_warns_of_none():
 
 @pytest.mark.parametrize("call", ["dispatch", "decide", "observe"])
 def test_whoever_hears_of_a_fault_may_wait_for_another_thread(call):
-    """No lock is held then: the other thread may switch a key, which needs the registry's."""
+    """No lock is held, so another thread may switch a key, which needs the registry's lock."""
     heard = []
 
     def on_fault(error, num_tokens, epoch):
@@ -1501,7 +1501,7 @@ def test_whoever_hears_of_a_fault_may_wait_for_another_thread(call):
 
 
 def test_what_came_of_an_earlier_policys_decision_is_nothing_to_this_one():
-    """A step may be measured under one policy, and read while another takes its place."""
+    """A step may be measured under one policy and reported after another has replaced it."""
 
     class Learning(AskedPolicy):
         def __init__(self):
@@ -1518,18 +1518,18 @@ def test_what_came_of_an_earlier_policys_decision_is_nothing_to_this_one():
     dispatcher.observe(Outcome(dispatcher.batch(5), before, 1.0))
     dispatcher.observe(Outcome(dispatcher.batch(5), dispatcher.dispatch(5), 2.0))
     assert (old.heard, new.heard) == ([], [2.0])
-    # A new table of the same policy forgets nothing.
+    # A new table keeps the policy's history.
     before = dispatcher.dispatch(5)
     dispatcher.swap()
     dispatcher.observe(Outcome(dispatcher.batch(5), before, 3.0))
     assert new.heard == [2.0, 3.0]
-    # What was never in a table is nobody else's.
+    # Outcomes that were never in a table are accepted.
     dispatcher.observe(Outcome(dispatcher.batch(5), Decision.replay(mixed(8)), 4.0))
     assert new.heard == [2.0, 3.0, 4.0]
 
 
 def test_explanation_is_what_the_next_step_gets():
-    """The table is served, not what the policy would say anew; nothing is taken from it."""
+    """It reports the table's answer instead of asking the policy, and consumes nothing."""
     dispatcher = make()
     batch = dispatcher.batch(5)
     dispatcher.update(CellUpdate(batch, Decision.replay(mixed(32), "learnt")))
@@ -1543,7 +1543,7 @@ def test_explanation_is_what_the_next_step_gets():
 
 
 def test_explanation_asks_as_a_step_does_with_many_requests():
-    """A step is served what was decided without its requests while that holds for them."""
+    """A step gets the answer for any number of requests while it holds for its number."""
     for num_reqs in (1, 2, 3, 8):
         dispatcher, other = make(TwoWidthsPolicy()), make(TwoWidthsPolicy())
         assert explain(dispatcher, 8, num_reqs).decision.key == other.dispatch(8, num_reqs).key
@@ -1580,7 +1580,7 @@ def test_what_is_declared_in_place_of_keys_is_named(declared, said):
 
 
 def test_key_above_the_largest_batch_is_refused():
-    """Buffers would be made for rows that no batch has."""
+    """Otherwise buffers would have rows that no batch uses."""
     policy = AskedPolicy()
     policy.declare = lambda config: [mixed(1_000_000)]
     with pytest.raises(PolicyError, match="but max_num_tokens is 32"):
@@ -1627,7 +1627,7 @@ def test_a_view_says_why_no_key_covers_a_batch():
 
 
 def test_a_view_tells_that_what_it_shows_has_changed():
-    """So that a policy may keep what it worked out from it."""
+    """So that a policy may cache results derived from it."""
     dispatcher = make()
     seen = [dispatcher.graphs.revision]
     for change in (

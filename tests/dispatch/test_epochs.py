@@ -1,4 +1,4 @@
-"""A swap in parts: keys declared ahead, hidden until their policy is in force."""
+"""A swap in parts: keys are declared in advance and hidden until their policy is active."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key(size):
 
 
 class Sizes:
-    """Keys of the sizes given; the smallest that can run."""
+    """Declares keys of the given sizes and chooses the smallest ready one."""
 
     def __init__(self, *sizes, name="sizes", credit=""):
         self.sizes, self.name, self.credit = sizes, name, credit
@@ -97,7 +97,7 @@ def test_lane_policy_that_raises_is_named_with_what_it_raised():
 
 
 def test_what_came_of_a_batch_that_the_new_limits_exclude_is_no_fault_of_the_policy():
-    """The same policy goes on under another configuration, and measured steps come in late."""
+    """The policy continues under a new configuration and receives outcomes of earlier steps."""
 
     class Learner:
         name = "learner"

@@ -1,4 +1,4 @@
-"""What an explanation says, line by line."""
+"""The lines of an explanation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
 
 @pytest.mark.parametrize(("largest", "above"), [(7, True), (8, False), (9, False)])
 def test_batch_without_a_graph_is_told_whether_size_or_kind_is_why(largest, above):
-    """Once: in the reason of the decision, or, if that is another one, after it."""
+    """It appears once: in the decision's reason or, if that differs, after it."""
     told = attrs.evolve(EAGER, decision=Decision.eager("mine"), largest=largest)
     last = str(told).splitlines()[-1]
     if above:
@@ -137,7 +137,7 @@ def test_largest_of_no_graphs_is_nothing():
 
 @pytest.mark.parametrize("kind", [StepCost, MeasuredTime])
 def test_numbers_of_a_cost_are_given_by_name(kind):
-    """So many of one kind are easily exchanged."""
+    """Several numbers of one type are easily swapped."""
     with pytest.raises(TypeError, match="positional"):
         kind(*range(len(attrs.fields(kind))))
 

@@ -1,4 +1,4 @@
-"""What a lane policy may answer."""
+"""Valid and invalid answers of a lane policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dispatcher beside a naive model that asks the policy anew each time."""
+"""The dispatcher compared with a naive model that asks the policy for every batch."""
 
 from __future__ import annotations
 

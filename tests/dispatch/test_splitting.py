@@ -1,4 +1,4 @@
-"""Batches over several graphs: what no split may do, and what the table makes of one."""
+"""Batches split over several graphs: rules of a split, and its use of the table."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def view(*, may_split: bool = True, captured: tuple[GraphKey, ...] = KEYS) -> Gr
 def test_hard_constraints_hold_for_each_part(
     parts: list[tuple[GraphKey, int]], facts: dict[str, int], problem: str | None
 ) -> None:
-    """As if it was a batch of its own; and the parts are the batch, largest first."""
+    """Each part obeys them as a batch does; the parts add up to the batch, largest first."""
     batch = Batch(**{"num_tokens": 40, **facts})  # type: ignore[arg-type]
     found = broken_constraint(Decision.split(parts), batch, view())
     assert found is None if problem is None else found is not None and problem in found
@@ -90,7 +90,7 @@ def test_what_is_no_part_is_refused_where_it_is_made(parts: list[object]) -> Non
 
 
 class Greedy:
-    """The largest graph as often as it fits, and one for the rest."""
+    """Uses the largest graph repeatedly, and one graph for the rest."""
 
     name = "greedy"
 
@@ -126,7 +126,7 @@ def test_a_split_is_one_cell_that_any_change_of_a_part_empties() -> None:
 
 def test_a_split_holds_for_as_many_requests_as_its_parts_may_have() -> None:
     made = dispatcher()
-    assert made.dispatch(70).max_num_reqs == 4  # those of 32 rows may all be in one part
+    assert made.dispatch(70).max_num_reqs == 4  # parts of 32 rows may contain all four
     assert made.dispatch(70, 5).reason == "no_policy_answered"
     assert made.dispatch(16).max_num_reqs == 16
 

@@ -1,4 +1,4 @@
-"""The table by itself: its bounds, and what empties one of its cells."""
+"""The table alone: its bounds, and the changes that empty its cells."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_answers_by_requests_are_exactly_as_many_as_their_bound(monkeypatch):
     for size, num_reqs in ((5, 4), (5, 5), (6, 4)):
         table.put_by_reqs(cell(size), num_reqs, REPLAY)
     assert sum(map(len, table.by_reqs.values())) == 3
-    table.forget_steady(cell(5))  # makes room for two
+    table.forget_steady(cell(5))  # leaves room for two
     for num_reqs in (5, 6):
         table.put_by_reqs(cell(6), num_reqs, REPLAY)
     assert table.get_by_reqs(cell(6), 4) is REPLAY
@@ -49,7 +49,7 @@ def test_answers_by_requests_are_exactly_as_many_as_their_bound(monkeypatch):
 
 @pytest.mark.parametrize("max_list_cells", [0, 1_000_000], ids=["dicts", "lists"])
 def test_change_of_a_key_empties_what_it_could_serve_and_no_more(monkeypatch, max_list_cells):
-    """Up to its size, and where its mode is allowed; steady decisions and waiting ones alike."""
+    """Cells up to its size where its mode is allowed; steady and one-shot decisions alike."""
     monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
     emptied = [cell(7), cell(8)]
     kept = [cell(9), cell(8, RuntimeMode.NONE)]

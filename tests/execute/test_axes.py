@@ -1,4 +1,4 @@
-"""Axes of one's own: sequence lengths, image sizes, host values that steer a step."""
+"""User-defined axes: sequence lengths, image sizes, host values that control a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(actual, expected):
 
 
 def encode(x, bias):
-    """Results of several kinds: by position, pooled, and the other way round."""
+    """Return results of several kinds: per position, pooled, and transposed."""
     hidden = torch.tanh(x @ WEIGHT + bias[:, None, None])
     return {"hidden": hidden, "last": x.sum((1, 2)), "turned": hidden.transpose(0, 1)}
 
@@ -54,7 +54,7 @@ def call_of(rows, length, seed=0):
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 @pytest.mark.parametrize("check", [0, 1])
 def test_any_value_gives_what_eager_gives(make_runner, outputs, check):
-    """Padded to its bucket and cut back, in every order of rows and values."""
+    """Inputs are padded to the bucket and results cut, for any order of rows and values."""
     runner = make_runner(
         encode, INPUTS, axes=[LENGTHS], outputs=outputs, options=RunnerOptions(check=check)
     )
@@ -86,7 +86,7 @@ def test_axis_is_part_of_key_reason_and_report(make_runner):
 
 
 def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
-    """Outside the declared bound no graph is used, and the step is counted."""
+    """Outside the declared range the step runs eager and is counted."""
     runner = make_runner(encode, INPUTS, axes=[LENGTHS])
     runner.capture()
     call = call_of(2, 17)
@@ -104,9 +104,9 @@ def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
 
 
 def test_host_value_that_steers_the_step_is_a_bound_or_a_value(make_runner, quiet):
-    """A host value that picks the algorithm is declared; outside of it the graph is not used.
+    """A host value that selects the algorithm is declared; for other values no graph is used.
 
-    The step is given the bucket in a graph, and the value itself when it runs eager.
+    The step receives the bucket in a graph, and the value itself when it runs eager.
     """
     seen = Mock()
 
@@ -136,7 +136,7 @@ def test_host_value_that_steers_the_step_is_a_bound_or_a_value(make_runner, quie
 
 
 def test_axis_of_pieces_and_of_state(make_runner):
-    """Eager pieces work on padded tensors; one call is one step of visible state."""
+    """Eager pieces use padded tensors; one call changes visible state once."""
     total = torch.zeros(())
 
     def count(hidden):
@@ -311,7 +311,7 @@ def test_axes_that_are_no_dimension_take_no_memory_of_their_own(make_runner):
 
 
 def test_costs_of_lanes_count_static_inputs_at_every_bucket(make_runner):
-    """As they are after the capture, when each bucket has buffers of its own."""
+    """Costs equal those after the capture, when each bucket has its own buffers."""
     runner = make_runner(encode, INPUTS, axes=[LENGTHS], lanes=2)
     (every,) = runner.lanes.costs()
     runner.capture()

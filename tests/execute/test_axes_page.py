@@ -16,7 +16,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=["dimension", "host-value", "packed"])
 def test_example_runs(example, capsys):
-    # An upper bound of the axis steers the step; nothing of it may run eager unsaid.
+    # An upper bound of the axis controls the step; any eager run must warn.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         names: dict = {}

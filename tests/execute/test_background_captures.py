@@ -1,4 +1,4 @@
-"""Captures in the background: steps of other threads go on, and compute what they should."""
+"""Background captures: steps of other threads continue and compute correct results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def runner_of(step, **settings):
 
 
 def serve(runner, step, stop, *, seed=0, calls=None):
-    """Run steps until told to stop; return (wrong results, times in seconds)."""
+    """Run steps until stopped; return (wrong results, times in seconds)."""
     chooser, wrong, times = random.Random(seed), 0, []
     while not stop.is_set() or (calls is not None and len(times) < calls):
         x = rows_of(chooser.randint(1, 16), len(times))
@@ -73,7 +73,7 @@ def serve(runner, step, stop, *, seed=0, calls=None):
 
 
 def test_steps_go_on_beside_the_captures_and_are_right():
-    """Between the operators of captures, and before there are graphs: eager's numbers."""
+    """Between operators of captures, and before there are graphs, results equal eager's."""
     step = layers(3)
     runner = runner_of(step, sizes=(4, 16))
     stop = threading.Event()
@@ -99,7 +99,7 @@ def test_steps_go_on_beside_the_captures_and_are_right():
 
 
 def test_a_step_comes_between_two_operators_of_one_capture():
-    """The promise itself: a step does not wait for a whole capture."""
+    """A step does not wait for a whole capture."""
     inside, served = threading.Event(), threading.Event()
     step = layers()
     main = threading.get_ident()
@@ -121,7 +121,7 @@ def test_a_step_comes_between_two_operators_of_one_capture():
     background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     assert inside.wait(30)
     x = rows_of(3)
-    result = runner(x)  # while the other thread is in the middle of it
+    result = runner(x)  # during the other thread's capture
     assert not background.is_done()
     served.set()
     torch.testing.assert_close(result, expected(x))
@@ -130,7 +130,7 @@ def test_a_step_comes_between_two_operators_of_one_capture():
 
 
 def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypatch):
-    """So a step may set an attribute for the time of its own run."""
+    """So that a step may set an attribute during its own run."""
     monkeypatch.setattr(turns, "GAP_S", 0.05)
     main, inner = threading.get_ident(), layers()
     is_within, runs, seen = threading.Event(), SimpleQueue(), SimpleQueue()
@@ -150,7 +150,7 @@ def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypa
     runner.capture([key for key in runner.registry if key.num_tokens == 4])
     background = runner.controls.capture_in_background(max_pause_us=2000)
     while not background.is_done():
-        runner(rows_of(20))  # above all sizes: it runs this function
+        runner(rows_of(20))  # above all sizes, so it calls this function
     assert background.wait().num_graphs == 1
     found = {seen.get() for _ in range(seen.qsize())}
     assert not any(within for _, within in found)
@@ -158,7 +158,7 @@ def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypa
 
 
 def test_steps_run_while_the_backend_ends_a_capture():
-    """On a device the driver ends and instantiates it, in a call that takes milliseconds."""
+    """On a device, the driver ends and instantiates the graph in a call of milliseconds."""
     in_end, served = threading.Event(), threading.Event()
     step = layers(2)
 
@@ -191,7 +191,7 @@ def test_steps_run_while_the_backend_ends_a_capture():
 
 
 class StepsAtEachTurn:
-    """Runs steps in another thread wherever a capture lets any in, for certain."""
+    """Runs steps in another thread at every turn of a capture."""
 
     def __init__(self, monkeypatch):
         self.calls, self.number, self.problems = [], 0, []
@@ -216,7 +216,7 @@ class StepsAtEachTurn:
         for call in self.calls:
             try:
                 call()
-            except AssertionError as error:  # of another thread: the test would not see it
+            except AssertionError as error:  # in another thread, where the test would not see it
                 self.problems.append(error)
             self.number += 1
 
@@ -233,7 +233,7 @@ class StepsAtEachTurn:
     ],
 )
 def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operators, monkeypatch):
-    """Static inputs and outputs hold its rows, integers and whole inputs when the proof goes on."""
+    """When the proof continues, the step must have restored inputs and outputs."""
     from dispatchkit import BufferOptions, RunnerOptions
 
     inner = layers(2)
@@ -280,7 +280,7 @@ def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operato
     assert (report.num_graphs, report.failed) == (1, {})
     assert steps.problems == []
     if not between_operators and kind in {"floats", "integers", "unbatched"}:
-        assert steps.number == 2 * 4  # after warmup and capture, and two replays: not once more
+        assert steps.number == 2 * 4  # after warmup and capture, and two replays; no further call
     live = runner.lanes[0].lifecycle.live()
     (captured,) = [one for key, one in live.items() if key.num_tokens == 16]
     assert (captured.rows.reason, captured.rows.coupling) == ("", "")
@@ -290,7 +290,7 @@ def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operato
 
 
 def test_no_step_runs_within_a_rehearsal(monkeypatch):
-    """On a device it works in the same memory of libraries, and is not waited for."""
+    """On a device it uses the same memory of libraries and is not waited for."""
     from dispatchkit import MemoryOptions, RunnerOptions
 
     is_rehearsing, within = threading.Event(), []
@@ -314,7 +314,7 @@ def test_no_step_runs_within_a_rehearsal(monkeypatch):
 
 
 def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
-    """Also where the warmup before it has let a step in: its stream would become part of it."""
+    """Also if the preceding warmup let a step in, whose stream would join the capture."""
     in_warmup, in_capture, served = (threading.Event() for _ in range(3))
     step, main = layers(), threading.get_ident()
 
@@ -343,7 +343,7 @@ def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
 
 @pytest.mark.parametrize("kind", ["state", "draws", "pieces", "lanes", "scratch"])
 def test_what_steps_would_see_is_captured_in_one_piece(kind):
-    """What a warmup changes is put back, and with it what a step has changed meanwhile."""
+    """Changes of a warmup are put back, which would also undo those of a concurrent step."""
     from dispatchkit import StepState
 
     count, inner = torch.zeros(1), layers(3)
@@ -391,7 +391,7 @@ def test_what_steps_would_see_is_captured_in_one_piece(kind):
 
 
 def test_nothing_is_captured_on_demand_beside_it():
-    """A step that waited for the capture would hold the lock that the capture waits for."""
+    """A step waiting for the capture would hold the lock that the capture waits for."""
     inside, go_on = threading.Event(), threading.Event()
     main, step = threading.get_ident(), layers(2)
 
@@ -418,7 +418,7 @@ def test_nothing_is_captured_on_demand_beside_it():
 
 
 def test_what_changes_graphs_waits_for_the_capture_under_way():
-    """Evictions, swaps and further captures begin when the one under way has ended."""
+    """Evictions, swaps and further captures start when the current capture has ended."""
     inside, go_on = threading.Event(), threading.Event()
     main, step = threading.get_ident(), layers(2)
 
@@ -448,7 +448,7 @@ def test_what_changes_graphs_waits_for_the_capture_under_way():
 
 
 def test_weights_that_are_replaced_in_the_middle_of_a_capture_are_not_captured():
-    """A graph of the old ones would be registered as new."""
+    """Otherwise a graph of the old weights would be registered as new."""
     inside, replaced = threading.Event(), threading.Event()
     main = threading.get_ident()
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
@@ -466,7 +466,7 @@ def test_weights_that_are_replaced_in_the_middle_of_a_capture_are_not_captured()
     assert inside.wait(30)
     model.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
     for _ in range(40):
-        runner(rows_of(3))  # one of them looks, and finds it
+        runner(rows_of(3))  # looks for the graph and finds it
     replaced.set()
     background.wait(60)
     x = rows_of(16)
@@ -476,7 +476,7 @@ def test_weights_that_are_replaced_in_the_middle_of_a_capture_are_not_captured()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_process_has_no_capture_under_way():
-    """Its thread is not there, and nobody would end it."""
+    """The capturing thread does not exist in the child and could not end the capture."""
     inside, go_on = threading.Event(), threading.Event()
     main, step = threading.get_ident(), layers(2)
 
@@ -543,7 +543,7 @@ def test_ready_tells_of_the_keys_that_are_asked_for():
     assert not runner.controls.ready([small, large])
     assert not runner.controls.ready()
     runner.controls.set_enabled(False, key=large)
-    assert runner.controls.ready()  # nobody wants it
+    assert runner.controls.ready()  # nobody requests it
     assert not runner.controls.ready([large])
 
 
@@ -573,7 +573,7 @@ def test_a_pause_is_a_positive_number(wrong):
 
 
 def test_views_are_not_overwritten_while_they_are_read():
-    """A new graph is proven in the memory that views of others show."""
+    """A new graph is proven in memory that views of others show."""
     with pytest.raises(ConfigError, match="owned"):
         runner_of(layers(), outputs="view").controls.capture_in_background()
 

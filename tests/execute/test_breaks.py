@@ -1,4 +1,4 @@
-"""A step that breaks, on the tape; and faults of capturing one, each of which is found."""
+"""A step with graph breaks, on the tape; and faults of its capture, each of which is detected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestBreaks(BreakCases):
 
 
 def plant_other_arguments(patch):
-    """The memory of arguments is somebody else's by the time of a replay (SGLang 37606)."""
+    """The arguments' memory has been reused at the time of a replay (SGLang 37606)."""
 
     def make(args, **rest):
         copies = tuple(one.clone() if isinstance(one, torch.Tensor) else one for one in args)
@@ -44,7 +44,7 @@ def plant_other_arguments(patch):
 
 
 def plant_freed_result(patch):
-    """Results go to memory that is not what the next segment reads (TensorRT-LLM 16609)."""
+    """Results are written to memory that the next segment does not read (TensorRT-LLM 16609)."""
 
     def make(results, **rest):
         moved = tuple(attrs.evolve(one, value=one.value.clone()) for one in results)
@@ -54,13 +54,13 @@ def plant_freed_result(patch):
 
 
 def plant_undefined_tail(patch):
-    """Rows behind the batch stay as the call left them (tokenspeed 741)."""
+    """Rows after the batch keep the values of the call (tokenspeed 741)."""
     views = eager_call.EagerCall._views_at
     patch.setattr(eager_call.EagerCall, "_views_at", lambda call, rows: (views(call, rows)[0], []))
 
 
 def plant_stale_arguments(patch):
-    """A replay uses what Python had at the capture (SGLang 38943)."""
+    """A replay uses Python values of the capture (SGLang 38943)."""
 
     def make(fn, **rest):
         return eager_call.EagerCall(fn=functools.cache(fn), **rest)
@@ -78,14 +78,14 @@ def plant_stale_arguments(patch):
     ],
 )
 def test_a_planted_fault_is_found(plant, test, backend, monkeypatch):
-    """Each of them has been somebody's, and computed something else without a word."""
+    """Each of these faults was a real bug that computed wrong results silently."""
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         getattr(TestBreaks(), test)(backend)
 
 
 def test_segments_without_work_are_not_replayed(backend):
-    """And what is called twice in a row has none in between."""
+    """Consecutive calls have no segment in between."""
     case = TestBreaks()
     runner = case.make(backend, lambda x: twice(twice(x)), sizes=(4,))
     assert not runner.capture().failed

@@ -1,4 +1,4 @@
-"""Captures: when they happen, how they fail, what they leave behind."""
+"""Captures: when they run, how they fail, and what remains."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def double(tokens):
 
 
 def test_first_use_of_a_library_is_warmed_up_before_the_capture(make_runner, backend):
-    """What a library makes at its first call is made outside the capture."""
+    """Objects that a library creates at its first call are created outside the capture."""
     handles = []
 
     def step(tokens):
         if not handles:
-            handles.append(int(tokens.sum()) + 1)  # a wait for the device: refused in capture
+            handles.append(int(tokens.sum()) + 1)  # waits for the device, which a capture refuses
         return tokens * handles[0]
 
     runner = make_runner(step)
@@ -75,7 +75,7 @@ class _Counting(torch.nn.Module):
     ],
 )
 def test_explain_gives_the_reason_that_steps_are_counted_by(make_runner, step, reason, why):
-    """And what the capture of the graph said, not only that it failed."""
+    """The reason includes the error of the graph's capture."""
     runner = make_runner(step)
     runner.capture()
     runner(torch.arange(3))
@@ -101,7 +101,7 @@ def test_without_warmups_a_capture_works_or_says_why_not(make_runner):
 
 
 def test_warmup_and_capture_use_one_stream_for_all_keys(make_runner, backend):
-    """Libraries keep workspaces for each stream: a second one would be another memory."""
+    """Libraries keep a workspace per stream, so a second stream would use more memory."""
     runner = make_runner([graph_piece(double), eager_piece(double), graph_piece(double)])
     runner.capture()
     assert {kind for kind, _ in backend.streams_used} == {"warmup", "capture"}
@@ -109,7 +109,7 @@ def test_warmup_and_capture_use_one_stream_for_all_keys(make_runner, backend):
 
 
 def test_all_keys_can_be_warmed_up_before_the_first_capture(make_runner, backend):
-    """For scratch that grows with the size: it has its final address before any graph."""
+    """Scratch memory that grows with the size gets its final address before any graph."""
     scratch = [torch.zeros(1)]
 
     def step(tokens):
@@ -141,7 +141,7 @@ def test_warmup_that_raises_is_reported_and_marks_nothing(make_runner):
 
 def test_garbage_collector_is_as_before(make_runner):
     class Cycle:
-        """A ring that only the collector frees."""
+        """A reference cycle."""
 
     def step(tokens):
         ring = Cycle()
@@ -161,7 +161,7 @@ def test_garbage_collector_is_as_before(make_runner):
 
 
 def test_capture_beside_a_busy_neighbour(make_runner):
-    """While one thread captures, another computes and polls events; both are right."""
+    """One thread captures while another computes and polls events; both are correct."""
     runner = make_runner(double)
     stop = threading.Event()
     results = []
@@ -237,7 +237,7 @@ def failing_step(kind, backend):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_failed_capture_is_contained(make_runner, backend, quiet, kind):
-    """Marked with its reason; generators, stream and other runners' keys are as before."""
+    """The key is marked with the reason; generators, stream and other keys are unchanged."""
     step, reason = failing_step(kind, backend)
     other = make_runner(double)
     other.capture()
@@ -277,7 +277,7 @@ def test_one_failing_key_leaves_the_others(make_runner, backend, keys, quiet):
 
 
 def test_twenty_failing_captures_leave_nothing_behind(make_runner, backend, quiet):
-    """Memory flat, no stream left capturing, and what comes after captures well."""
+    """Memory is constant, no stream keeps capturing, and later captures succeed."""
     counter = torch.zeros(1)
 
     def step(tokens):
@@ -299,7 +299,7 @@ def test_twenty_failing_captures_leave_nothing_behind(make_runner, backend, quie
 
 
 def test_failed_key_is_left_alone_after_bounded_tries(make_runner, backend, quiet):
-    """A session does not try for ever either."""
+    """A session limits its tries too."""
     backend.capture_fault = CaptureError("planted", reason="planted")
     runner = make_runner(double)
     for _ in range(MAX_ATTEMPTS):
@@ -311,7 +311,7 @@ def test_failed_key_is_left_alone_after_bounded_tries(make_runner, backend, quie
 
 
 def test_failed_key_is_tried_again_on_request(make_runner, backend, keys, quiet):
-    """Whoever has mended the cause gets the graph back without a new runner."""
+    """After repairing the cause, users get the graph back without a new runner."""
     backend.capture_fault = CaptureError("planted", reason="planted")
     runner = make_runner(double)
     for _ in range(MAX_ATTEMPTS):
@@ -326,7 +326,7 @@ def test_failed_key_is_tried_again_on_request(make_runner, backend, keys, quiet)
 
 
 def test_lazy_retries_are_spaced_and_bounded(make_runner, backend, quiet):
-    """Not at every step: after 64 steps, then four times as many."""
+    """Retries come after 64 steps, then after four times as many."""
     backend.capture_fault = CaptureError("planted", reason="planted")
     runner = make_runner(double, lazy=True)
     tried_at = []
@@ -365,7 +365,7 @@ def test_step_runs_exactly_once_when_its_lazy_capture_fails(make_runner, backend
 
 
 def test_interrupted_capture_puts_state_back(make_runner, backend):
-    """Ctrl-C in mid-capture: it comes through, and the caller's state is as before."""
+    """Ctrl-C during a capture propagates, and the caller's state is unchanged."""
     counter = torch.zeros(1)
 
     def step(tokens):
@@ -386,7 +386,7 @@ def test_interrupted_capture_puts_state_back(make_runner, backend):
 
 @pytest.mark.parametrize("fault", ["before", "after"])
 def test_failing_replay_of_a_pure_step_gives_the_own_result(make_runner, backend, quiet, fault):
-    """Never that of an earlier step; its key is not tried again."""
+    """The result is not that of an earlier step, and the key is not tried again."""
     runner = make_runner(double)
     runner.capture()
     runner(torch.arange(3) + 50)
@@ -403,7 +403,7 @@ def test_failing_replay_of_a_pure_step_gives_the_own_result(make_runner, backend
 
 
 def test_failing_replay_of_a_step_with_state_raises(make_runner, backend):
-    """It may have taken effect: running it again would be twice."""
+    """The replay may have taken effect, so running the step again would apply it twice."""
     counter = torch.zeros(1)
 
     def step(tokens):
@@ -444,7 +444,7 @@ def test_lazy_capture_at_the_first_ask(make_runner):
 
 
 def test_lazy_capture_after_so_many_asks(make_runner):
-    """The first ones run eager with a reason that is no downgrade."""
+    """Earlier steps run eager with a reason that is no downgrade."""
     runner = make_runner(
         double, lazy=True, options=RunnerOptions(capture=CaptureOptions(capture_after=3))
     )
@@ -480,7 +480,7 @@ def test_what_is_no_key_is_refused_with_how_to_list_keys(make_runner, keys):
 
 
 def test_frozen_runner_captures_nothing(make_runner, keys):
-    """A key without a graph runs eager and is counted; with strict it raises by name."""
+    """A key without a graph runs eager and is counted; with strict it raises."""
     runner = make_runner(double, lazy=True)
     runner(torch.arange(8))
     runner.freeze()
@@ -501,7 +501,7 @@ def test_frozen_runner_captures_nothing(make_runner, keys):
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_frozen_runner_sleeps_and_wakes_up(make_runner, quiet, lazy, lanes):
-    """All memory is given back and the graphs captured anew; then it is frozen again."""
+    """All memory is freed and the graphs are captured again; then the runner is frozen again."""
     runner = make_runner(double, lazy=lazy, lanes=lanes)
     runner.capture()
     runner.freeze()
@@ -520,11 +520,11 @@ def test_frozen_runner_sleeps_and_wakes_up(make_runner, quiet, lazy, lanes):
     assert runner.stats().eager_by_reason == {"stale": 2}
 
 
-# -- nesting ----------------------------------------------------------------------------------
+# -- nested runners and captures ------------------------------------------------------------
 
 
 def test_inside_the_callers_capture_a_call_passes_straight_through(make_runner, backend):
-    """The outer graph records the step itself: exactly one layer acts."""
+    """The outer graph records the step itself, so exactly one layer acts."""
     runner = make_runner(double)
     runner.capture()
     static = torch.arange(3)
@@ -534,12 +534,12 @@ def test_inside_the_callers_capture_a_call_passes_straight_through(make_runner, 
     static.add_(5)
     graph.replay()
     same(graph.outputs, static * 2 + 1)
-    assert backend.replays == replays + 1  # the outer one alone
+    assert backend.replays == replays + 1  # only the outer one
     assert runner.stats().eager_by_reason == {"inside_capture": 1}
 
 
 def test_runner_within_a_runners_step(make_runner, quiet):
-    """A step that calls another runner: captured, it holds the inner step's own operations."""
+    """When captured, a step that calls another runner contains the inner operations."""
     inner = make_runner(double)
     inner.capture()
     outer = make_runner(lambda tokens: inner(tokens) + 1)
@@ -550,7 +550,7 @@ def test_runner_within_a_runners_step(make_runner, quiet):
 
 
 def test_wrapping_twice_is_refused(make_runner):
-    """A runner of a runner would capture within a capture."""
+    """A nested runner would capture within a capture."""
     runner = make_runner(double)
     with pytest.raises(ConfigError, match="Pass the step of that runner"):
         GraphRunner(runner, {"tokens": StaticInput((None,), "int64")})
@@ -571,9 +571,9 @@ def test_graph_captured_elsewhere_is_used(make_runner, backend, keys):
     assert runner.controls.get(keys.full(8)).leaves[0] is graph.outputs
     for rows in (8, 5):
         same(runner(torch.arange(rows)), torch.arange(rows) * 2)
-    assert static.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]  # stale rows reset here too
+    assert static.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]  # stale rows are cleared here too
     runner.evict(keys.full(8))
-    graph.replay()  # still its owner's
+    graph.replay()  # still belongs to its owner
 
 
 def test_steps_in_place_reach_what_a_graph_captured_elsewhere_reads(make_runner, backend, keys):

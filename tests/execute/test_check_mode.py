@@ -1,4 +1,4 @@
-"""Check mode finds what makes a replay differ from eager, and passes what does not."""
+"""Check mode detects replays that differ from eager, and accepts the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same(actual, expected):
 
 
 class Planted(torch.nn.Module):
-    """A step whose surroundings can be changed under the graph's feet."""
+    """A step whose environment can change after the capture."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Planted(torch.nn.Module):
 
 
 class Counting(Planted):
-    """What it changes is seen in its state alone, and not in what it returns."""
+    """Changes only its state, not its results."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def switched_submodule(step, runner):
 
 
 def freed_memory(step, runner):
-    """The old memory is somebody else's by now."""
+    """Replace memory that the graph reads, as if it were reused."""
     old, step.table = step.table, step.table.clone()
     old.fill_(1e6)
 
@@ -121,7 +121,7 @@ def rows_in_another_order(step, runner):
 
 
 def graph_of_another_key(step, runner):
-    """It writes its own rows, in a memory that the results of this one are not in."""
+    """The graph writes its own rows to memory outside this graph's results."""
     steps = sorted(live(runner), key=lambda one: one.key.num_tokens)
     steps[2].graphs, steps[2].leaves = (
         steps[0].graphs,
@@ -146,14 +146,14 @@ PLANTED = {
 
 @pytest.fixture
 def unwatched(monkeypatch):
-    """Leave what was replaced to check mode alone, whichever value has its turn."""
+    """Leave the detection of replaced values to check mode."""
     monkeypatch.setattr(effects, "ValueWatch", lambda *_: ValueWatch())
 
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("plant", PLANTED)
 def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, keys, quiet, plant):
-    """The caller gets eager's result, once; the message says what differed."""
+    """The caller gets eager's result once; the message names the difference."""
     step = Planted()
     inputs = {**INPUT, "rate": StaticInput((1,), "float32")}
     runner = make_runner(step, inputs, options=RunnerOptions(check=1))
@@ -168,13 +168,13 @@ def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, key
         assert entry.state is KeyState.FAILED
         assert entry.reason.startswith("check_failed: ")
         assert runner.stats().eager_by_reason == {"check_failed": 1}
-        same(runner(x, rate), step(x, rate))  # eager from now on
+        same(runner(x, rate), step(x, rate))  # eager from here on
         assert str(runner.stats().eager_by_reason) == "{'check_failed': 2}"
 
 
 @pytest.mark.usefixtures("unwatched")
 def test_memory_that_has_moved_is_found_before_results_differ(make_runner, quiet):
-    """A recorded address that is another now is told, and the step runs eager."""
+    """A changed address is reported, and the step runs eager."""
     step, runner = moving_step(make_runner)
     step.linear.weight.data = step.linear.weight.data.clone()
     x = torch.ones(3, 4)
@@ -184,7 +184,7 @@ def test_memory_that_has_moved_is_found_before_results_differ(make_runner, quiet
 
 
 def moving_step(make_runner):
-    """A module within an object: nothing but check mode looks at where its weights are."""
+    """A module within an object, whose weights only check mode checks."""
 
     class Holder(torch.nn.Module):
         def __init__(self):
@@ -219,7 +219,7 @@ def test_sparse_weights_are_in_no_one_place(make_runner, check):
 
 
 def clean_steps(make_runner, number):
-    """Run steps of every size that change state in place, and return the runner's counts."""
+    """Run steps of every size that change state in place; return the runner's counts."""
     step = Planted()
     total = torch.zeros(())
 
@@ -257,7 +257,7 @@ def test_stale_tail_is_found(make_runner):
     runner.capture()
     runner(torch.ones(8, 4))
     for captured in runner.lanes[0].lifecycle.live().values():
-        captured.input_path.buffers.clean_from = 0  # a lie: eight rows hold ones
+        captured.input_path.buffers.clean_from = 0  # wrong: eight rows hold ones
     with pytest.warns(CheckWarning):
         same(runner(torch.ones(5, 4)), torch.full((4,), 5.0))
 
@@ -290,7 +290,7 @@ def test_clean_steps_pass_and_change_state_once(make_runner):
 
 @pytest.mark.filterwarnings("ignore:The step draws random numbers")
 def test_random_steps_are_compared_where_they_can_be(make_runner):
-    """At the bucket's size both draw the same; below it they cannot, and are not compared."""
+    """At the bucket's size both draw equal numbers; below it they are not compared."""
     runner = make_runner(lambda x: x + torch.rand_like(x), INPUT, options=RunnerOptions(check=1))
     runner.capture()
     for rows in (8, 5, 8):
@@ -299,7 +299,7 @@ def test_random_steps_are_compared_where_they_can_be(make_runner):
 
 
 def test_samples_only(make_runner):
-    """With ``check=5`` every fifth replay is compared."""
+    """``check=5`` compares every fifth replay."""
     ran = Mock()
 
     def step(x):
@@ -315,7 +315,7 @@ def test_samples_only(make_runner):
 
 
 def test_late_use_of_a_view_shows(make_runner):
-    """Not plausible values of another call, but NaN."""
+    """The view shows NaN instead of plausible values of another call."""
     runner = make_runner(
         lambda x: (x * 2, x.long()), INPUT, outputs="view", options=RunnerOptions(check=1_000_000)
     )
@@ -344,7 +344,7 @@ def test_bad_setting(make_runner, value):
     ],
 )
 def test_state_that_a_replay_changes_otherwise_is_found(make_runner, quiet, declared, plant, says):
-    """The results are right, and only what the step changes is not; what stays is eager's."""
+    """The results are right and only the changed state is wrong; eager's state remains."""
     step, twin = Counting(), Counting()
     state = [step.totals, step.steps] if declared else []
     runner = make_runner(
@@ -355,7 +355,7 @@ def test_state_that_a_replay_changes_otherwise_is_found(make_runner, quiet, decl
     )
     runner.capture()
     x, rate = torch.arange(12.0).view(3, 4) + 1, torch.ones(1)
-    for rows in (3, 4, 1):  # padded or not, nothing differs yet
+    for rows in (3, 4, 1):  # equal so far, padded or not
         same(runner(x[:rows], rate), twin(x[:rows], rate))
     plant(step, runner)
     if plant is not freed_memory:
@@ -367,7 +367,7 @@ def test_state_that_a_replay_changes_otherwise_is_found(make_runner, quiet, decl
 
 
 def test_state_that_was_replaced_is_found(make_runner, quiet):
-    """A graph goes on in the old memory, and eager in the new."""
+    """A graph continues with the old memory, eager with the new."""
     step = Counting()
     runner = make_runner(
         step,
@@ -384,7 +384,7 @@ def test_state_that_was_replaced_is_found(make_runner, quiet):
 
 
 def writing(make_runner, fill, **more):
-    """A cache written by slot; rows of fill write to one, too."""
+    """A cache written by slot, to which filler rows write too."""
     cache = torch.zeros(17, 4)
 
     def write(x, slots):
@@ -398,18 +398,18 @@ def writing(make_runner, fill, **more):
 
 
 def test_rows_of_fill_may_write_to_a_sink(make_runner):
-    """No row of a batch uses it, so that eager leaves it alone: nothing to be told."""
+    """No row of a batch uses the slot, so nothing is reported."""
     runner, cache = writing(make_runner, fill=16)
     for number in range(40):
         rows = 1 + number % 8
         slots = torch.arange(number, number + rows) % 16
         runner(torch.full((rows, 4), 1.0 + number), slots)
     assert runner.stats().eager_by_reason == {}
-    assert not cache[16].any()  # what stays is eager's
+    assert not cache[16].any()  # eager's state remains
 
 
 def test_rows_of_fill_that_write_where_batches_do_are_found(make_runner, quiet):
-    """Slot 0 is a row's own: padding overwrites it."""
+    """Slot 0 belongs to a row, which padding overwrites."""
     runner, cache = writing(make_runner, fill=0)
     runner(torch.ones(4, 4), torch.arange(4))
     with pytest.warns(CheckWarning, match=r"4 of 68 .*Padding rows changed state that rows .* use"):
@@ -418,7 +418,7 @@ def test_rows_of_fill_that_write_where_batches_do_are_found(make_runner, quiet):
 
 
 def test_rows_of_fill_that_write_where_an_eager_step_did_are_found(make_runner, quiet):
-    """As a prefill above the largest size, whose first slot padding overwrites later."""
+    """For example a prefill above the largest size, whose first slot padding overwrites later."""
     with pytest.warns(CaptureSizeWarning):
         runner, cache = writing(make_runner, fill=0, sizes=(1, 2, 4), max_num_tokens=12)
     runner(torch.ones(12, 4), torch.arange(12))
@@ -446,7 +446,7 @@ def test_scratch_is_not_compared(make_runner):
 
 @pytest.mark.usefixtures("unwatched")
 def test_state_of_every_type_is_compared(make_runner, quiet):
-    """Also types that torch compares not, and NaN, which equals itself here."""
+    """Includes types that torch cannot compare, and NaN, which counts as equal."""
     types = [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
     state = [torch.zeros(3, dtype=one) for one in types]
     state.append(torch.full((3,), float("nan")))
@@ -471,7 +471,7 @@ def test_state_of_every_type_is_compared(make_runner, quiet):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most bytes of one result that is in none of the memory given."""
+    """Records the size of the largest result that is not in the given memory."""
 
     def __init__(self, known):
         super().__init__()
@@ -489,7 +489,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_comparing_large_state_takes_little_memory(monkeypatch):
-    """No more than a mask that is kept, of one byte an element, and some small parts."""
+    """It needs a mask of one byte per element and some small tensors."""
     monkeypatch.setattr(check_state, "_CHUNK", 1 << 10)
     size = 1 << 16
     kept = torch.zeros(size, dtype=torch.bfloat16)
@@ -510,7 +510,7 @@ def test_comparing_large_state_takes_little_memory(monkeypatch):
 
 @pytest.mark.usefixtures("unwatched")
 def test_state_that_is_resized_is_found(make_runner, quiet):
-    """What was compared of it before says nothing any more; the next comparison starts anew."""
+    """Earlier comparisons no longer apply; the next one starts again."""
     kept = torch.zeros(8)
 
     def step(x):
@@ -544,7 +544,7 @@ def test_state_of_a_type_that_is_not_compared_is_left_out(make_runner):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_results_and_state_of_one_byte_are_compared_as_coarsely_as_they_are(dtype):
-    """A bucket is another shape, and rounding may give the neighbour, an eighth further."""
+    """A bucket has another shape, and rounding may give the next value, an eighth larger."""
     kept = torch.zeros(8).to(dtype)
 
     def step(x):
@@ -588,14 +588,14 @@ def test_one_byte_that_is_really_another_is_found():
         options=RunnerOptions(check=1),
     )
     runner.capture()
-    held[0] = scale * 2  # the graph reads the one before
+    held[0] = scale * 2  # the graph reads the previous one
     with pytest.warns(CheckWarning):
         runner(torch.full((4,), 8.0))
     assert runner.stats().eager_by_reason == {"check_failed": 1}
 
 
 def test_a_replaced_weight_that_a_replay_finds_is_counted_once(make_runner, quiet):
-    """The step ran eager then, so that there is nothing to compare."""
+    """The step ran eager, so there is nothing to compare."""
     step, runner = moving_step(make_runner)
     x = torch.ones(3, 4)
     runner(x)

@@ -1,4 +1,4 @@
-"""Without the garbage collector the last reference to a runner frees it, and all that it holds."""
+"""Without garbage collection, the last reference to a runner frees it and all that it holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INPUT = {"x": StaticInput((None, 4), torch.float32)}
 
 
 class Model(torch.nn.Module):
-    """A module that can be told to raise, or to wait for the device."""
+    """A module that raises or waits for the device on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_the_last_reference_frees_runner_module_and_graphs(way):
 
 
 def made_by_torch(garbage: list) -> set[int]:
-    """Return the ids of what torch leaves, once its compiler is loaded: classes of its settings."""
+    """Return ids of the settings classes that torch leaves when its compiler is loaded."""
     new = [
         one
         for one in garbage
@@ -264,8 +264,8 @@ def made_by_torch(garbage: list) -> set[int]:
 
 
 def made_again(way, times: int) -> list[str]:
-    """Return what is left for the collector by runners that were made, used and dropped."""
-    way(Model().eval())  # what is made once for a process
+    """Return the objects that dropped runners leave for the collector."""
+    way(Model().eval())  # created once per process
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -285,7 +285,7 @@ def made_again(way, times: int) -> list[str]:
         gc.enable()
 
 
-# A policy by name loads plugins, of which pluggy and importlib leave some.
+# A policy given by name loads plugins, and pluggy and importlib leave some objects.
 BY_NO_NAME = [way for way in WAYS if way is not learning]
 
 
@@ -295,5 +295,5 @@ BY_NO_NAME = [way for way in WAYS if way is not learning]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", BY_NO_NAME, ids=lambda way: way.__name__)
 def test_a_dropped_runner_leaves_nothing_for_the_collector(way):
-    """Host memory stays flat where the collector is off, as services have it."""
+    """Host memory stays constant with the collector off, as in some services."""
     assert made_again(way, 2) == []

@@ -1,7 +1,7 @@
-"""Functions of torch.compile in a step: what is captured is what the compiler made.
+"""Functions of torch.compile in a step: the capture holds the compiler's output.
 
-The tape records operations, so that they run plainly on it. What a device does with them is
-shown by a stand-in for one: it runs a callable, compiled as it is, where a device captures it.
+The tape records operations, so compiled functions run plainly on it. A stand-in shows the behaviour
+of a device: it runs a compiled callable where a device captures it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dispatchkit.backends.watching.compiled_code import FORCE_EAGER  # noqa: E40
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode  # noqa: E402
 from dispatchkit.execute import PlainCodeWarning  # noqa: E402
 
-WIDTH = 7  # no size: equal ones would be taken for the same number
+WIDTH = 7  # no batch size, because equal numbers would be confused
 INPUTS = {"x": StaticInput((None, WIDTH), "float32")}
 
 
 class Net(torch.nn.Module):
-    """Counts its calls in a buffer that nobody declares."""
+    """Counts its calls in an undeclared buffer."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Net(torch.nn.Module):
 
 
 class Compiler:
-    """A compiler that counts: graphs that it was given, and runs of them."""
+    """A compiler that counts the graphs it compiled and their runs."""
 
     def __init__(self):
         self.graphs = self.runs = 0
@@ -80,7 +80,7 @@ class StandInGraph:
 
 
 class StandIn(TapeBackend):
-    """Runs what a device would capture, with the watch that a device has."""
+    """Runs what a device would capture, with a device's watch."""
 
     def __init__(self, compiler):
         super().__init__()
@@ -136,11 +136,11 @@ def want_of(net, x):
 
 
 def test_a_watched_warmup_leaves_compiled_code_compiled(compiler, net):
-    """Code that Dynamo skips under a mode once, it would skip for good."""
+    """If Dynamo skips code under a mode once, it skips it for good."""
     fast = torch.compile(net, backend=compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2, 8], mode="FULL", backend="tape")
     assert not runner.capture().failed
-    assert float(net.calls) == 0  # though nobody declared that it is written
+    assert float(net.calls) == 0  # although the write is undeclared
     x = torch.randn(5, WIDTH)
     torch.testing.assert_close(runner(x=x), want_of(net, x))
     assert float(net.calls) == 1
@@ -174,7 +174,7 @@ def test_code_compiled_before_stays_so(compiler, net):
     [False, pytest.param(True, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],
 )
 def test_every_size_is_captured_compiled_and_compiled_before(compiler, net, dynamic):
-    """Also beyond Dynamo's limit, from which on it would run code plainly."""
+    """This holds beyond Dynamo's limit, after which it would run code plainly."""
     fast = torch.compile(net, backend=compiler, dynamic=dynamic)
     device = StandIn(compiler)
     sizes = [2, 3, 4, 5, 6]
@@ -190,7 +190,7 @@ def test_every_size_is_captured_compiled_and_compiled_before(compiler, net, dyna
 
 
 def test_sizes_that_only_show_shapes_are_not_compiled(compiler, net):
-    """One size and one length: the others are run to see which dimensions follow them."""
+    """Only one size and length are compiled; others show which dimensions depend on them."""
     fast = torch.compile(lambda x, length: net(x) * length, backend=compiler)
     device = StandIn(compiler)
     runner = GraphRunner(
@@ -198,14 +198,14 @@ def test_sizes_that_only_show_shapes_are_not_compiled(compiler, net):
         lazy=True,
     )  # fmt: skip
     x = torch.randn(3, WIDTH)
-    with torch.no_grad():  # as in captures, of which the stand-in's replays are runs
+    with torch.no_grad():  # as in captures; the stand-in's replays are runs
         torch.testing.assert_close(runner(x=x, length=8), want_of(net, x) * 8)
     assert compiler.graphs == 1
     assert not FORCE_EAGER.is_on
 
 
 def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
-    """Whatever it is called: what it compiles is captured compiled."""
+    """Whatever its name, code that it compiles is captured compiled."""
     source = "def fn(x):\n    return x * 2 + 1\n"
     names = {}
     exec(compile(source, "/home/me/torch/test_torch_compile.py", "exec"), names)  # noqa: S102
@@ -259,7 +259,7 @@ def test_code_that_dynamo_gave_up_is_told_of(compiler, net):
             return func(*args, **(kwargs or {}))
 
     fast = torch.compile(net, backend=compiler)
-    with Foreign():  # for good, torch 2.11 to 2.13
+    with Foreign():  # permanent in torch 2.11 to 2.13
         fast(torch.randn(2, WIDTH))
     device = StandIn(compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
@@ -308,7 +308,7 @@ def test_what_handles_an_operation_is_not_compiled(compiler):
 
 
 def test_a_runner_leaves_nothing_for_the_collector_where_dynamo_is_loaded(net):
-    """Dynamo's settings and a device's watch are no exception."""
+    """This holds with Dynamo's settings and a device's watch."""
 
     def once():
         runner = GraphRunner(net, INPUTS, sizes=[2, 8], mode="FULL", backend="tape")
@@ -383,7 +383,7 @@ def test_modes_of_several_threads_end_in_any_order(compiler):
 
 
 def test_modes_that_overlap_in_two_threads_leave_code_to_be_compiled(compiler):
-    """By itself torch's flag for it would stay on, and nothing be compiled from then on."""
+    """Otherwise torch's flag would stay on, and nothing would be compiled any more."""
     fast = torch.compile(lambda x: x * 2 + 1, backend=compiler)
     first, second = Looking(), Looking()
     is_in, may_end = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""A watched settings file: what it says is swapped in, and what it cannot say is refused."""
+"""A watched settings file: valid settings are swapped in, invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def runner(make_runner):
 
 @pytest.fixture
 def write(tmp_path):
-    """Return what writes the settings and gives the file; each time it is a new file."""
+    """Return a function that writes the settings to the file, as a new file each time."""
     path = tmp_path / "serving.toml"
 
     def write(text):
         part = tmp_path / "part"
         part.write_text(f"[tool.dispatchkit]\n{text}\n")
         part.replace(path)
-        # Whatever the clock of the file system resolves.
+        # Independent of the file system's clock resolution.
         write.number += 1
         os.utime(path, ns=(write.number, write.number))
         return path
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_followed_is_told_of_once(runner, write, text, why
         assert watcher.poll() is None
     assert why in str(told[0].message)
     assert why in str(watcher.error)
-    assert watcher.poll() is None  # no second warning, which would be an error here
+    assert watcher.poll() is None  # a second warning would be an error here
     assert runner.dispatcher.epoch == 0
     assert torch.equal(runner(torch.arange(3)), torch.arange(3) * 2)
     write("max_graphs = 8")

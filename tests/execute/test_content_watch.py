@@ -1,4 +1,4 @@
-"""Writes that no schema tells of are found by the contents, in small tensors and in large ones."""
+"""Writes that no schema declares are detected by contents, in small and large tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("limit", [0, 100, 6000, 1 << 20])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_was_written_is_found_and_nothing_else(write: str, limit: int) -> None:
-    """Up to the limit with a copy of what it was."""
+    """Tensors up to the limit also get a copy of the old value."""
     for index in range(len(_tensors())):
         tensors = _tensors()
         watch = ContentWatch([*tensors, tensors[0][1:]], limit)
@@ -53,7 +53,7 @@ def test_what_was_written_is_found_and_nothing_else(write: str, limit: int) -> N
 
 
 def test_all_tensors_are_copied_while_they_fit() -> None:
-    """The smallest first; what is beyond cannot be put back."""
+    """The smallest come first; tensors beyond the limit cannot be put back."""
     tensors = _tensors()
     watch = ContentWatch(tensors, sum(one.nbytes for one in tensors[:3]))
     for one in tensors:

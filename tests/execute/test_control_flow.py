@@ -1,4 +1,4 @@
-"""Operators that are given functions, in a step: ``torch.cond`` and loops."""
+"""Operators with function arguments in a step: ``torch.cond`` and loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
-pytestmark = pytest.mark.slow  # they load Dynamo
+pytestmark = pytest.mark.slow  # imports Dynamo
 
 
 def double_or_triple(x):
@@ -39,7 +39,7 @@ def loop(x):
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning")
 @pytest.mark.parametrize("step", [double_or_triple, nested, Chooses(), loop])
 def test_a_step_that_chooses_by_data_runs_eager_and_says_why(step):
-    """And the same function runs as before elsewhere, watched by nobody."""
+    """The function runs as before elsewhere and is not watched."""
     run = GraphRunner(
         step, {"x": StaticInput((None, 2), "float32")}, sizes=[4], mode="FULL", backend="tape"
     )
@@ -70,7 +70,7 @@ def test_a_choice_by_a_number_is_captured():
 
 
 def test_an_operator_whose_functions_run_in_any_case_is_captured():
-    """Its operations are what the graph holds."""
+    """The graph contains its operations."""
     from functorch.experimental.control_flow import map as mapped
 
     run = graphed(lambda x: mapped(lambda row: row * 2 + 1, x), backend="tape")
@@ -81,7 +81,7 @@ def test_an_operator_whose_functions_run_in_any_case_is_captured():
 
 @pytest.mark.parametrize("first", ["torch.cond", "torch.compile"])
 def test_dynamo_loaded_in_mid_warmup_compiles_afterwards(first):
-    """In a fresh process, whose first capture is what loads it."""
+    """In a fresh process, the first capture loads it."""
     script = f"""
         import sys
         import torch

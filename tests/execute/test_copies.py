@@ -1,4 +1,4 @@
-"""Copies of a runner, and runners sent elsewhere, start without graphs and with own buffers."""
+"""Copies of a runner, and runners sent to other processes, have no graphs and their own buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 
 
 class Counting(torch.nn.Module):
-    """A module with a weight and a buffer that it changes."""
+    """A module with a weight and a buffer that it updates."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Counting(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """A module that calls with gradients off may run through graphs."""
+    """A module whose calls without gradients may use graphs."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def runner():
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])  # noqa: S301
 def test_copies_start_without_graphs_and_with_own_buffers(runner, how):
-    """However the copy is made; both then run."""
+    """This holds for each way to copy; both runners work."""
     twin = how(runner)
     assert twin.lanes[0].lifecycle.num_graphs() == 0
     assert runner.lanes[0].lifecycle.num_graphs() == 2
@@ -73,7 +73,7 @@ def test_copies_start_without_graphs_and_with_own_buffers(runner, how):
 
 
 def test_deep_copy_has_state_of_its_own(runner):
-    """Steps of the copy leave the state of the first alone."""
+    """Steps of the copy do not change the original's state."""
     twin = copy.deepcopy(runner)
     twin.capture()
     twin(torch.ones(3, 4))
@@ -82,7 +82,7 @@ def test_deep_copy_has_state_of_its_own(runner):
 
 
 def test_attributes_that_are_missing_fail_fast(runner):
-    """Also of a runner that is created without initialisation."""
+    """Also for a runner created without ``__init__``."""
     with pytest.raises(AttributeError, match="no_such"):
         _ = runner.no_such
     empty = GraphRunner.__new__(GraphRunner)
@@ -104,12 +104,12 @@ def graphed_elsewhere(fast):
 
 @pytest.mark.slow
 def test_runner_sent_to_a_spawned_process(runner, monkeypatch):
-    """It captures there; nothing of a graph is sent."""
+    """The runner captures there; no part of a graph is sent."""
     fast = graphed(Scaled().eval(), sizes=[4])
     fast(torch.ones(3, 4))
-    # Last, so that the process finds this module and no other dispatchkit than this one does.
+    # Append it last, so that the process finds this module but the same dispatchkit.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[2])])
-    # One whose process dies, or cannot read what it is sent, raises where others would hang.
+    # A process that dies or cannot read its input raises here, where others would hang.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         result, graphs = pool.submit(result_elsewhere, runner).result()
         assert pool.submit(graphed_elsewhere, fast).result() == (0, 1, [[2.0] * 4] * 3)

@@ -1,4 +1,4 @@
-"""Steps under decisions of somebody else: exactly so, or not at all; and the runs of a policy."""
+"""Steps with decisions made elsewhere run exactly so or not at all; runs requested by a policy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
     ran.assert_not_called()
     assert runner.registry.get(keys.full(4)).state.name == "FAILED"
     assert runner.stats().failed_steps == 1
-    # A plain call still gets its result.
+    # An ordinary call still gets its result.
     backend.replay_fault = ""
     with pytest.warns(RuntimeWarning, match="replay_failed"):
         assert runner(torch.arange(3)).tolist() == [1, 2, 3]
@@ -70,7 +70,7 @@ def test_a_graph_that_was_given_up_is_not_replaced(make_runner, keys):
 
 
 def test_inside_somebody_elses_capture_it_is_refused(make_runner, backend):
-    """Its static inputs would be written by every replay of that graph, past the lane's order."""
+    """Every replay of that graph would write its static inputs, ignoring the lane's order."""
     runner = make_runner(plus_one)
     runner.capture()
     decision, tokens = runner.dispatcher.dispatch(3), torch.arange(3)
@@ -113,7 +113,7 @@ def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
 
 
 def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet):
-    """A graph of one length is not run for another; calibration with axes runs nothing."""
+    """A graph of another length is not run; calibration with axes runs nothing."""
     asking = Asking(policy, keys.full(4))
     runner = make_runner(
         lambda tokens, length: tokens + length, policy=asking, axes=[Axis("length", (16, 32))]
@@ -131,11 +131,11 @@ def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet
     assert runner.decisions.run(eager, given | {"length": 40}).tolist() == [40, 41, 42]
 
 
-# -- the runs that a policy asks for ----------------------------------------------------------
+# -- runs requested by a policy -------------------------------------------------------------
 
 
 class Asking:
-    """Wants two runs of each way for 3 tokens, then one more of eager."""
+    """Requests two runs per way for 3 tokens, then one more eager run."""
 
     name = "asking"
 
@@ -162,7 +162,7 @@ class Asking:
 
 
 def test_a_policy_gets_its_runs_after_a_capture(make_runner, policy, keys):
-    """What a step changes is as before, and no step of them is counted."""
+    """State is put back, and these steps are not counted."""
     asking = Asking(policy, keys.full(4))
     count = torch.zeros(1)
 
@@ -183,14 +183,12 @@ def test_a_policy_gets_its_runs_after_a_capture(make_runner, policy, keys):
 
 
 def test_eager_is_also_timed_behind_the_largest_graph(make_runner, policy, keys):
-    """Behind its like the device would wait for the host, and nothing tell its own time."""
+    """After similar steps the device would wait for the host, and the time would be wrong."""
     runner = make_runner(plus_one, policy=Asking(policy, keys.full(4)))
     runner.capture()
     sizes = sorted(key.num_tokens for key in runner.registry)
     assert sizes[-1] > 4
-    assert (
-        runner.controls.get(keys.full(sizes[-1])).hits == 3
-    )  # as many runs of eager were asked for
+    assert runner.controls.get(keys.full(sizes[-1])).hits == 3  # requests more eager runs
     assert runner.stats().steps == 0
 
 
@@ -211,7 +209,7 @@ def test_no_runs_in_check_mode(make_runner, policy, keys):
 def test_a_launch_that_fails_in_those_runs_does_not_fail_the_capture(
     make_runner, policy, keys, backend, quiet
 ):
-    """The step changes state, so that its replay cannot be run again: nobody's step was lost."""
+    """The step changes state, so its replay cannot be repeated; no user's step is lost."""
     asking = Asking(policy, keys.full(4))
     count = torch.zeros(1)
     runner = make_runner(lambda tokens: tokens + count.add_(1).long(), policy=asking, state=[count])
@@ -226,7 +224,7 @@ def test_a_launch_that_fails_in_those_runs_does_not_fail_the_capture(
 
 
 def test_those_runs_capture_nothing_themselves(make_runner, policy, keys):
-    """A lazy runner has graphs for what was called, and keeps to its budget."""
+    """A lazy runner captures what is called, within its budget."""
     asking = Asking(policy, keys.full(4))
     runner = make_runner(plus_one, policy=asking, lazy=True)
     runner.capture([keys.full(8)])
@@ -236,7 +234,7 @@ def test_those_runs_capture_nothing_themselves(make_runner, policy, keys):
 
 
 def test_an_old_plan_of_a_lazy_key_does_not_capture_it_again(make_runner, keys):
-    """The first graph would stay with nobody: neither a key names it nor is it released."""
+    """Otherwise the first graph would be unreachable and never released."""
     runner = make_runner(plus_one, lazy=True)
     plan = runner.dispatcher.dispatch(3).plan
     runner(torch.arange(3))

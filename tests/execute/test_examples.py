@@ -1,4 +1,4 @@
-"""Every program of examples/ that needs one process runs, and says what its text promises."""
+"""Every program of examples/ that needs one process runs and prints what its text promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Return what an example prints."""
+    """Return the output of an example."""
 
     def run_example(name, *args):
         monkeypatch.setattr(sys, "argv", [name, *args])

@@ -1,4 +1,4 @@
-"""What ``explain`` predicts is what the next step does, and it changes nothing."""
+"""``explain`` predicts the next step and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWa
 
 
 class Scaled(torch.nn.Module):
-    """A weight, a value that Python reads, and modules in a dictionary that may grow."""
+    """A weight, a Python value, and modules in a dictionary that may grow."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def runner_of(module, **settings):
 
 
 def next_step(runner, rows):
-    """Return what the next step counts: its key, or the reason to run eager; or its error."""
+    """Return the next step's key, the reason why it ran eager, or its error."""
     before = runner.stats()
     try:
         runner(torch.randn(rows, 4))

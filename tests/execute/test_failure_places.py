@@ -1,4 +1,4 @@
-"""A step that cannot be captured is told with the file and the line that stops it."""
+"""An error of a failed capture names the file and line that stopped it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.execute import EagerStepWarning
 
 
 class Reads(torch.nn.Module):
-    """Reads a value on the host, somewhere inside."""
+    """Reads a value on the host in a nested call."""
 
     def inner(self, x: torch.Tensor) -> float:
         return x.sum().item()  # Reads
@@ -24,7 +24,7 @@ class Reads(torch.nn.Module):
 
 
 class Raises(Reads):
-    """Raises at some rows alone."""
+    """Raises at some batch sizes only."""
 
     def inner(self, x: torch.Tensor) -> float:
         if x.shape[0] == 4:
@@ -33,7 +33,7 @@ class Raises(Reads):
 
 
 class Catches(Reads):
-    """Swallows what stops the capture."""
+    """Catches the exception that stops the capture."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -43,7 +43,7 @@ class Catches(Reads):
 
 
 def told(module: Callable[..., Any]) -> str:
-    """Return what a runner says of a step that it could not capture."""
+    """Return the runner's report on a step that failed to capture."""
     runner = GraphRunner(
         module, {"x": StaticInput((None, 2), "float32")}, sizes=[4], backend="tape"
     )
@@ -62,7 +62,7 @@ def test_the_line_of_the_model_is_named(kind: type[Reads], mark: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_module_of_torch_is_named_by_its_own_line() -> None:
-    """Nothing of the user's is inside of it, and the line of the call says nothing."""
+    """The module contains no user code, and the line of the call alone says nothing."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 1).eval()
     inputs = {
@@ -91,7 +91,7 @@ def test_a_state_behind_layers_is_contiguous_in_graphs_too() -> None:
 
 
 def test_a_state_behind_layers_that_is_written_is_refused() -> None:
-    """As any other input: eager changes the caller's tensor, and a graph does not."""
+    """As for any input, eager changes the caller's tensor and a graph does not."""
 
     def step(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         h += 1

@@ -1,4 +1,4 @@
-"""GraphMemory: pools that runners share, the budget of all, and the account."""
+"""GraphMemory: pools shared by runners, the common budget, and the account."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDTH = 32
 
 
 def network(seed, width=WIDTH):
-    """Return a step whose intermediates are large beside its inputs."""
+    """Return a step whose intermediates are large compared with its inputs."""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(width, width, generator=generator) / width**0.5 for _ in range(3)]
 
@@ -55,7 +55,7 @@ def tape():
 
 @pytest.fixture
 def make(tape):
-    """Return runners of one tape, sizes 1, 2, 4, 8, in a memory."""
+    """Return runners with sizes 1, 2, 4, 8 on one tape, which share a memory."""
 
     def make(step, memory, *, width=WIDTH, **settings):
         settings = {
@@ -84,7 +84,7 @@ def live(runner):
 
 
 def test_runners_that_share_a_memory_take_little_more_than_the_largest(make):
-    """A pool each takes the sum of all."""
+    """Separate pools need the sum of all."""
     apart = [make(network(seed), None) for seed in range(4)]
     memory = GraphMemory()
     shared = [make(network(seed), memory) for seed in range(4)]
@@ -100,7 +100,7 @@ def test_runners_that_share_a_memory_take_little_more_than_the_largest(make):
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 @pytest.mark.parametrize("share_outputs", [True, False])
 def test_steps_in_any_order_compute_what_eager_computes(make, outputs, share_outputs):
-    """A replay overwrites what the other graphs of the pool work in; no result lies there."""
+    """A replay overwrites the working memory of the pool's other graphs, but no results."""
     memory, chooser = GraphMemory(), random.Random(1)
     options = RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
     steps = [network(seed) for seed in range(3)]
@@ -142,7 +142,7 @@ def pieces(seed):
     ],
 )
 def test_what_could_overlap_or_be_overwritten_stays_apart(make, settings, why):
-    """Such lanes have pools of their own, and the account says why."""
+    """These lanes have their own pools, and the account gives the reason."""
     memory = GraphMemory()
     usual, other = make(network(0), memory), make(network(1), memory, **settings)
     usual.capture()
@@ -155,7 +155,7 @@ def test_what_could_overlap_or_be_overwritten_stays_apart(make, settings, why):
 
 
 def test_pieces_stay_apart_for_they_may_call_another_runner(make):
-    """What lies between two pieces is in the pool, and held by nobody."""
+    """Values between two pieces are in the pool without a reference."""
     memory, inner_step = GraphMemory(), network(5)
     inner = make(inner_step, memory)
     inner.capture()
@@ -180,7 +180,7 @@ def test_pieces_stay_apart_for_they_may_call_another_runner(make):
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_on_different_streams_wait_for_each_other(seed):
-    """The pool is one: a step that began before another's end would spoil it."""
+    """With a shared pool, overlapping steps would corrupt each other."""
     tape = TapeBackend(scheduler=seed)
     memory, chooser = GraphMemory(), random.Random(seed)
     steps = [network(seed) for seed in range(2)]
@@ -203,7 +203,7 @@ def test_steps_on_different_streams_wait_for_each_other(seed):
 
 
 def test_threads_that_call_different_runners_of_a_pool(make):
-    """Their steps run one at a time, lazy captures included."""
+    """Their steps run one at a time, including lazy captures."""
     memory, steps = GraphMemory(), [network(seed) for seed in range(3)]
     runners = [make(step, memory, lazy=True) for step in steps]
     failures = []
