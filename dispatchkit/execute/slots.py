@@ -575,8 +575,9 @@ class SlotState:
         return DescriptorError(
             f"{name}[{row}]",
             slots[row],
-            f"{row}: steps of compact sessions use the first slots, in order",
-            f"Pass list(range({len(slots)})), or create the SlotState without compact.",
+            f"{row}, because sessions are compact",
+            "A step of compact sessions must use the first slots, in order. Pass "
+            f"list(range({len(slots)})), or create the SlotState without compact.",
         )
 
     def watch_rows(self) -> RowWatch:

@@ -127,7 +127,7 @@ def test_a_step_of_compact_sessions_is_of_the_first_slots_in_order():
     runner(x=torch.ones(2, 2), slots=[0, 1])  # padded over the third
     assert totals(state) == {"a": 1, "b": 1, "c": 0}
     for slots in ([1, 0], [1], [0, 2]):
-        with pytest.raises(DescriptorError, match=r"steps of compact sessions use the first"):
+        with pytest.raises(DescriptorError, match=r"because sessions are compact"):
             runner(x=torch.ones(len(slots), 2), slots=slots)
 
 

@@ -173,7 +173,7 @@ class Admission:
             return rehearsals.rehearse(
                 trial, stream=self._lane.stream, pool=pool, generators=generators
             )
-        # This is an estimate. A graph that turns out larger is evicted after the capture.
+        # This is an estimate. A graph that needs more memory is evicted after its capture.
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 

@@ -126,7 +126,7 @@ class RowProver:
             sizes: Numbers of rows at which the step is known to run.
 
         Returns:
-            The last number of rows on which eager ran and its outputs; None if it did not run.
+            The last number of rows that eager ran on, and the outputs; None if eager did not run.
         """
         counts = _counts_below(key, sizes)
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):

@@ -279,7 +279,7 @@ def _dimensions(
 
 
 def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
-    """Return an input padded with its fill to a larger shape.
+    """Return an input, padded with its fill value to a larger shape.
 
     Args:
         value: Tensor, or numpy array for a host input.

@@ -3,8 +3,8 @@
 The batch dimension of an output is declared with ``output_batch_dims`` or measured. To measure it,
 the step runs at two sizes, and the dimension that equals the size in both runs is the batch. A
 single run would not be enough, because another dimension may happen to have that size. An output is
-*open* if it has two candidates or if another dimension changes. Open outputs cannot be cut, so only
-full buckets replay.
+*open* if two dimensions may be the batch, or if another dimension changes. Open outputs cannot be
+cut, so only full buckets replay.
 
 All graphs of a lane write their outputs to the same memory, because a lane runs one step at a time.
 """

@@ -275,7 +275,7 @@ class LaneSet(Sequence[Executor]):
         chooser: Lane chooser; None for a single lane.
         placement: Lanes on which keys are captured.
         reader: Reader that binds and validates the inputs of steps.
-        lock: Held while the host submits a step.
+        lock: Lock that is held while the host submits a step.
 
     Attributes:
         num_faults: Number of steps for which the lane policy raised or returned an invalid lane.

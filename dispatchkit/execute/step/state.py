@@ -537,7 +537,7 @@ class ContentWatch:
         self._sums = [_Sums(one) for one in large.values()]
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
-        """Return the written tensors, each with a copy of its earlier storage."""
+        """Return the written tensors, each with a copy of its storage before the run."""
         return [found for one in self._copies for found in one.changed()]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
