@@ -32,6 +32,11 @@ class TestBreaks(BreakCases):
     def test_programs_with_breaks_anywhere_equal_eager(self, layers):
         BreakCases.test_programs_with_breaks_anywhere_equal_eager(self, TapeBackend(), layers)
 
+    @pytest.mark.slow_except("FULL_AND_PIECEWISE")
+    @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+    def test_the_decoder_gives_the_numbers_of_pieces_cut_by_hand(self, backend, mode):
+        BreakCases.test_the_decoder_gives_the_numbers_of_pieces_cut_by_hand(self, backend, mode)
+
 
 def plant_other_arguments(patch):
     """The arguments' memory has been reused at the time of a replay (SGLang 37606)."""

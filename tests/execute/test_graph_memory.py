@@ -97,6 +97,7 @@ def test_runners_that_share_a_memory_take_little_more_than_the_largest(make):
     assert sum(one.lanes[0].lane.group.pool_bytes() for one in apart) == 4 * alone
 
 
+@pytest.mark.slow_except("False-owned", "True-view")
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 @pytest.mark.parametrize("share_outputs", [True, False])
 def test_steps_in_any_order_compute_what_eager_computes(make, outputs, share_outputs):

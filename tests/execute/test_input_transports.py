@@ -11,16 +11,14 @@ from played_tape import PlayedTape
 from dispatchkit.testing import InputTransportTests
 from dispatchkit.testing.input_transport_tests import WAYS
 
-# The other ways have some of the inputs of one of these, which then go the same way. A device runs
-# all of them: tests/gpu.
+# Inputs of the other ways go as they do in one of these. A device runs all of them: tests/gpu.
 FAST = (
     "copied, of one type",
     "staged, with device inputs",
     "by a node, all, with others",
-    "by a node, staged",
     "moved by torch",
 )
-SLOW = ("staged, into pieces", "by a node or staged", "moved from elsewhere")
+SLOW = ("by a node, staged", "staged, into pieces", "by a node or staged", "moved from elsewhere")
 
 
 class TestInputsOnATape(InputTransportTests):

@@ -103,6 +103,7 @@ def right(runner, given, want):
     )
 
 
+@pytest.mark.slow_except("pieces")
 @pytest.mark.parametrize("step", [network, PIECES], ids=["whole", "pieces"])
 def test_submitted_steps_give_the_serial_results(make_lanes, step):
     """Lanes that run at the same time compute what one after the other does."""

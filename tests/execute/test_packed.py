@@ -79,6 +79,7 @@ KINDS = ("token", "item", "token")
 
 
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.step.reasons.EagerStepWarning")
+@pytest.mark.slow_except("settings_1")
 @pytest.mark.parametrize("settings_", [{}, {"lanes": 2}, {"inputs": inputs(host=True)}])
 def test_items_get_what_each_alone_would(settings_):
     runner = make(**settings_)

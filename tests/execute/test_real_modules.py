@@ -19,6 +19,7 @@ DEVICE = "cpu"
 BACKEND = "tape"
 
 
+@pytest.mark.slow_except("False-runner", "True-graphed")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_voice_detector_keeps_the_state_between_its_chunks(way, in_place):
@@ -27,6 +28,7 @@ def test_a_voice_detector_keeps_the_state_between_its_chunks(way, in_place):
     assert played == (Played(12, {}) if in_place else Played(0, {"python_state": 12}))
 
 
+@pytest.mark.slow_except("False-graphed", "True-runner")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nested", [True, False])
 def test_an_encoder_takes_a_padding_mask(way, nested):

@@ -264,6 +264,7 @@ def test_state_that_is_returned_is_the_callers_own(make_runner):
 # -- order ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except("0", "1", "2")
 @pytest.mark.parametrize("seed", range(8))
 def test_order_with_the_callers_streams_in_both_directions(make_runner, seed):
     """Inputs are read after the caller's stream wrote them; results are there when read.

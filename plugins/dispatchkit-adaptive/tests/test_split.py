@@ -49,7 +49,7 @@ def run(
     return total, decisions[-100:]
 
 
-@pytest.mark.slow_except("400.0-True-vllm", "1500.0-False-threshold")
+@pytest.mark.slow_except("400.0-True-vllm")
 @pytest.mark.parametrize("base", ["vllm", "threshold"])
 @pytest.mark.parametrize(("graph_us", "splits"), [(400.0, True), (1500.0, False)])
 def test_parts_are_used_where_they_are_faster_whatever_the_base_does(

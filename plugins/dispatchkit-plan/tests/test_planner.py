@@ -72,7 +72,7 @@ def test_the_second_half_is_never_looked_at():
     first = [3, 9, 27, 40] * 100
     plans = [
         plan_sizes(trace_of([*first, *later]), graphs=6, max_size=64, fit_on="first-half")
-        for later in ([5] * 400, [64] * 400, [1, 60] * 200)
+        for later in ([5] * 400, [1, 64] * 200)
     ]
     assert len({plan.sizes for plan in plans}) == 1
     assert len({plan.hedge for plan in plans}) == 1

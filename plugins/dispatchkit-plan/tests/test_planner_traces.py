@@ -129,7 +129,7 @@ SECONDS = {
 }
 
 
-@pytest.mark.slow_except("azure_conv_low", "mooncake_high")
+@pytest.mark.slow_except("mooncake_high")
 @pytest.mark.parametrize("name", NAMES)
 def test_times_under_the_decoder_model_are_the_known_ones(name):
     """Replay above and below, and sizes planned for time instead of padding."""
