@@ -105,7 +105,8 @@ def test_steps_in_any_order_compute_what_eager_computes(make, outputs, share_out
     memory, chooser = GraphMemory(), random.Random(1)
     options = RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
     steps = [network(seed) for seed in range(3)]
-    sizes = [(1, 2, 4, 8), (8,), (3, 8)]  # also an only graph, which else keeps its output
+    # includes a single graph, which otherwise keeps its output
+    sizes = [(1, 2, 4, 8), (8,), (3, 8)]
     runners = [
         make(step, memory, sizes=own, outputs=outputs, options=options)
         for step, own in zip(steps, sizes, strict=True)
@@ -226,7 +227,7 @@ def test_threads_that_call_different_runners_of_a_pool(make):
 
 
 def test_the_last_reference_to_a_runner_frees_its_graphs(make):
-    """Also in a pool that others share, with the collector off."""
+    """This holds for shared pools too, and with the collector off."""
     memory = GraphMemory()
     stays = make(network(0), memory)
     stays.capture()
@@ -248,7 +249,7 @@ def test_the_last_reference_to_a_runner_frees_its_graphs(make):
 
 
 def graph_bytes(runner, memory):
-    """Return what all graphs of a runner take, alone in a memory."""
+    """Return the bytes that all graphs of a runner use in their own memory."""
     runner.capture()
     (account,) = memory.account()
     return account.pool_bytes + account.output_bytes + account.driver_bytes
@@ -258,7 +259,7 @@ LARGE = 256
 
 
 def lazy_groups(make, room, names=("a", "b", "c")):
-    """Return lazy runners, a group each, whose budget has room for so many of them."""
+    """Return lazy runners in separate groups, whose budget has room for ``count`` groups."""
     alone = GraphMemory()
     one = graph_bytes(make(network(0, LARGE), alone, width=LARGE), alone)
     memory = GraphMemory()
@@ -273,7 +274,7 @@ def lazy_groups(make, room, names=("a", "b", "c")):
 
 
 def test_the_budget_of_all_holds_at_every_moment(make):
-    """Lazy runners of three groups take turns, and never pass it together."""
+    """Lazy runners of three groups take turns and together never exceed it."""
     memory, runners, steps = lazy_groups(make, 1.5)
     chooser = random.Random(0)
     for number in range(60):
@@ -286,20 +287,20 @@ def test_the_budget_of_all_holds_at_every_moment(make):
 
 
 def test_the_pool_that_was_idle_for_longest_goes_first(make):
-    """As far as looks at evictions tell: no step notes when it ran."""
+    """Steps do not record their times, so idleness is measured in evictions."""
     _, (first, second, third), _ = lazy_groups(make, 2.5)
     x = rows_of(8, width=LARGE)
     for runner in (first, second, third):
-        runner(x)  # the third finds both in use, and takes the first's
+        runner(x)  # the third finds both in use, and frees the first
     assert [live(one) for one in (first, second, third)] == [0, 1, 1]
-    first(x)  # both have run since the last look
+    first(x)  # both have run since the last check
     assert [live(one) for one in (first, second, third)] == [1, 0, 1]
     second(x)  # the third has run nothing since
     assert [live(one) for one in (first, second, third)] == [1, 1, 0]
 
 
 def test_a_pool_goes_as_a_whole_with_the_graphs_of_all_its_runners(make):
-    """Evicting one graph of a shared pool would free next to nothing."""
+    """Evicting one graph of a shared pool would free almost nothing."""
     memory, runners, steps = lazy_groups(make, 1.6, ("pair", "pair", "other"))
     x = rows_of(8, width=LARGE)
     for runner in runners[:2]:
@@ -314,11 +315,11 @@ def test_a_pool_goes_as_a_whole_with_the_graphs_of_all_its_runners(make):
 
 
 def test_a_pool_that_is_full_is_given_up_by_its_own_runners(make):
-    """And what they use is captured again, as far as there is room."""
+    """The graphs that they use are captured again as far as there is room."""
     memory, (small, large), _ = lazy_groups(make, 0.2, ("one", "one"))
     small(rows_of(1, width=LARGE))
     with pytest.warns(EagerStepWarning, match="capture_failed"):
-        large(rows_of(8, width=LARGE))  # would not fit alone
+        large(rows_of(8, width=LARGE))  # would not fit even alone
     assert (live(small), live(large)) == (1, 0)
     memory, (first, second), steps = lazy_groups(make, 1.05, ("one", "one"))
     for runner, step in ((first, steps[0]), (second, steps[1])):
@@ -335,12 +336,12 @@ def test_a_session_skips_what_finds_no_room(make):
     report = second.capture()
     assert (report.num_graphs, len(report.skipped)) == (0, 4)
     assert "of the shared GraphMemory" in next(iter(report.skipped.values()))
-    assert live(first) == 4  # a session takes nothing from others
+    assert live(first) == 4  # a session takes nothing from the other groups
 
 
 def test_static_inputs_count_and_must_find_room(make):
     memory = GraphMemory(max_bytes=2000)
-    make(network(0), memory)  # 8 rows of 32 numbers: dropped at once
+    make(network(0), memory)  # 8 rows of 32 numbers: freed immediately
     kept = make(network(0), memory)
     with pytest.raises(ConfigError, match="max_bytes") as caught:
         make(network(1), memory)
@@ -358,7 +359,7 @@ def test_an_idle_pool_makes_room_for_static_inputs(make):
 
 
 def test_a_pool_in_use_is_not_taken_away(make):
-    """Its thread holds the lock of its steps, and may wait for ours."""
+    """The pool's thread holds its step lock and may wait for ours."""
     _, (first, second), steps = lazy_groups(make, 1.2, ("one", "two"))
     x, seen = rows_of(8, width=LARGE), []
     first(x)
@@ -381,7 +382,7 @@ def test_a_pool_in_use_is_not_taken_away(make):
 
 
 def test_the_account_adds_up(make, tape):
-    """Each byte that a device would have handed out is in one line."""
+    """Each byte that a device would allocate is in exactly one line."""
     memory = GraphMemory(max_bytes=1 << 30)
     runners = [make(network(seed), memory.group(f"g{seed % 2}")) for seed in range(4)]
     for runner in runners:
@@ -407,7 +408,7 @@ def test_the_account_adds_up(make, tape):
 
 
 def test_what_others_take_is_unexplained(make, tape):
-    """The line must not be hidden in another one."""
+    """The bytes must not be hidden in another line."""
     memory = GraphMemory()
     runner = make(network(0), memory)
     runner.capture()
@@ -429,7 +430,7 @@ def test_it_prints_where_memory_has_gone(make):
     assert all(any(line.strip().startswith(one) for line in text.splitlines()) for one in lines)
 
 
-# -- what it is given to ------------------------------------------------------------------
+# -- callers that accept a memory -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [1 << 30, MemoryOptions(max_bytes=1), "default"])
@@ -480,7 +481,7 @@ class Doubled(torch.nn.Module):
         return x * 2
 
 
-# -- the front door -----------------------------------------------------------------------
+# -- graphed --------------------------------------------------------------------------------
 
 
 def test_all_forms_of_a_graphed_share_one_pool_and_one_account():
@@ -497,7 +498,7 @@ def test_all_forms_of_a_graphed_share_one_pool_and_one_account():
 
 
 def test_a_limit_of_bytes_is_of_all_forms_together():
-    """A limit for each form would be passed sixteen times."""
+    """Separate limits per form would allow sixteen times the bytes."""
     limited = RunnerOptions(memory=MemoryOptions(max_bytes=26_000))
     step = network(0)
     fast = graphed(lambda x, scale: step(x) * scale, sizes=[8], options=limited)

@@ -1,4 +1,4 @@
-"""graphed: what it derives from calls, what it gives back, and that it acts as the module."""
+"""graphed: settings derived from calls, results, and behaviour as the module."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_numbers_of_one_form_are_the_same_bit_by_bit():
 
 
 def test_a_tensor_that_does_not_follow_the_batch_is_none_of_it():
-    """By chance the table has as many rows as the first batch."""
+    """The table happens to have as many rows as the first batch."""
     table = torch.randn(4, 4)
     step = graphed(lambda x, table: x @ table)
     first = torch.randn(4, 4)
@@ -180,7 +180,7 @@ def test_settings_are_refused_before_a_call():
 
 def test_rows_that_depend_on_each_other_are_found_out_and_run_eager():
     step = graphed(lambda x: x - x.mean(0))
-    step(torch.zeros(3, 2))  # as servers warm up
+    step(torch.zeros(3, 2))
     with pytest.warns(EagerStepWarning, match="rows_depend.*prove_rows"):  # noqa: PT031
         for rows in (3, 5, 8):
             x = torch.randn(rows, 2)
@@ -264,7 +264,7 @@ def test_calls_are_spread_over_lanes(net):
     assert fast.graphed.stats().calls == 4
 
 
-# -- plain calls, each with a reason --------------------------------------------------------
+# -- plain calls with reasons ---------------------------------------------------------------
 
 
 def test_calls_that_need_gradients_run_plainly(net):
@@ -320,11 +320,11 @@ def test_batches_above_declared_sizes_run_eager():
     assert step.graphed.runners[0].stats().eager_by_reason == {"above_largest_size": 1}
 
 
-# -- acting as the module -------------------------------------------------------------------
+# -- behaviour as the module ----------------------------------------------------------------
 
 
 def test_it_is_the_module_in_all_but_its_calls(net):
-    """Saved state has the plain module's names in both directions."""
+    """Saved state has the same names as the plain module's, in both directions."""
     fast = graphed(net)
     assert isinstance(fast, Net)
     assert list(fast.state_dict()) == list(net.state_dict())
@@ -349,7 +349,7 @@ def test_it_is_the_module_in_all_but_its_calls(net):
 
 
 def test_it_may_be_part_of_another_module(net):
-    """Its names in saved state are the plain module's own."""
+    """Saved state has the plain module's names."""
     whole = nn.Sequential(graphed(net), nn.ReLU())
     assert list(whole.state_dict()) == [f"0.{name}" for name in net.state_dict()]
     whole.train()
@@ -360,7 +360,7 @@ def test_it_may_be_part_of_another_module(net):
 
 
 def test_switching_the_mode_never_replays_a_graph_made_before(net):
-    """Training and evaluation, through the graphed module or the plain one."""
+    """Training and evaluation are switched through the graphed or the plain module."""
     fast = graphed(net, sizes=[4])
     x = torch.randn(4, 4)
     want = fast(x)
@@ -374,7 +374,7 @@ def test_switching_the_mode_never_replays_a_graph_made_before(net):
 
 @pytest.mark.parametrize("through", ["graphed", "plain"])
 def test_moving_or_converting_never_replays_a_graph_made_before(net, through):
-    """Moved through either; graphs made before read the weights where they were."""
+    """The module is moved through either; earlier graphs read the weights' old addresses."""
     fast = graphed(net, sizes=[4])
     x = torch.randn(4, 4)
     fast(x)
@@ -401,13 +401,13 @@ def test_hooks_of_the_module_run(net):
     handle = net.register_forward_hook(seen)
     fast = graphed(net, sizes=[2])
     fast(torch.randn(2, 4))
-    seen.assert_called()  # in warmup and capture, as all Python of a step
+    seen.assert_called()  # in warmup and capture, like all Python code of a step
     handle.remove()
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_has_weights_and_graphs_of_its_own(net, how):
-    """Copies and objects sent elsewhere start without graphs and with their own buffers."""
+    """Copies and objects in other processes have no graphs and their own buffers."""
     fast = graphed(net, sizes=[4])
     x = torch.randn(3, 4)
     want = fast(x)
@@ -423,7 +423,7 @@ def test_a_copy_has_weights_and_graphs_of_its_own(net, how):
 
 
 def test_a_copy_that_is_not_filled_in_yet_does_not_recurse(net):
-    """Creating without initialisation fails fast on any attribute."""
+    """An object created without ``__init__`` fails fast on any attribute."""
     blank = object.__new__(type(graphed(net)))
     with pytest.raises(AttributeError):
         blank.linear  # noqa: B018
@@ -463,7 +463,7 @@ def test_the_name_is_exported():
 
 
 def test_a_form_that_could_not_grow_grows_at_the_next_call(monkeypatch):
-    """Memory was short for a moment; the runner of the small batches must not get the large."""
+    """After a temporary lack of memory, the runner of small batches must not get the large ones."""
     times_two = graphed(lambda x: x * 2, backend="tape")
     times_two(torch.ones(4))
     made = graphed_forms.GraphRunner
@@ -479,7 +479,7 @@ def test_a_form_that_could_not_grow_grows_at_the_next_call(monkeypatch):
 
 
 def test_what_this_package_reads_for_a_call_is_no_state_of_the_step():
-    """Libraries register their classes with torch's trees late, transformers at a first call."""
+    """Libraries register classes with torch's pytree late, transformers at a first call."""
     run = graphed(lambda x, scale: x["a"] * scale, backend="tape")
     for number in range(40):
         kind = type(f"Late{number}", (), {})

@@ -1,4 +1,4 @@
-"""graphed: where the batch is in recurrent states, and modules of other kinds."""
+"""graphed: the batch dimension of recurrent states, and other kinds of modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_close(got, want):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("with_state", [True, False])
 def test_recurrent_states_have_their_batch_behind_the_layers(kind, batch_first, with_state):
-    """Of sequences that begin with time, too; one form serves all batches."""
+    """Includes sequences with time first; one form serves all batches."""
     torch.manual_seed(0)
     module = kind(4, 5, 2, batch_first=batch_first).eval()
     run = graphed(module, backend="tape")
@@ -43,7 +43,7 @@ def test_recurrent_states_have_their_batch_behind_the_layers(kind, batch_first, 
 
 
 def test_states_are_fed_back_from_call_to_call():
-    """A batch of as many rows as there are layers is a guess that the next call corrects."""
+    """If the batch equals the number of layers, the next call corrects the guess."""
 
     class Cell(nn.Module):
         def __init__(self):
@@ -121,7 +121,7 @@ def test_script_modules_have_graphs_and_stay_modules(name):
 
 
 class Padded(nn.Module):
-    """Its convolution has a list, which each read of a script module copies."""
+    """Its convolution has a list, which a script module copies on each read."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_script_module_with_lists_has_graphs_unless_it_changes_them():
 
 @pytest.mark.parametrize("name", ["script", "freeze"])
 def test_a_script_module_with_state_runs_eager(name):
-    """Its attributes are none of Python's."""
+    """Its attributes are not Python attributes."""
     base = Counting().eval()
     module, other = (MAKERS[name](copy.deepcopy(base)) for _ in range(2))
     run = graphed(other, backend="tape")

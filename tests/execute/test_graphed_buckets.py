@@ -1,4 +1,4 @@
-"""graphed: buckets of an axis that varies are planned from the sizes that came."""
+"""graphed: buckets of a varying axis are planned from observed sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the page on graphed() run, one after the other."""
+"""The examples of the page on graphed() run in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that run plainly cost little more than the model, and are counted, retried and followed."""
+"""Calls that run plainly cost little more than the model; they are counted and retried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWa
 
 
 class Reads(torch.nn.Module):
-    """Reads a value on the host, as long as it does."""
+    """Reads a value on the host while a flag is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Reads(torch.nn.Module):
 
 
 def frames_of(call: Any, *args: Any) -> int:
-    """Return how many functions of Python a call calls."""
+    """Return the number of Python functions that a call runs."""
     count = 0
 
     def note(frame: Any, event: str, arg: Any) -> None:
@@ -46,7 +46,7 @@ def frames_of(call: Any, *args: Any) -> int:
 
 
 def plain_calls() -> dict[str, tuple[Any, Any, list[torch.Tensor], bool]]:
-    """Return what is called, graphed and plain, with three tensors, and whether with gradients."""
+    """Yield graphed and plain callables with three tensors, with and without gradients."""
     rows = [torch.ones(3, 2) for _ in range(3)]
     held = torch.ones(2, requires_grad=True)
 
@@ -119,7 +119,7 @@ def test_plain_steps_are_recorded_and_listened_to() -> None:
 
 
 def test_a_call_that_looks_otherwise_is_another_call() -> None:
-    """Training, gradients, a value, a keyword and a size each are a part of the look."""
+    """Training mode, gradients, values, keywords and sizes distinguish calls."""
     module = Reads()
     module.reads = False
     fast = graphed(module, backend="tape")
@@ -175,7 +175,7 @@ def test_a_form_that_grows_has_a_new_runner_for_plain_calls_too() -> None:
 
 
 def test_threads_lose_no_plain_call() -> None:
-    """More of them than run in a row, and with captures that are tried again in between."""
+    """Threads make more calls than run in a row, with captures retried in between."""
     fast = graphed(Reads().eval(), backend="tape")
     errors = []
 

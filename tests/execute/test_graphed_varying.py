@@ -1,4 +1,4 @@
-"""graphed: a second dimension that varies, such as a sequence length, is found and proven."""
+"""graphed: a second varying dimension, such as a sequence length, is detected and proven."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def steps(run):
     ],
 )
 def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
-    """One form serves all lengths after the first, and its results are the step's own."""
+    """One form serves all lengths after the first, with the step's results."""
     run = graphed(step, backend="tape")
     for x, mask in calls(dtype, shown=shown):
         torch.testing.assert_close(run(x, mask), step(x, mask), rtol=1e-4, atol=1e-5)
@@ -71,7 +71,7 @@ def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
 
 
 def attention(x, mask):
-    """Two layers, so that a padded query that is nan would reach the keys of the second."""
+    """With two layers, a padded query that is nan would reach the keys of the second."""
     for _ in range(2):
         x = (x @ x.transpose(1, 2) + mask).softmax(-1) @ x
     return x
@@ -84,7 +84,7 @@ def of_keys(rows, length, hidden):
 
 
 def of_keys_and_queries(rows, length, hidden):
-    """Causal, as libraries hand a mask of two lengths to their layers."""
+    """A causal mask of two lengths, as libraries pass to their layers."""
     return of_keys(rows, length, hidden) + torch.full((length, length), hidden / 2).triu(1)
 
 
@@ -93,7 +93,7 @@ def at_first_nothing(rows, length, hidden):
 
 
 def where_nothing_is_added(x, mask):
-    """As torch's encoder reads such a mask in evaluation: noise would hide all of a row."""
+    """torch's encoder reads the mask so in evaluation; noise would mask whole rows."""
     shown = (mask == 0)[:, 0, :, None]
     return (x * shown).sum(1) / shown.sum(1)
 
@@ -148,7 +148,7 @@ def test_numbers_far_below_zero_are_padded_as_any_others():
     ids=["mean", "size", "softmax", "flip", "small"],
 )
 def test_where_padding_changes_results_exact_sizes_have_graphs(step):
-    """However little it changes them; told once, at the line of the call."""
+    """This holds for small differences too; one warning names the line of the call."""
     run = graphed(step, backend="tape")
     with pytest.warns(EagerStepWarning, match="dim_1") as caught:  # noqa: PT031
         for x, _ in calls():
@@ -166,7 +166,7 @@ def test_what_does_not_look_along_the_dimension_needs_no_mask():
         for x, _ in calls():
             torch.testing.assert_close(run(x), net(x), rtol=1e-4, atol=1e-5)
     assert steps(run) == (len(LENGTHS), 0)
-    assert len(run.graphed.runners) == 2  # the first call's length, and all
+    assert len(run.graphed.runners) == 2  # one for the first call's length, one for all
 
 
 def test_two_dimensions_beside_the_batch_are_two_axes():
@@ -187,7 +187,7 @@ def test_axes_are_grouped_by_the_sizes_that_go_together():
 
 
 def test_a_step_that_writes_state_is_not_run_for_a_proof():
-    """It runs once a call, and has graphs of exact sizes."""
+    """It runs once per call and has graphs of exact sizes."""
     total = torch.zeros(())
 
     def step(x):

@@ -1,4 +1,4 @@
-"""A call under other circumstances than the capture never gets its graph."""
+"""A call whose conditions differ from the capture's never uses its graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def same(actual, expected):
 
 
 class Layer(torch.nn.Module):
-    """A weight, and something that depends on the training flag."""
+    """A weight, and behaviour that depends on the training flag."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def as_closure(layer):
 
 
 def as_global(layer):
-    """The way of a script: a module at its top, and a lambda that names it."""
+    """Put a module at the top level of a script and return a lambda that reads it."""
     names = {"layer": layer}
     exec("step = lambda x: layer(x)", names)  # noqa: S102 - a module's globals, one for each test
     return names["step"]
@@ -121,7 +121,7 @@ forms = pytest.mark.parametrize(
 )
 @forms
 def test_switching_to_training_and_back(make_runner, quiet, form):
-    """A graph made under the other flag is not replayed; back again, it is."""
+    """The graph of the other flag is not replayed; after switching back, it is."""
     layer = Layer().eval()
     runner = make_runner(form(layer), INPUT)
     runner.capture()
@@ -141,7 +141,7 @@ def test_switching_to_training_and_back(make_runner, quiet, form):
 @forms
 @pytest.mark.parametrize("move", [torch.nn.Module.double, torch.nn.Module.half])
 def test_module_of_another_type_is_not_replayed(make_runner, quiet, form, move):
-    """Its weights are elsewhere from then on; captured again, graphs read those."""
+    """The conversion moves the weights; a new capture reads their new addresses."""
     layer = Layer()
     runner = make_runner(form(layer), INPUT)
     runner.capture()
@@ -175,7 +175,7 @@ def test_weights_loaded_in_place_are_no_move(make_runner):
     ],
 )
 def test_gradient_mode_of_the_caller_changes_nothing(make_runner, enter):
-    """Steps carry no gradients, whatever the caller's mode; it is as before afterwards."""
+    """Steps record no gradients in any mode, and the caller's mode is restored."""
     layer = Layer()
     runner = make_runner(layer, INPUT, lazy=True)
     with enter():
@@ -210,7 +210,7 @@ def test_other_types_places_shapes_and_gradients_never_reach_a_graph(make_runner
 
 
 def test_each_runner_has_graphs_of_its_own_function(make_runner):
-    """Two functions of one source, and one with other values in its closure."""
+    """Two functions with the same source, and one with other closure values."""
     runners = []
     for factor in (2, 3):
         runners.append(make_runner(lambda x, factor=factor: x * factor, INPUT))

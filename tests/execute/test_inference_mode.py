@@ -1,4 +1,4 @@
-"""Engines that live in inference mode: graphs are captured where they serve, and serve anywhere."""
+"""Inference mode: graphs are captured in it or outside it, and serve in both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODES = {"inside": torch.inference_mode, "outside": contextlib.nullcontext}
 
 
 class Scratch(torch.nn.Module):
-    """Writes to a buffer that a profile run made, as servers' backends do."""
+    """Writes to a buffer from a profile run, as servers' backends do."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Cache(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Weights, dropout that is off, and composite operations."""
+    """Weights, disabled dropout, and composite operations."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
 
 
 class Closure(torch.nn.Module):
-    """Reaches its memory through a function alone."""
+    """Accesses its memory only through a closure."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def runner_of(model, **settings):
 
 
 def twins(make):
-    """Return two modules of the same weights."""
+    """Return two modules with equal weights."""
     model, twin = make().eval(), make().eval()
     with torch.inference_mode():
         twin.load_state_dict(model.state_dict())
@@ -107,7 +107,7 @@ def batch(rows, seed):
 @pytest.mark.parametrize("served", MODES)
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_captured_and_served_in_any_mode(make, captured, served, outputs):
-    """Every key is captured, every step replays, and results are eager's."""
+    """Every key is captured, every step replays, and results equal eager's."""
     model, twin = twins(make)
     state = [model.cache] if isinstance(model, Cache) else []
     runner = runner_of(model, state=state, outputs=outputs)
@@ -135,7 +135,7 @@ def test_tensors_of_inference_mode_are_inputs_anywhere():
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_results_of_graphs_captured_inside_are_usable_outside(outputs):
-    """They are written in place, and saved for a gradient."""
+    """Results are written in place and saved for a gradient."""
     runner = runner_of(Model().eval(), outputs=outputs, sizes=[4])
     with torch.inference_mode():
         runner.capture()
@@ -148,7 +148,7 @@ def test_results_of_graphs_captured_inside_are_usable_outside(outputs):
 
 
 def test_a_step_inside_draws_as_eager_and_is_seen_to_draw():
-    """Composite operations come whole in inference mode; what they draw is seen all the same."""
+    """Composite operations are not decomposed in inference mode; their draws are still detected."""
 
     def step(x):
         return torch.nn.functional.dropout(x, 0.5, training=True)

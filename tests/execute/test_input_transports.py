@@ -1,4 +1,4 @@
-"""Every way that inputs come into a graph, on tapes without and with copy nodes."""
+"""Every transport of inputs into a graph, on tapes with and without copy nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from played_tape import PlayedTape
 from dispatchkit.testing import InputTransportTests
 from dispatchkit.testing.input_transport_tests import WAYS
 
-# Inputs of the other ways go as they do in one of these. A device runs all of them: tests/gpu.
+# The other transports handle a part of the same inputs in the same way. tests/gpu runs all of them
+# on a device.
 FAST = (
     "copied, of one type",
     "staged, with device inputs",
@@ -22,7 +23,7 @@ SLOW = ("by a node, staged", "staged, into pieces", "by a node or staged", "move
 
 
 class TestInputsOnATape(InputTransportTests):
-    """The copy nodes are those of CUDA; the tape plays the driver's part."""
+    """Uses CUDA's copy nodes, with the tape in place of the driver."""
 
     @pytest.fixture(params=[*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
     def way(self, request):

@@ -1,4 +1,4 @@
-"""An exception from a signal may come at any instruction; nothing is held for good after it."""
+"""A signal's exception may come at any instruction; afterwards no lock is held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # no
 from dispatchkit.backends.capture_guard import capturing_device, is_any_capturing  # noqa: E402
 from dispatchkit.execute.io.outputs import SharedMemory  # noqa: E402
 
-# An interrupt in a __del__ is lost: Python prints it and goes on.
+# An interrupt in ``__del__`` is lost: Python prints it and continues.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Steps run eager"),
     pytest.mark.filterwarnings("ignore:The step draws random numbers"),
@@ -54,7 +54,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_interrupt_of_a_step_holds_a_lock(way):
-    """At each place of a step, one after the other: other threads go on, and so does this one."""
+    """At each place of a step in turn: other threads continue, and so does this one."""
     build, call = WAYS[way]
     runner = build()
     runner.capture()
@@ -73,7 +73,7 @@ def test_no_interrupt_of_a_step_holds_a_lock(way):
 
 
 def counting(x):
-    """A step that the warmup watches, with a write and a draw."""
+    """Return a step that writes and draws, and is watched during its warmup."""
     COUNT.add_(1)
     return x @ WEIGHT + torch.rand(1, generator=GENERATOR) * 0
 
@@ -93,7 +93,7 @@ CAPTURES = {
 @pytest.mark.parametrize("way", CAPTURES)
 @pytest.mark.parametrize("number", [7, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_interrupt_of_a_capture_stops_others_for_good(way, number, is_nightly):
-    """Wherever it came, later captures and calls of any thread work, as without it."""
+    """Wherever it comes, later captures and calls of any thread work as before."""
     build, begin = CAPTURES[way]
     num_places = interrupted(lambda: begin(build()))
     assert num_places > 500
@@ -112,12 +112,12 @@ def test_no_interrupt_of_a_capture_stops_others_for_good(way, number, is_nightly
         runner.capture(again=True)
         assert torch.equal(runner(x=X), X @ WEIGHT)
         assert runner.stats().steps_by_mode["FULL"], f"not captured after an interrupt at {at}"
-        KEPT.clear()  # what its frames hold is freed, and changes no mode either
+        KEPT.clear()  # frees the objects of its frames and changes no mode
         assert torch.is_grad_enabled(), f"gradients off for what was left at {at}"
 
 
 def test_what_an_interrupt_has_left_changes_no_mode_when_it_is_freed():
-    """Memory of graphs is taken outside of inference mode, while gradients are off."""
+    """Graphs' memory is freed outside inference mode and with gradients off."""
 
     def take():
         SharedMemory(torch.device("cpu")).tensor_at("x", (2,), torch.float32)
@@ -132,7 +132,7 @@ def test_what_an_interrupt_has_left_changes_no_mode_when_it_is_freed():
 
 @pytest.mark.parametrize("change", ["captured", "evicted"])
 def test_a_table_that_was_told_of_no_change_is_asked_anew(change, monkeypatch):
-    """A step finds the plan of before, which has nothing to run; it may not ask for that again."""
+    """A step finds an outdated plan without an answer, and must not ask for it again."""
     runner = make(product, lazy=True)
     (key,) = runner.registry
     if change == "evicted":

@@ -1,4 +1,4 @@
-"""Lanes: steps on several streams at a time give what one after another gives."""
+"""Lanes: concurrent steps on several streams compute the serial results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = {"x": StaticInput((None, 8), "float32")}
 
 
 class InTurn:
-    """Round robin, without a plugin."""
+    """A round-robin policy without a plugin."""
 
     name = "in-turn"
 
@@ -87,7 +87,7 @@ def batches(number, seed=0):
 
 
 def deferred_results(runner, given, *, waits_before_reading=True):
-    """Make inputs on a caller's stream, submit all, then read all; a stream defers both."""
+    """Make inputs on a deferred stream, submit all steps, then read all results."""
     backend = runner.backend
     caller = backend.new_stream()
     with backend.use_stream(caller):
@@ -106,7 +106,6 @@ def right(runner, given, want):
 @pytest.mark.slow_except("pieces")
 @pytest.mark.parametrize("step", [network, PIECES], ids=["whole", "pieces"])
 def test_submitted_steps_give_the_serial_results(make_lanes, step):
-    """Lanes that run at the same time compute what one after the other does."""
     given = batches(9)
     serial = make_lanes(step, lanes=1, mode="FULL" if step is network else "PIECEWISE")
     serial.capture()
@@ -120,7 +119,7 @@ def test_submitted_steps_give_the_serial_results(make_lanes, step):
 
 
 def planted(runner, fault, monkeypatch):
-    """Make one mistake of those that lanes are for avoiding."""
+    """Plant one of the mistakes that lanes must avoid."""
     first, *others = (member.lane for member in runner.lanes)
     if fault == "the lane does not wait for the caller":
         for queue in runner.lanes._ready_queues():
@@ -154,7 +153,7 @@ FAULTS = [
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_shows(make_lanes, monkeypatch, fault):
-    """A missing wait, or memory that lanes share, is seen by the tests here."""
+    """The tests here detect missing waits and memory shared between lanes."""
     given = batches(12)
     serial = make_lanes(lanes=1)
     serial.capture()
@@ -169,7 +168,7 @@ def test_planted_fault_shows(make_lanes, monkeypatch, fault):
 
 
 def submit_in_threads(runner, given, number):
-    """Submit from so many threads that start together, each on a stream of its own."""
+    """Submit from several threads that start together, each on its own stream."""
     start = threading.Barrier(number)
     backend = runner.backend
 
@@ -195,7 +194,7 @@ def submit_in_threads(runner, given, number):
     lazy=st.booleans(),
 )
 def test_any_schedule_equals_serial(lanes, threads, seed, order, lazy):
-    """Any lanes, threads, batches and order of the device: the results of one lane."""
+    """For any lanes, threads, batches and device schedule, results equal those of one lane."""
     _check_schedule(lanes, threads, seed, order, lazy)
 
 
@@ -209,13 +208,13 @@ def test_any_schedule_equals_serial(lanes, threads, seed, order, lazy):
     lazy=st.booleans(),
 )
 def test_many_schedules_equal_serial(lanes, threads, seed, order, lazy):
-    """The same over longer runs."""
+    """Repeats it with longer runs."""
     _check_schedule(lanes, threads, seed, order, lazy)
 
 
 @pytest.mark.slow
 def test_thousand_concurrent_steps_equal_eager(make_lanes):
-    """Four threads and four lanes of one device; each result is that of the plain step."""
+    """Four threads use four lanes of one device; each result equals the plain step's."""
     given = batches(1000)
     runner = make_lanes(seed=11, lanes=4)
     runner.capture()
@@ -229,7 +228,7 @@ def _check_schedule(lanes, threads, seed, order, lazy):
     given = [torch.randn(rows, 8, generator=generator) for rows in order]
     shared = {"sizes": (2, 8), "max_num_tokens": 10, "mode": "FULL", "lazy": lazy}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rows above the largest size run eager, as they should
+        warnings.simplefilter("ignore")  # rows above the largest size run eager as intended
         serial = GraphRunner(network, ROWS, backend="tape", **shared)
         backend = TapeBackend(scheduler=seed)
         runner = GraphRunner(network, ROWS, backend=backend, lanes=Lanes(lanes, InTurn()), **shared)
@@ -244,7 +243,7 @@ def _check_schedule(lanes, threads, seed, order, lazy):
 
 
 def test_calls_and_submits_mix(make_lanes):
-    """A call stays in the caller's order and shares lane 0 with what is submitted to it."""
+    """A call keeps the caller's order and shares lane 0 with submitted steps."""
     given = batches(12)
     for seed in SEEDS:
         runner = make_lanes(seed=seed, lanes=2)
@@ -266,7 +265,7 @@ def test_calls_and_submits_mix(make_lanes):
 
 
 def test_steps_that_change_state_do_not_overlap(make_lanes):
-    """Read, then write later: two at a time would lose one."""
+    """Each step reads, then writes; two at a time would lose an update."""
     for seed in SEEDS:
         total = torch.zeros(8)
 
@@ -286,7 +285,7 @@ def test_steps_that_change_state_do_not_overlap(make_lanes):
 
 
 def test_disjoint_state_is_left_to_the_caller(make_lanes):
-    """Lanes that write other rows of a cache run side by side, and every row is written."""
+    """Lanes that write different rows of a cache run concurrently, and every row is written."""
     cache = torch.zeros(16, 8)
 
     def step(x, slots):
@@ -370,13 +369,13 @@ def test_a_kept_handle_keeps_the_result_and_not_the_inputs(make_lanes):
     x = torch.ones(3, 8)
     gone, future = weakref.ref(x), runner.submit(x)
     del x
-    runner.lanes.stats()  # lands what is done
+    runner.lanes.stats()  # collects completed steps
     assert gone() is None
     assert same(future.result(), network(torch.ones(3, 8)))
 
 
 def test_events_serve_again_once_nobody_asks_for_their_step(make_lanes):
-    """A future keeps the event of its own step, however many come after it."""
+    """A future keeps its step's event, however many steps follow."""
     runner = make_lanes(seed=3, lanes=1)
     runner.capture()
     made = []
@@ -523,7 +522,7 @@ def test_views_are_right_until_the_next_step_of_their_lane(make_lanes, seed):
 
 
 def test_a_view_is_not_copied_and_not_given_out_once_it_is_overwritten(make_lanes):
-    """Never the values of another step in silence."""
+    """It never shows another step's values silently."""
     runner = make_lanes(outputs="view")
     runner.capture()
     first = [runner.submit(torch.ones(4, 8)) for _ in range(3)]
@@ -546,11 +545,11 @@ def test_a_call_overwrites_a_view_of_the_first_lane(make_lanes):
         future.result()
 
 
-# -- every lane its own -----------------------------------------------------------------------
+# -- resources of each lane -----------------------------------------------------------------
 
 
 def test_lanes_have_streams_pools_buffers_and_graphs_of_their_own(make_lanes):
-    """Graphs that may run at the same time share no working memory."""
+    """Graphs that may run concurrently share no working memory."""
     runner = make_lanes(lanes=4)
     report = runner.capture()
     lanes = [member.lane for member in runner.lanes]
@@ -572,7 +571,7 @@ def KEY(size):  # noqa: N802 - reads as the key it makes
 
 
 class OneLanePerKey(InTurn):
-    """A key lives on one lane, by its size."""
+    """Keeps each key on one lane, chosen by its size."""
 
     name = "one-lane-per-key"
     needs_key = True
@@ -647,7 +646,7 @@ def test_copies_have_lanes_of_their_own(make_lanes):
 
 
 def test_lazy_capture_waits_for_the_other_lanes(make_lanes):
-    """A capture saves and restores state; another lane's steps must not be in between."""
+    """A capture saves and restores state, so no other lane's step may run in between."""
     for seed in SEEDS:
         total = torch.zeros(8)
 
@@ -664,7 +663,7 @@ def test_lazy_capture_waits_for_the_other_lanes(make_lanes):
 
 
 def test_axes_go_with_lanes(make_lanes):
-    """Calls of several lengths side by side, each cut back to its own."""
+    """Concurrent calls of several lengths are each cut to their own length."""
     runner = make_lanes(
         lambda x: torch.tanh(x * 2),
         {"x": StaticInput((None, "length", 8), "float32")},

@@ -1,4 +1,4 @@
-"""What a step returns beside tensors, and the containers and weights that its calls bring."""
+"""Results that are not tensors, and containers and weights passed by calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_runner(step, **settings):
 
 
 def assert_same(got, want):
-    """Compare results of one structure, with values by type and tensors by content."""
+    """Compare results of equal structure: values by type, tensors by content."""
     ours, structure = flatten(got)
     theirs, other = flatten(want)
     assert structure == other
@@ -94,7 +94,7 @@ VALUES = {
 )
 @pytest.mark.parametrize("name", VALUES)
 def test_values_beside_tensors_are_those_of_the_call(name):
-    """Whatever they are, and though they follow the number of rows; every step replays."""
+    """This holds for values that depend on the number of rows; every step replays."""
 
     def step(x):
         return {"y": x * 2, "value": VALUES[name](x), "more": (x.sum(1), [x.shape[1]])}
@@ -108,7 +108,7 @@ def test_values_beside_tensors_are_those_of_the_call(name):
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_what_a_caller_does_to_a_value_changes_no_later_result(outputs):
-    """A set and an array are copied for each call, whoever owns the tensors."""
+    """Sets and arrays are copied for each call; tensors are not affected."""
     runner = make_runner(lambda x: (x + 1, {"a"}, np.zeros(2)), outputs=outputs)
     runner.capture()
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_what_a_caller_does_to_a_value_changes_no_later_result(outputs):
 
 
 def test_values_are_right_behind_an_eager_piece_and_beside_axes():
-    """Also where Python runs at each replay, and where results are cut along an axis."""
+    """Includes Python pieces at each replay and results cut along an axis."""
     from dispatchkit import Axis
     from dispatchkit.execute import eager_piece, graph_piece
 
@@ -149,7 +149,7 @@ def test_values_are_right_behind_an_eager_piece_and_beside_axes():
     "make", [itertools.count().__next__, object, threading.Lock], ids=["counter", "object", "lock"]
 )
 def test_a_value_that_no_replay_could_return_is_refused_and_named(make):
-    """It is another in each run on the same rows."""
+    """The value differs between runs on the same rows."""
     runner = make_runner(lambda x: (x + 1, make()))
     report = runner.capture()
     assert report.num_graphs == 0
@@ -180,7 +180,7 @@ class AttrsOutput:
 
 
 class Bag(dict):
-    """A dictionary that torch's pytree does not know."""
+    """A dictionary that is not registered with torch's pytree."""
 
 
 class Layer:
@@ -189,7 +189,7 @@ class Layer:
 
 
 class Cache:
-    """A cache as libraries write them: plain objects in a list."""
+    """A cache as in libraries: plain objects in a list."""
 
     def __init__(self, layers):
         self.layers = layers
@@ -214,7 +214,7 @@ OBJECTS = {
 @pytest.mark.slow_except("dataclass", "attrs", "cache")
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_with_tensors_are_new_in_each_result(name):
-    """As in the plain call, and their tensors are the caller's own."""
+    """As in the plain call, each result has its own objects and tensors."""
     step = OBJECTS[name]
     runner = make_runner(step, lazy=True)
     results = []
@@ -223,13 +223,13 @@ def test_objects_with_tensors_are_new_in_each_result(name):
         got, want = runner(x=x), step(x)
         assert_same(got, want)
         results.append((got, want))
-    for got, want in results:  # owned: no later call has changed them
+    for got, want in results:  # owned: later calls have not changed them
         assert_same(got, want)
     assert runner.stats().steps_by_mode["FULL"] == len(ROWS)
 
 
 def test_an_object_that_the_step_keeps_is_returned_itself():
-    """With what the graph has written to its tensors."""
+    """It contains the tensors that the graph wrote."""
     cache = Cache([torch.zeros(3)])
 
     def step(x):
@@ -295,7 +295,7 @@ def count_in_inner_dictionary(d):
     "kind", [dict, pytest.param(collections.OrderedDict, marks=pytest.mark.slow)]
 )
 def test_what_a_step_writes_to_a_container_is_written_to_the_callers_own(step, named, kind):
-    """Keys written, added and removed, items appended, also further inside."""
+    """Keys are written, added and removed, and items appended, in nested containers too."""
 
     def fresh():
         return kind(
@@ -331,7 +331,7 @@ def test_a_deque_that_a_step_rotates_is_the_callers_own():
 
 
 def test_containers_that_are_only_read_or_are_the_steps_own_have_graphs():
-    """A copy that the step makes for itself may be written."""
+    """A step may write to its own copy."""
 
     def step(d, *, more):
         own = dict(d)
@@ -390,7 +390,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_gradients_flow_however_a_function_holds_its_weights(name):
-    """Calls without gradients have graphs before and after."""
+    """Calls without gradients before and after use graphs."""
     run = graphed(HOLDERS[name](torch.ones(2, 2, requires_grad=True)), backend="tape")
     x = torch.ones(3, 2)
     with torch.no_grad():
@@ -418,7 +418,7 @@ def test_results_that_need_no_gradients_have_graphs_after_the_first_call():
 
 
 def test_weights_frozen_and_thawed_are_seen():
-    """By ``requires_grad_`` between calls."""
+    """``requires_grad_`` is called between calls."""
     weight = torch.ones(2, 2)
     run = graphed(lambda x: x @ weight, backend="tape")
     x = torch.ones(3, 2)
@@ -433,7 +433,7 @@ def test_weights_frozen_and_thawed_are_seen():
 
 
 def test_a_step_that_differentiates_runs_eager_with_the_callers_gradients():
-    """In graphed and in a runner; under enable_grad inside the step it is captured."""
+    """In graphed and in a runner; a step that enables gradients only inside is captured."""
 
     def forces(x):
         x = x.detach().requires_grad_()
@@ -459,7 +459,7 @@ def test_a_step_that_differentiates_runs_eager_with_the_callers_gradients():
 
 
 def test_backward_inside_of_a_step_adds_up_as_in_plain_calls():
-    """No warmup leaves a gradient behind."""
+    """Warmups leave no gradients."""
     weight = torch.ones(3, requires_grad=True)
 
     def step(x):

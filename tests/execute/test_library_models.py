@@ -1,4 +1,4 @@
-"""Models as libraries write them: what they ask torch for, and what they return."""
+"""Models as written in libraries: their queries to torch and their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bert():
 
 
 def test_an_encoder_that_asks_whether_it_is_captured_has_graphs(bert):
-    """The library skips a read of its mask by the host in a capture."""
+    """During a capture, the library skips a host read of its mask."""
 
     def step(input_ids, attention_mask):
         return bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -58,7 +58,7 @@ def test_an_encoder_that_asks_whether_it_is_captured_has_graphs(bert):
 
 
 def test_an_encoder_has_graphs_for_batches_and_lengths_by_one_line(bert):
-    """Nothing is declared: the mask hides what a length is padded with."""
+    """Nothing is declared: the mask hides the padding of a length."""
     run = graphed(bert, backend="tape")
     with torch.no_grad():
         for rows, length in ((3, 11), (2, 17), (4, 32), (1, 5), (3, 40)):
@@ -73,7 +73,7 @@ def test_an_encoder_has_graphs_for_batches_and_lengths_by_one_line(bert):
 
 
 def test_outputs_of_a_library_are_as_it_returns_them():
-    """An output object with hidden states, and a cache that is new in each call."""
+    """An output object with hidden states, and a new cache in each call."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2)
@@ -90,7 +90,7 @@ def test_outputs_of_a_library_are_as_it_returns_them():
             torch.testing.assert_close(got.hidden_states, want.hidden_states, rtol=1e-4, atol=1e-5)
             assert type(got.past_key_values) is type(want.past_key_values)
             assert got.past_key_values.get_seq_length() == 6
-            # The cache goes on as the model's own does, in a call that is no replay of it.
+            # The cache continues as the model's own, in a call that is not a replay.
             token = torch.ones(len(one), 1, dtype=torch.int64)
             more = [model(token, past_key_values=out.past_key_values)[0] for out in (got, want)]
             torch.testing.assert_close(*more, rtol=1e-4, atol=1e-5)
@@ -98,7 +98,7 @@ def test_outputs_of_a_library_are_as_it_returns_them():
 
 
 def test_a_cache_that_is_handed_in_is_written_as_in_the_plain_call():
-    """Each call replaces its tensors: no graph lasts, and every step runs eager."""
+    """Each call replaces its tensors, so no graph stays valid and every step runs eager."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=1, n_head=2)

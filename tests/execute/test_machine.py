@@ -1,4 +1,4 @@
-"""A runner and a naive eager model, driven side by side by random operations."""
+"""A runner and a naive eager model that run the same random operations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CALLS = strategies.lists(
 
 
 class Model:
-    """A step with a cache, a counter, a weight, and outputs of every kind."""
+    """A step with a cache, a counter, a weight, and results of every kind."""
 
     def __init__(self):
         self.cache = torch.zeros(SINK + 1, 2)
@@ -74,7 +74,7 @@ class Model:
 
     def attend(self, pair):
         hidden, size = pair
-        return hidden.cumsum(0), size  # the second stays where it is, the first does not
+        return hidden.cumsum(0), size  # the second keeps its address, the first does not
 
     def finish(self, pair, slots, near=None):
         mixed, size = pair
@@ -92,7 +92,7 @@ class Model:
 
 
 def _count_of(pair):
-    """Return which step a result is of, by the counter in it."""
+    """Return the step that a result belongs to, from the counter in it."""
     return int(pair[1]["more"][1])
 
 
@@ -137,13 +137,13 @@ def machine(watched_tape, smallest_policy):
             self.frozen = False
 
         def axis_facts(self, rows, twist):
-            """Return what a call gives beside slots and values."""
+            """Return the axis inputs of a call."""
             if self.axis is REACH:
                 reach = REACHES[twist]
                 return {"near": torch.ones(rows, reach).cumsum(1), "reach": reach}
             return {"twist": twist} if self.axis is TWIST else {}
 
-        # Every rule ends with a burst of calls, so that each change is put to use.
+        # Every rule ends with several calls, so that each change takes effect.
 
         def burst(self, data):
             calls = data.draw(CALLS)
@@ -157,19 +157,19 @@ def machine(watched_tape, smallest_policy):
                 try:
                     got = self.result(slots, values, ceiling=ceiling, **more)
                 except ReplayError:
-                    # Nothing ran, and nothing may be run again: no step of the model either.
+                    # Nothing has run, and nothing may run again, including the model's step.
                     assert self.backend.replay_fault == "before"
                     self.backend.replay_fault = ""
                     continue
                 want = self.mine(slots, values, **more)
                 self.steps += 1
                 torch.testing.assert_close(got, want)
-                del got  # a view of it would keep its memory, in the count of bytes too
+                del got  # a view of it would keep its memory, which is counted in bytes
 
         def result(self, *args, **kwargs):
             if not self.in_threads:
                 return self.runner(*args, **kwargs)
-            with ThreadPoolExecutor(1) as pool:  # another thread for each call
+            with ThreadPoolExecutor(1) as pool:  # a different thread for each call
                 return pool.submit(self.runner, *args, **kwargs).result()
 
         @rule(data=strategies.data())
@@ -178,7 +178,7 @@ def machine(watched_tape, smallest_policy):
 
         @rule(data=strategies.data(), rows=strategies.lists(strategies.integers(1, 4), max_size=4))
         def call_from_threads_at_once(self, data, rows):
-            """Steps that write to different slots; which comes first is told by its count."""
+            """Run steps that write to different slots; their counts show the order."""
             generator = torch.Generator().manual_seed(sum(rows))
             slots = torch.randperm(SINK, generator=generator).split([*rows, SINK - sum(rows)])
             calls = [(one, torch.randn(len(one), 2, generator=generator)) for one in slots[:-1]]
@@ -187,14 +187,14 @@ def machine(watched_tape, smallest_policy):
             with ThreadPoolExecutor(max(1, len(calls))) as pool:
                 futures = [pool.submit(self.runner, *call, **more) for *call, more in calls]
                 results = [(call, one.result()) for call, one in zip(calls, futures, strict=True)]
-            if self.owned:  # a view is good until the next call, whoever makes it
+            if self.owned:  # a view is valid until anybody's next call
                 results.sort(key=_count_of)
             for (*call, more), got in results:
                 want = self.mine(*call, **more)
                 if self.owned:
                     torch.testing.assert_close(got, want)
             self.steps += len(calls)
-            got, results, futures = None, [], []  # they would keep memory, in the count of bytes
+            got, results, futures = None, [], []  # they would keep memory that is counted in bytes
             self.burst(data)
 
         @precondition(lambda self: not self.frozen)
@@ -303,7 +303,7 @@ def machine(watched_tape, smallest_policy):
 
 
 def held_to_a_limit(watched_tape):
-    """Return a tape that fails a test when its pools ever hold more than a limit of bytes."""
+    """Return a tape that fails the test when its pools exceed a number of bytes."""
 
     class Held(watched_tape):
         def hold_to(self, limit):
@@ -319,7 +319,7 @@ def held_to_a_limit(watched_tape):
             graph = super().capture(run, stream=stream, pool=pool, generators=generators)
             if self.limit is not None:
                 held = sum(one.num_bytes for one in self.pools)
-                # Not an exception that the runner would take for a failed capture.
+                # Not an exception that the runner would treat as a failed capture.
                 self.broken = getattr(self, "broken", False) or held > self.limit
             return graph
 
@@ -327,8 +327,8 @@ def held_to_a_limit(watched_tape):
 
 
 def test_runner_and_eager_model_agree(backend, policy, is_nightly):
-    # Nightly above 10,000 rules, each of them several steps of both models. Shrinking takes
-    # minutes here; the nightly run has them.
+    # The nightly run has more than 10,000 rules, each with several steps of both models. Shrinking
+    # takes minutes, so only the nightly run does it.
     phases = tuple(Phase) if is_nightly else (Phase.explicit, Phase.reuse, Phase.generate)
     bounds = settings(
         max_examples=600 if is_nightly else 5, stateful_step_count=20, deadline=None, phases=phases

@@ -1,4 +1,4 @@
-"""Memory: order of captures, limits that hold, new weights."""
+"""Memory: order of captures, limits, new weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(actual, expected):
 
 @pytest.fixture
 def wide():
-    """A step with intermediates and outputs that are large beside its inputs."""
+    """A step whose intermediates and outputs are large compared with its inputs."""
     weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2))
 
     def step(x):
@@ -53,7 +53,6 @@ def rows_of(number, seed=0):
 
 
 def test_largest_first_takes_about_the_memory_of_the_largest(make_runner, wide):
-    """Graphs of one pool share its memory."""
     runner = make_runner(wide, INPUT)
     runner.capture([key for key in runner.registry if key.num_tokens == 8])
     largest = runner.num_bytes
@@ -74,7 +73,7 @@ def test_a_session_orders_itself(make_runner, wide, backend):
 
 @pytest.mark.parametrize("order", [(1, 2, 4, 8), (4, 8, 1, 2), (8, 1, 4, 2)])
 def test_any_other_order_is_correct_too(make_runner, wide, order):
-    """Growing memory moves nothing that earlier graphs read or write."""
+    """When memory grows, nothing that earlier graphs read or write moves."""
     runner = make_runner(wide, INPUT, lazy=True)
     for size in order:
         runner(rows_of(size))
@@ -89,7 +88,7 @@ def test_any_other_order_is_correct_too(make_runner, wide, order):
 @pytest.mark.parametrize("eviction", ["lru", "benefit"])
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_number_of_graphs_never_passes_the_limit(make_runner, backend, limit, eviction):
-    """Not even for a moment while one takes another's place."""
+    """It holds even while one graph replaces another."""
     runner = make_runner(
         lambda x: x * 2,
         {"x": StaticInput((None,), "int64")},
@@ -143,14 +142,14 @@ def test_least_useful_for_its_size_goes_first(make_runner, keys):
         lazy=True,
         options=RunnerOptions(memory=MemoryOptions(max_graphs=2, eviction="benefit")),
     )
-    for rows in (2, 2, 2, 8, 8, 4):  # 8 is used last, and serves least for what it holds
+    for rows in (2, 2, 2, 8, 8, 4):  # 8 is the most recent, and serves least for its size
         runner(torch.arange(rows))
     assert set(runner.lanes[0].lifecycle.live()) == {keys.full(2), keys.full(4)}
 
 
 @pytest.fixture
 def metered(backend):
-    """A tape that notes the most memory that all pools together ever reserved."""
+    """Return a tape that records the peak memory of all pools."""
 
     class MeteredTape(type(backend)):
         def __init__(self):
@@ -158,7 +157,7 @@ def metered(backend):
             self.begin()
 
         def begin(self):
-            """Meter what is made from here on."""
+            """Measure allocations from here on."""
             self.pools = []
             self.most_bytes = self.most_live = self.live = 0
 
@@ -192,7 +191,7 @@ def drive(runner, step, calls, chooser, limit):
 @pytest.mark.parametrize("share_outputs", [True, False])
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_bytes_never_pass_the_limit(make_runner, wide, metered, quiet, share, share_outputs):
-    """Not even for a moment in a capture; what does not fit runs eager and says so."""
+    """It holds even during a capture; keys that do not fit run eager with a reason."""
     options = RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
     needed = bytes_of_all(make_runner, wide, backend=metered, options=options)
     limit = int(needed * share)
@@ -215,7 +214,7 @@ def test_bytes_never_pass_the_limit(make_runner, wide, metered, quiet, share, sh
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
 @pytest.mark.parametrize("budget", [{"max_graphs": 2}, {"max_bytes": 0.6}, {"max_bytes": 0.3}])
 def test_budgets_hold_under_many_calls(make_runner, wide, metered, quiet, budget, is_nightly):
-    """At no moment more graphs or bytes than allowed."""
+    """The counts of graphs and bytes stay within the limits at every moment."""
     calls = 10_000 if is_nightly else 1_000
     limit = 1 << 40
     if "max_bytes" in budget:
@@ -233,7 +232,7 @@ def test_budgets_hold_under_many_calls(make_runner, wide, metered, quiet, budget
 def test_pool_goes_as_a_group_and_what_is_still_wanted_is_captured_anew(
     make_runner, wide, backend, keys
 ):
-    """From small to large memory is wasted; with the large one first all of them fit."""
+    """Captured from small to large, they waste memory; with the large one first all fit."""
     limit = bytes_of_all(make_runner, wide)
     runner = make_runner(
         wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit))
@@ -250,7 +249,7 @@ def test_pool_goes_as_a_group_and_what_is_still_wanted_is_captured_anew(
 
 
 def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
-    """Where nothing is captured on demand, survivors come back at once."""
+    """Evicted graphs that are still used come back at the next session."""
     limit = bytes_of_all(make_runner, wide)
     runner = make_runner(wide, INPUT, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)))
     for size in (1, 2, 4):
@@ -263,7 +262,7 @@ def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
 
 
 def test_key_that_could_never_fit_evicts_nothing(make_runner, wide, keys, quiet):
-    """What is too large alone is refused while the others live on."""
+    """A graph too large for the limit is refused, and the others stay."""
     limit = int(bytes_of_all(make_runner, wide) * 0.6)
     runner = make_runner(
         wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit))
@@ -280,7 +279,7 @@ def test_key_that_could_never_fit_evicts_nothing(make_runner, wide, keys, quiet)
 
 
 def test_graph_with_outputs_of_its_own_goes_alone(make_runner, wide, keys):
-    """It frees its memory, so that the others may stay."""
+    """Evicting it frees its memory, so the others may stay."""
     own = RunnerOptions(buffers=BufferOptions(share_outputs=False))
     limit = bytes_of_all(make_runner, wide, options=own) - 1
     runner = make_runner(
@@ -299,7 +298,7 @@ def test_graph_with_outputs_of_its_own_goes_alone(make_runner, wide, keys):
 
 
 def test_budget_of_bytes_of_pieces(make_runner, metered, quiet):
-    """Each graph of a step asks for itself, and so do the values between them."""
+    """Each graph of a step counts, and so do the values between graphs."""
     weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2))
 
     def project(x):
@@ -333,7 +332,7 @@ def test_budget_of_bytes_of_pieces(make_runner, metered, quiet):
 
 
 class Holding:
-    """A graph that keeps what its operations were given alive until it is released."""
+    """A graph that keeps its operations' storages alive until it is released."""
 
     def __init__(self, graph, holds):
         self._graph, self.holds, self.host_tensors = graph, holds, []
@@ -349,7 +348,7 @@ class Holding:
 
 @pytest.fixture
 def holding(backend):
-    """A tape whose graphs hold what they read, and which captures unwatched too."""
+    """Return a tape whose graphs keep what they read, and which can capture unwatched."""
 
     class Watch(TorchDispatchMode):
         def __init__(self):
@@ -402,7 +401,7 @@ def test_memory_between_pieces_goes_with_the_graphs(make_runner, holding, quiet)
 
 
 class Unrehearsed:
-    """A device that cannot tell beforehand what a capture takes."""
+    """A device that cannot measure a capture's memory in advance."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -414,7 +413,7 @@ class Unrehearsed:
 
 
 def test_device_without_rehearsals_goes_by_the_first_warmup(make_runner, wide, backend, quiet):
-    """What turns out larger than expected is given up at once."""
+    """A graph that is larger than expected is released immediately."""
     limit = int(bytes_of_all(make_runner, wide) * 0.6)
     runner = make_runner(
         wide,
@@ -432,13 +431,13 @@ def test_device_without_rehearsals_goes_by_the_first_warmup(make_runner, wide, b
         backend=Unrehearsed(backend),
         options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)),
     )
-    runner.lanes[0].lifecycle._budget._forecast = lambda key: 0  # a wrong one
+    runner.lanes[0].lifecycle._budget._forecast = lambda key: 0  # a wrong forecast
     drive(runner, wide, 60, random.Random(1), limit)
     assert runner.stats().steps_by_mode["FULL"] > 0
 
 
 def test_graphs_captured_elsewhere_keep_their_memory(make_runner, wide, backend, keys):
-    """They are not of the pool that goes."""
+    """They do not belong to the evicted pool."""
     limit = bytes_of_all(make_runner, wide)
     runner = make_runner(
         wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit))
@@ -474,7 +473,7 @@ def test_bytes_of_a_session_skip_what_does_not_fit(make_runner, wide):
 
 
 def test_an_only_graph_copies_its_outputs_nowhere(make_runner, wide):
-    """It has nobody to share their memory with."""
+    """No other graph shares its memory."""
     runner = make_runner(wide, INPUT, sizes=(8,), mode="FULL")
     runner.capture()
     assert runner.lanes[0].lane.outputs.num_bytes == 0
@@ -494,7 +493,7 @@ def test_memory_that_outgrown_graphs_still_use_is_counted(make_runner, wide):
 
 
 def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner, wide, backend):
-    """The old graphs are gone before the first new one is captured."""
+    """The old graphs are released before the first new capture."""
     runner = make_runner(wide, INPUT)
     runner.capture()
     before = runner.num_bytes
@@ -508,7 +507,7 @@ def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner,
 
 
 def test_endless_new_shapes_lead_to_a_warning(make_runner):
-    """Graphs that come and go all the time are told of once."""
+    """Graphs that come and go repeatedly cause one warning."""
     runner = make_runner(
         lambda tokens: tokens,
         sizes=tuple(range(1, 41)),
@@ -519,12 +518,12 @@ def test_endless_new_shapes_lead_to_a_warning(make_runner):
         runner(torch.arange(rows))
     with pytest.warns(ChurnWarning, match="max_graphs"):
         call_all(runner, range(17, 21))
-    call_all(runner, range(1, 41))  # told once: a second warning would be an error here
+    call_all(runner, range(1, 41))  # warns once: a second warning would be an error here
 
 
 @pytest.mark.parametrize("way", ["clear", "evict"])
 def test_graphs_that_their_owner_takes_away_are_no_churn(make_runner, way):
-    """A larger budget would keep none of them: a warning would be an error here."""
+    """A larger budget would keep none of them, so no warning (an error here) must come."""
     limits = RunnerOptions(memory=MemoryOptions(max_graphs=2))
     runner = make_runner(lambda tokens: tokens, sizes=(1, 2), lazy=True, options=limits)
     for _ in range(40):
@@ -566,7 +565,7 @@ def test_survivors_of_an_eviction_are_right(make_runner, wide, keys):
 
 
 def test_nothing_waits_for_a_garbage_collection(make_runner, wide, backend, quiet):
-    """Neither what failed captures reached, nor graphs given up while an error names them."""
+    """This concerns objects reached by failed captures and graphs named in errors."""
     pools, new_pool = weakref.WeakSet(), backend.new_pool
 
     def watched_pool():
@@ -617,7 +616,7 @@ def test_values_copied_in_place_are_seen_by_the_next_replay(make_runner):
 
 
 def test_replaced_weights_after_invalidate(make_runner, quiet):
-    """One call: nothing replays the old ones, and a new session captures the new."""
+    """After one call, no old graph is replayed, and a new session captures new weights."""
     module = torch.nn.Linear(4, 4)
     runner = make_runner(module, {"input": StaticInput((None, 4), "float32")})
     runner.capture()
@@ -643,7 +642,7 @@ def test_lazy_runner_captures_anew_after_invalidate(make_runner):
 
 
 def test_replaced_weights_do_not_crash_before_invalidate(make_runner, quiet):
-    """A graph holds what it reads: old values, never freed memory."""
+    """A graph keeps the memory that it reads: old values, but never freed memory."""
     module = torch.nn.Linear(4, 4)
     runner = make_runner(module, {"input": StaticInput((None, 4), "float32")})
     runner.capture()

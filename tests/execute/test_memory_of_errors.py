@@ -1,4 +1,4 @@
-"""Memory of graphs goes with them, whoever keeps an error that came by."""
+"""Memory of graphs is freed with them, even if somebody keeps an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = RuntimeError("the same one each time")
 
 
 class Step:
-    """Fails in captures when told to, with an error that it keeps."""
+    """Fails in captures on demand, with an error that it keeps."""
 
     def __init__(self, backend):
         self.backend, self.fails = backend, False
@@ -45,8 +45,8 @@ def step(backend):
 
 @pytest.fixture(autouse=True)
 def _no_collector():
-    """Memory that only a garbage collection frees would not be noticed."""
-    gc.freeze()  # what is there before takes no time in a collection that is asked for
+    """Disable the collector, which would hide memory that only a collection frees."""
+    gc.freeze()  # so that explicit collections skip existing objects
     gc.disable()
     yield
     gc.enable()
@@ -59,7 +59,7 @@ def pieces_of(step):
 
 @pytest.mark.parametrize("split", [False, True], ids=["full", "pieces"])
 def test_error_that_a_step_keeps_holds_no_memory_of_graphs(make_runner, step, quiet, split):
-    """The frames of an error hold their functions, and those the outputs and what is between."""
+    """An error's frames hold functions, which hold outputs and intermediates."""
     mode = "PIECEWISE" if split else "FULL"
     runner = make_runner(pieces_of(step) if split else step, INPUT, mode=mode, lazy=True)
     runner(torch.zeros(8, WIDTH))
@@ -107,7 +107,7 @@ def test_error_of_a_replay_holds_no_memory_of_graphs(make_runner, backend, quiet
 
 
 def test_limit_frees_what_only_a_ring_of_references_holds(make_runner, quiet):
-    """Also where the pool has nothing any more, and only results are left."""
+    """This includes results that outlive their pool."""
     runner = make_runner(lambda x: x * 2, INPUT, mode="FULL", outputs="view", lazy=True)
     ring = [runner(torch.zeros(8, WIDTH))]
     ring.append(ring)
@@ -120,7 +120,7 @@ def test_limit_frees_what_only_a_ring_of_references_holds(make_runner, quiet):
 
 
 def test_limit_counts_results_that_somebody_still_has(make_runner, quiet):
-    """What cannot be freed is told, and nothing is captured on top of it."""
+    """Memory that cannot be freed is reported, and nothing more is captured."""
     runner = make_runner(lambda x: x * 2, INPUT, mode="FULL", outputs="view", lazy=True)
     kept = runner(torch.ones(8, WIDTH))
     held = kept.untyped_storage().nbytes()
@@ -135,7 +135,7 @@ def test_limit_counts_results_that_somebody_still_has(make_runner, quiet):
 
 
 def test_capture_while_an_error_is_handled_leaves_that_one_whole(make_runner, step, quiet):
-    """Of the caller's error, in the context of the capture's, nothing is forgotten."""
+    """The caller's error in the context of the capture's error stays complete."""
     runner = make_runner(step, INPUT, mode="FULL", lazy=True)
     step.fails = True
 
@@ -156,14 +156,14 @@ def test_capture_while_an_error_is_handled_leaves_that_one_whole(make_runner, st
     assert info.traceback[-1].frame.f_locals["mine"] == "the caller's"
 
 
-# -- forgetting --------------------------------------------------------------------------------
+# -- clearing errors ------------------------------------------------------------------------
 
 
 ALIVE = weakref.WeakSet()
 
 
 class Holder:
-    """Something that a frame or a function holds."""
+    """An object that a frame or a function holds."""
 
     def __init__(self):
         ALIVE.add(self)

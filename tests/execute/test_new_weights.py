@@ -1,7 +1,7 @@
-"""Weights in new storage: one call gives up what reads the old, with replays in flight too.
+"""Weights in new storage: one call releases their graphs, even with replays in flight.
 
-On a deferred tape, where queued replays run when the scheduler lets them: memory that is let
-go of too early, or overwritten, shows in their results.
+Runs on a deferred tape, whose scheduler delays queued replays: memory that is freed or overwritten
+too early changes their results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def same(actual, expected):
 
 
 class Layers:
-    """Two layers, whose weights are put in place of the old ones, or read in by halves."""
+    """Two layers, whose weights are replaced or loaded in halves."""
 
     def __init__(self):
         self.weights = [torch.randn(4, 4), torch.randn(4, 4)]
@@ -36,7 +36,7 @@ class Layers:
         return torch.tanh(x @ self.weights[0]) @ self.weights[1]
 
     def replace(self, numbers=(0, 1)):
-        """Put new weights in; what the old ones held is somebody else's from now on."""
+        """Replace weights; the memory of the old ones is reused from now on."""
         for number in numbers:
             old, self.weights[number] = self.weights[number], torch.randn(4, 4)
             old.fill_(float("nan"))
@@ -54,7 +54,7 @@ class InTurn:
 
 
 def in_flight(make_runner, seed, lanes):
-    """Return a runner, its step, results that are not there yet, and what they must be."""
+    """Return a runner, its step, pending results, and the expected results."""
     layers, backend = Layers(), TapeBackend(scheduler=seed)
     settings = {"lanes": Lanes(lanes, InTurn())} if lanes > 1 else {}
     runner = make_runner(layers, ROWS, sizes=(2, 8), backend=backend, **settings)
@@ -77,7 +77,7 @@ def all_right(runner, results, want):
 @pytest.mark.slow_except("1")
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_invalidation_while_replays_are_in_flight(make_runner, quiet, lanes):
-    """Queued replays finish with what they read; the memory is anybody's only afterwards."""
+    """Queued replays finish with the old memory, which is reused only afterwards."""
     for seed in SEEDS:
         runner, layers, results, want = in_flight(make_runner, seed, lanes)
         assert runner.invalidate("reload") == 2 * lanes
@@ -92,7 +92,7 @@ def test_invalidation_while_replays_are_in_flight(make_runner, quiet, lanes):
 
 
 def test_missing_wait_before_the_release_shows(make_runner, quiet, monkeypatch):
-    """The test above would fail if an invalidation did not wait for what is in flight."""
+    """The preceding test fails if an invalidation does not wait for replays in flight."""
     monkeypatch.setattr(Lane, "synchronize", lambda self: None)
     wrong = 0
     for seed in SEEDS:
@@ -107,7 +107,7 @@ def test_missing_wait_before_the_release_shows(make_runner, quiet, monkeypatch):
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_reload_that_failed_half_way_leaves_a_runner_that_works(make_runner, quiet, lanes, lazy):
-    """One layer is new, one is old, and replays were in flight: the next step has just these."""
+    """One layer is new and one old, with replays in flight: the next step uses these."""
     for seed in SEEDS:
         runner, layers, results, want = in_flight(make_runner, seed, lanes)
         for member in runner.lanes:
@@ -129,7 +129,7 @@ def test_reload_that_failed_half_way_leaves_a_runner_that_works(make_runner, qui
         same(runner(x), layers(x))
         assert runner.capture().failed == {}
         same(runner(x), layers(x))
-        layers.replace([1])  # the reload that goes through
+        layers.replace([1])  # the reload that succeeds
         runner.invalidate("reload")
         runner.capture()
         same(runner(x), layers(x))
@@ -137,7 +137,7 @@ def test_reload_that_failed_half_way_leaves_a_runner_that_works(make_runner, qui
 
 
 def test_capture_that_fails_after_an_invalidation_leaves_eager(make_runner, quiet):
-    """A weight of a wrong shape: its keys fail by name, and steps run again once it is mended."""
+    """With a weight of a wrong shape, keys fail by name; steps run again after a repair."""
     layers = Layers()
     runner = make_runner(layers, ROWS, sizes=(2, 8))
     runner.capture()

@@ -1,4 +1,4 @@
-"""Arguments of a runner that moved to its options, and what copies, lanes and swaps keep."""
+"""Arguments of a runner that moved to its options, and settings kept by copies, lanes and swaps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMES = {name: getattr(dispatchkit, name) for name in dispatchkit.__all__}
 
 
 class Last:
-    """Always the last lane."""
+    """Always chooses the last lane."""
 
     name = "last"
 
@@ -66,7 +66,7 @@ def written_for(arguments):
 
 
 def made_from(arguments):
-    """Paste what the error says into the call, beside what did not move, and use it."""
+    """Insert the error's suggestion into the call, next to unmoved arguments, and run it."""
     text, after = written_for(arguments)
     stays = inspect.signature(GraphRunner).parameters
     kept = {name: value for name, value in arguments.items() if name in stays}
@@ -98,7 +98,7 @@ def test_a_setting_that_moved_is_written_with_the_options_that_were_given():
 
 
 def test_tensors_and_generators_that_moved_keep_their_names():
-    """Neither is printed: that would wait for the device."""
+    """Values are not printed, because that would wait for the device."""
     cache, other = torch.zeros(3), torch.full((2,), 123.0)
     generator = torch.Generator()
     arguments = {"state": [cache], "scratch": [other], "generators": [generator]}
@@ -152,7 +152,7 @@ WRONG = {
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
 def test_a_wrong_value_is_refused_at_once_by_both_front_doors(name, value):
-    """Not at the first call, which may come much later."""
+    """The error does not wait for the first call, which may come much later."""
     problems = []
     for wrong in (
         lambda: make(**{name: value}),
@@ -213,11 +213,11 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest(made_with, typo, nearest
     assert "_" not in {name[0] for name in caught.value.known}
 
 
-# -- what is kept -----------------------------------------------------------------------------
+# -- kept settings --------------------------------------------------------------------------
 
 
 def asked(runner):
-    """Return what is derived in a runner's configuration and was not given."""
+    """Return the derived settings of a runner's configuration."""
     return repr(runner.spec.options.config)
 
 
@@ -230,7 +230,7 @@ def test_copies_keep_what_was_asked_for(how):
 
 
 def test_lanes_keep_what_was_asked_for_and_do_not_warn_again():
-    """Each has the whole budget and options."""
+    """Each lane has the whole budget and all options."""
     options = RunnerOptions(
         config=DispatchConfig(max_num_seqs=8), memory=MemoryOptions(max_graphs=3), strict=True
     )
@@ -248,7 +248,7 @@ def test_lanes_keep_what_was_asked_for_and_do_not_warn_again():
 
 
 def test_swaps_keep_what_was_asked_for():
-    """What follows from the sizes follows the new ones, and a limit that was stated stays."""
+    """Settings derived from sizes follow the new sizes; an explicit limit stays."""
     options = RunnerOptions(config=DispatchConfig(max_num_seqs=2))
     runner = make(sizes=None, max_num_tokens=8, options=options)
     runner.swap(mode="FULL_DECODE_ONLY", max_graphs=5)

@@ -1,6 +1,6 @@
-"""Steps that change state run one after another, whoever runs them on whatever stream.
+"""Steps that change state run one after another, for any threads and streams.
 
-On a deferred tape: a wait that is missing between two streams loses what one of them added.
+On a deferred tape, a missing wait between two streams loses an update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dispatchkit import (  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.dispatch import CalibrationRun  # noqa: E402
 
-# Batches above the largest size run eager here, as they are meant to.
+# Batches above the largest size run eager here as intended.
 pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning")
 
 SEEDS = range(2)
@@ -33,7 +33,7 @@ GRAPH, EAGER = torch.ones(8, 2), torch.ones(9, 2)  # eager: above the largest si
 
 
 class InTurn:
-    """Each lane in its turn."""
+    """Chooses lanes in turn."""
 
     name = "in-turn"
 
@@ -46,7 +46,7 @@ class InTurn:
 
 
 class Counting:
-    """A runner whose step counts rows, by a read and a later write."""
+    """A runner whose step counts rows by a read and a later write."""
 
     def __init__(self, make_runner, seed, *, lanes=1, **settings):
         self.total = torch.zeros(2)
@@ -109,7 +109,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("given", [(EAGER, GRAPH), (GRAPH, EAGER)], ids=["eager", "replay"])
     def test_submits_and_calls_of_one_lane(self, make_runner, given):
-        """Submitted first eager, then by a graph; the call is the other."""
+        """Submitted steps run eager or by a graph; the call runs the other way."""
         submitted, called = given
         for seed in SEEDS:
             one = Counting(make_runner, seed)

@@ -1,4 +1,4 @@
-"""A step or a policy that calls its own runner's controls, or ends the program: nothing hangs."""
+"""A step or policy that calls its own runner's controls or ends the program must not hang."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_unharmed(runner):
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("name", ACTS)
 def test_a_step_that_calls_its_own_runner_hangs_nothing(name, lazy):
-    """In warmups, captures and eager steps; what cannot be done there is an error of the step's."""
+    """Includes warmups, captures and eager steps; impossible calls raise an error in the step."""
     runners, is_inside, refused = [], [], []
 
     def step(x):
@@ -85,7 +85,7 @@ def test_a_step_that_calls_its_own_runner_hangs_nothing(name, lazy):
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
 @pytest.mark.parametrize("where", ["decide", "step"])
 def test_what_ends_a_program_ends_one_call_alone(where, error):
-    """It comes out of the call that met it; later calls of any thread work."""
+    """The exception leaves that call; later calls of any thread work."""
     raising = []
 
     class Ending(OneBucketPolicy):
@@ -110,7 +110,7 @@ def test_what_ends_a_program_ends_one_call_alone(where, error):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks nothing")
 @pytest.mark.parametrize("during", ["a capture", "an eager step"])
 def test_a_process_forked_meanwhile_is_free(during):
-    """In the child the thread that captured is not there: its locks are free, the collector on."""
+    """The capturing thread does not exist in the child: its locks are free, the collector is on."""
     inside, go_on = threading.Event(), threading.Event()
 
     def step(x):

@@ -1,4 +1,4 @@
-"""Items packed into steps: what each item alone would get, in their order."""
+"""Items packed into steps get the results of each item alone, in their order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def first_fit(lengths, limits: PackingLimits):
 
 
 def step(x, scale, offsets, lengths, item_of_token, positions):
-    """A weighted sum of each item, over its length; and each token beside its place."""
+    """Return a weighted sum per item over its length, and each token with its position."""
     rows = x * (1 + positions)[:, None]
     sums = x.new_zeros(lengths.shape[0] + 1, WIDTH).index_add(0, item_of_token, rows)[:-1]
     means = sums / lengths.clamp(min=1)[:, None] + scale[:, None]
@@ -70,7 +70,7 @@ def make(**settings):
 
 
 def summed(x, scale, offsets, lengths, item_of_token, positions):
-    """The step, with padding of the axis given to the sink behind the items."""
+    """The step, with padding of the axis assigned to the sink after the items."""
     item = item_of_token.clamp(max=lengths.shape[0])
     return step(x, scale, offsets, lengths, item, positions)
 
@@ -102,7 +102,7 @@ def test_items_get_what_each_alone_would(settings_):
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.step.reasons.EagerStepWarning")
 @given(lengths=st.lists(st.integers(1, 18), min_size=1, max_size=10))
 def test_any_lengths_come_back_whole_and_in_order(lengths):
-    """Tokens are numbered; each item gets its own back."""
+    """Tokens are numbered; each item gets its own tokens back."""
     packed = PackedRunner(NUMBERED, first_fit, items="items")
     start, items = 0, []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Packed sequences: tokens in the batch dimension, requests along an axis, offsets one longer."""
+"""Packed sequences: tokens in the batch dimension, requests along an axis, one more offset."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def tokens_of(lengths, seed=0):
 
 
 def sums(x, offsets):
-    """The sum of each request."""
+    """Return the sum of each request."""
     request = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(x)), right=True)
     total = torch.zeros(len(offsets), WIDTH).index_add(0, request, x)
     return total[:-1]
 
 
 def attend(x, offsets):
-    """Causal attention within each request, and the last token of each."""
+    """Causal attention within each request; return the last token of each."""
     position = torch.arange(len(x))
     request = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
     may_see = (request[:, None] == request[None, :]) & (position[:, None] >= position[None, :])
@@ -42,7 +42,7 @@ def attend(x, offsets):
 
 
 def moved(x, offsets):
-    """Results of three sizes: per token, per request, and one more than that."""
+    """Return results of three sizes: per token, per request, and per request plus one."""
     return x + 1, offsets[1:] - offsets[:-1], offsets * 2
 
 
@@ -50,7 +50,7 @@ def moved(x, offsets):
 @pytest.mark.parametrize("step", [sums, attend, moved])
 @pytest.mark.parametrize("shape", ["requests + 1", "requests+1"])
 def test_packed_sequences_replay_as_eager(make_runner, step, shape):
-    """Requests that are padded have no tokens: their offsets repeat the last one."""
+    """Padded requests have no tokens: their offsets repeat the last one."""
     inputs = {
         "x": StaticInput((None, WIDTH), "float32"),
         "offsets": StaticInput((shape,), "int32", fill="last"),
@@ -65,7 +65,7 @@ def test_packed_sequences_replay_as_eager(make_runner, step, shape):
 
 
 def test_an_axis_may_count_the_offsets(make_runner):
-    """Results that are one shorter than its value are cut as well."""
+    """Results that are one shorter than the axis value are cut too."""
     inputs = {
         "x": StaticInput((None, WIDTH), "float32"),
         "offsets": StaticInput(("cuts",), "int64", fill="last"),
@@ -80,7 +80,7 @@ def test_an_axis_may_count_the_offsets(make_runner):
 
 
 def test_offsets_of_the_host_and_a_table_of_each_request(make_runner):
-    """Whatever a request has beside its tokens is filled with a value of its own."""
+    """Other inputs per request have their own fill."""
 
     def step(x, offsets, blocks):
         return sums(x, offsets) + blocks.sum(1, keepdim=True)
@@ -101,7 +101,7 @@ def test_offsets_of_the_host_and_a_table_of_each_request(make_runner):
 
 
 def test_the_last_values_of_a_matrix_go_on_along_each_axis(make_runner):
-    """And a call that has no value at all is filled with zeros."""
+    """A call without any value is filled with zeros."""
     inputs = {
         "x": StaticInput((None,), "float32"),
         "table": StaticInput(("requests", "requests - 1"), "int64", fill="last"),
@@ -119,7 +119,7 @@ def test_the_last_values_of_a_matrix_go_on_along_each_axis(make_runner):
 
 @pytest.mark.parametrize("shape", [(None,), (4,), (None, "requests"), ()])
 def test_the_last_value_is_for_inputs_along_an_axis(shape):
-    """The rows of a batch are filled by one value, whatever the batch."""
+    """Rows of any batch are filled with one value."""
     with pytest.raises(ConfigError, match="fill must be a value, unless"):
         StaticInput(shape, "int32", fill="last")
 

@@ -1,4 +1,4 @@
-"""Python state that a step reaches: what a run changes is found, named and put back."""
+"""Python state reached by a step: changes by a run are detected, named and put back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TABLE: dict[str, Any] = {"kept": 1}
 
 @dataclass
 class Plain:
-    """A dataclass of the caller's."""
+    """A user's dataclass."""
 
     n: int = 0
     seen: list[Any] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Its attributes are set past it, as caches of frozen classes are."""
+    """Its attributes are set by ``object.__setattr__``, as caches of frozen classes are."""
 
     n: int = 0
 
@@ -57,7 +57,7 @@ class Slotted:
 
 
 class Shared:
-    """A counter that is part of the class."""
+    """A counter stored on the class."""
 
     total = 0
 
@@ -86,7 +86,7 @@ def _default(seen: list[int] = []) -> None:  # noqa: B006 - that is what it is a
 
 
 class Holder(torch.nn.Module):
-    """Holds a value that each case changes in its own way."""
+    """Holds a value that each case changes differently."""
 
     def __init__(self, value: Any, change: Any = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _set_value(holder: Holder) -> None:
     holder.value = holder.value + 1
 
 
-# What a run does to a holder, from which value, and how it is named.
+# A change that a run makes to a holder, the value before it, and its name.
 CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
     "an attribute": (0, _set_value, "holder.value"),
     "a new attribute": (0, lambda one: setattr(one, "made", 1), "holder.made"),
@@ -264,7 +264,7 @@ def test_attributes_of_script_modules_are_seen_and_put_back() -> None:
             self.h = torch.zeros(2)
             self.n = 0
 
-        def forward(self, x):  # no annotations: scripting reads no strings
+        def forward(self, x):  # no annotations, because scripting cannot resolve strings
             self.h = self.h + x
             self.n += 1
             return self.h
@@ -310,7 +310,7 @@ def test_equal_plain_values_are_unchanged_and_other_objects_are_not() -> None:
 
 
 def test_what_only_another_thread_of_the_owner_changes_is_left_alone() -> None:
-    """What no code of the step names is neither compared nor put back."""
+    """State that no code of the step names is neither compared nor put back."""
 
     class Engine:
         def __init__(self) -> None:
@@ -368,7 +368,7 @@ def test_attributes_by_made_up_names_are_seen() -> None:
 
 
 class Owner:
-    """An engine whose class names the package beside the step."""
+    """An engine whose class references the package as well as the step."""
 
     def step(self, x: Any) -> Any:
         return x + 1
@@ -378,7 +378,7 @@ class Owner:
 
 
 def test_the_package_that_makes_the_runners_is_not_entered() -> None:
-    """Each capture compares all that is reached: the whole package would be most of it."""
+    """Captures compare everything reachable, which would mostly be the package."""
     state = PythonState({"step": Owner().step})
     assert [one.holder for one in state._records if isinstance(one.holder, type)] == [Owner]
     assert len(state._records) < 10
@@ -398,7 +398,7 @@ def test_libraries_are_not_entered() -> None:
     assert state.changes() == ()
 
 
-# -- any mutation of any nest of containers -------------------------------------------------------
+# -- random mutations of nested containers --------------------------------------------------
 
 _leaves = st.one_of(st.integers(), st.text(max_size=3), st.none(), st.floats())
 _nests = st.recursive(
@@ -414,7 +414,7 @@ _nests = st.recursive(
 
 
 def _mutate(value: Any, data: st.DataObject) -> None:
-    """Change a nest of containers at a random place, several times over."""
+    """Change nested containers at random places, several times."""
     if isinstance(value, dict):
         key = data.draw(st.text(max_size=2))
         if value and data.draw(st.booleans()):
@@ -433,7 +433,7 @@ def _mutate(value: Any, data: st.DataObject) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """Return what a nest holds, floats digit by digit."""
+    """Return a copy of nested containers with exact floats."""
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     if isinstance(value, (list, deque, tuple)):
@@ -477,8 +477,8 @@ def _move_to_dictionary(target: dict[str, Any], source: list[Any]) -> None:
 def test_an_item_moved_between_containers_is_a_change(
     first: Any, second: Any, move: Callable[[Any, Any], Any]
 ) -> None:
-    """The items of all containers are the same, in the same order, as when a request is admitted
-    from a queue to a batch.
+    """The containers together keep the same items in the same order, as when a request moves from a
+    queue to a batch.
     """
     nest = [first, second]
     before, then = PythonState({"nest": nest}), _copied(nest)
@@ -489,7 +489,7 @@ def test_an_item_moved_between_containers_is_a_change(
 
 
 def test_notes_of_a_declared_class_are_no_state_of_the_step() -> None:
-    """A piece that notes where it failed must not lose that when a failed run is undone."""
+    """A piece that records its place of failure must keep it when a failed run is undone."""
 
     @declare_bookkeeping
     class Piece:
@@ -526,7 +526,7 @@ def test_what_bookkeeping_wraps_is_part_of_the_step() -> None:
 
 
 def test_hooks_that_a_first_call_installs_are_installed_by_the_callers_own():
-    """As libraries do that record hidden states; a warmup's are removed one by one."""
+    """Libraries that record hidden states do so; a warmup's hooks are removed individually."""
 
     class Recording(torch.nn.Module):
         def __init__(self):
@@ -553,7 +553,7 @@ def test_hooks_that_a_first_call_installs_are_installed_by_the_callers_own():
 
 
 class _Making(OrderedDict):  # type: ignore[type-arg]
-    """A table as libraries have them: each read makes a new object, or raises."""
+    """A table as in libraries: each read creates a new object or raises."""
 
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(key)()
@@ -572,7 +572,7 @@ _COUNTED = _Counting([1, 2])
 
 
 def test_containers_are_read_past_what_their_classes_make_of_it() -> None:
-    """Nothing of theirs runs, so that a capture neither fails nor sees another object each time."""
+    """No method of theirs runs, so a capture neither fails nor gets new objects each time."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if _MADE and _COUNTED else x

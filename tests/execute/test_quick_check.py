@@ -1,4 +1,4 @@
-"""The quick check of device inputs never lets through what the slow one refuses."""
+"""The quick check of device inputs accepts nothing that the slow check refuses."""
 
 import pytest
 import torch

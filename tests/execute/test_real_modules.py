@@ -1,4 +1,4 @@
-"""Modules of libraries in their ordinary use compute on the tape what they compute plainly."""
+"""Modules of libraries in typical use compute on the tape what they compute plainly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKEND = "tape"
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_voice_detector_keeps_the_state_between_its_chunks(way, in_place):
-    """State that a script assigns runs eager, by name; what it writes in place replays."""
+    """A step that assigns state runs eager with a reason; one that writes in place replays."""
     played = play_voice_detector(way, DEVICE, BACKEND, in_place=in_place)
     assert played == (Played(12, {}) if in_place else Played(0, {"python_state": 12}))
 
@@ -32,23 +32,23 @@ def test_a_voice_detector_keeps_the_state_between_its_chunks(way, in_place):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nested", [True, False])
 def test_an_encoder_takes_a_padding_mask(way, nested):
-    """Nested tensors run eager, and what does without them replays."""
+    """Nested tensors run eager; the path without them replays."""
     played = play_encoder(way, DEVICE, BACKEND, nested=nested)
     assert played == (Played(0, {"capture_failed": 6}) if nested else Played(6, {}))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_statistics_of_a_module_in_training_move_as_in_plain_calls(way):
-    """Rows depend on each other: full buckets replay, others run eager."""
+    """Rows depend on each other, so only full buckets replay."""
     played = play_batch_norm(way, DEVICE, BACKEND)
     assert played.replayed == 10
     assert set(played.eager) == {"rows_depend", "training_mode"}
 
 
-@pytest.mark.slow  # importing the library, and thousands of replays until a change is seen
+@pytest.mark.slow  # imports the library and needs thousands of replays until a change shows
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_are_switched_and_scaled_by_their_library(way):
-    """Each change is seen within the stated number of replays, or at once if it is said."""
+    """Each change shows within the stated number of replays, or immediately after invalidate."""
     played = play_lora(way, DEVICE, BACKEND, pytest.importorskip("peft"))
     assert set(played.eager) == {"value_changed"}
     assert played.replayed >= 12

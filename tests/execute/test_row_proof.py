@@ -1,4 +1,4 @@
-"""Padding is proven to change nothing, for each graph: otherwise full buckets alone replay."""
+"""Graphs whose rows depend on padding are detected and replay at full buckets only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDE = torch.randn(WIDTH, 512)
 
 
 def attention(x):
-    """Large enough for rows of noise not to see each other at all."""
+    """Weights large enough that rows of noise ignore each other."""
     y = nn.functional.layer_norm(x @ WIDE, (512,))
     return torch.softmax(y @ y.T, -1) @ y
 
@@ -45,7 +45,7 @@ def mean_of_positive(x):
     return x - (x * positive).sum(0) / positive.sum(0)
 
 
-#: Rows of a batch that see others, or how many there are.
+#: Rows that depend on other rows or on their number.
 DEPENDENT = {
     "mean": lambda x: x - x.mean(0),
     "normalised": lambda x: nn.functional.batch_norm(x, None, None, training=True),
@@ -78,9 +78,9 @@ DEPENDENT = {
     "square roots": lambda x: x - 1e-3 * x.clamp(min=0).sqrt().mean(0),
     "among rows of one output": lambda x: (x * 2, x.var(0, correction=0)),
 }
-#: Of these, some whose graphs are captured by steps.
+#: Some of these, whose graphs steps capture.
 LAZY = ("flipped", "shifted up", "positions from the end", "suffix sums")
-#: Outputs with other rows than the batch.
+#: Outputs whose rows differ from the batch's.
 OTHER_ROWS = {
     "pruned": lambda x: x[:4],
     "best": lambda x: x.topk(min(4, x.shape[0]), dim=0).values,
@@ -117,7 +117,7 @@ def make(step, inputs=INPUT, **settings):
 
 
 def run(runner, step, given, rows=(2, 3, 5, 6, 7, 8, 4)):
-    """Compare steps with eager; return how many ran in which way."""
+    """Compare steps with eager; return the counts of each way to run."""
     for count in rows:
         inputs = given(count)
         want, got = step(*inputs), runner(*inputs)
@@ -135,7 +135,7 @@ def _of_one_seed():
     torch.manual_seed(1)
 
 
-# -- what is found ----------------------------------------------------------------------------
+# -- detected dependences -------------------------------------------------------------------
 
 
 @pytest.mark.slow_except(
@@ -151,7 +151,7 @@ def _of_one_seed():
     [*((False, name) for name in DEPENDENT), *((True, name) for name in LAZY)],
 )
 def test_rows_that_depend_on_padding_replay_at_full_buckets_alone(name, lazy):
-    """Others run eager, counted, and the warning says what to do."""
+    """Other steps run eager and are counted; the warning states the next step."""
     step = DEPENDENT[name]
     runner = make(step, lazy=lazy, sizes=(2, 4, 8))
     runner.capture(None if not lazy else [])
@@ -161,7 +161,7 @@ def test_rows_that_depend_on_padding_replay_at_full_buckets_alone(name, lazy):
 
 @pytest.mark.parametrize("name", OTHER_ROWS)
 def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name):
-    """Full buckets replay; others run eager, counted, and the warning says what to do."""
+    """Full buckets replay; others run eager and are counted; the warning states the next step."""
     step = OTHER_ROWS[name]
     runner = make(step, sizes=(2, 4, 8))
     assert runner.capture().failed == {}
@@ -179,7 +179,7 @@ def test_padding_that_changes_nothing_is_replayed(name):
 
 
 def test_fewer_rows_than_an_output_has_run_eager():
-    """The first two rows, of a batch of one, are not padding."""
+    """The first two rows of a batch of one are not padding."""
     step = INDEPENDENT["two first rows"]
     runner = make(step, sizes=(4,))
     runner.capture()
@@ -191,7 +191,7 @@ def test_fewer_rows_than_an_output_has_run_eager():
 
 @pytest.mark.parametrize("name", ["mean", "attention", "divided by rows"])
 def test_a_call_of_zeros_proves_nothing(name):
-    """Servers warm up with them, and a comparison of results would pass."""
+    """Servers warm up with zeros, for which results would happen to be equal."""
     step = DEPENDENT[name]
     fast = graphed(step, sizes=[4], backend="tape")
     with warnings.catch_warnings():
@@ -241,7 +241,7 @@ def centred(ids):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_integers_are_those_of_the_first_padded_call(lazy):
-    """Captured ahead, rows are all fill; a call of fill shows nothing yet."""
+    """Captured ahead, all rows are fill; a call of fill proves nothing yet."""
     runner = make(centred, IDS, lazy=lazy, sizes=(4, 8))
     runner.capture(None if not lazy else [])
     torch.testing.assert_close(runner(torch.zeros(3, dtype=torch.int64)), torch.zeros(3, WIDTH))
@@ -265,7 +265,7 @@ def test_a_mask_of_which_fill_is_false_makes_padding_harmless():
 
 @pytest.mark.parametrize("part", [torch.exp, torch.sqrt, lambda x: 1 / x.relu()])
 def test_what_is_not_finite_behind_a_batch_is_no_dependence(part):
-    """Rows that a mask hides by a factor of 0 may not overflow, as rows of fill do not."""
+    """Rows masked by a factor of 0 may not overflow, as filler rows do not."""
 
     def step(x, mask):
         weight = mask[:, None].float()
@@ -281,7 +281,7 @@ def test_what_is_not_finite_behind_a_batch_is_no_dependence(part):
 
 @pytest.mark.parametrize("part", [torch.log, torch.sqrt, torch.asin, torch.exp])
 def test_dependence_is_found_where_numbers_are_limited(part):
-    """Of logarithms of numbers below 0 nothing would show."""
+    """Logarithms of negative numbers would hide the dependence."""
     step = lambda x: x - 1e-3 * part(x).mean(0)  # noqa: E731
     runner = make(step, {"x": StaticInput((None, WIDTH), "float32", fill=0.5)}, sizes=(8,))
     runner.capture()
@@ -301,7 +301,7 @@ def test_dependence_is_found_where_numbers_are_limited(part):
     ids=["drawn", "entropy", "index", "short index"],
 )
 def test_noise_stays_within_what_a_step_may_be_given(part):
-    """On a device an index that is none ends the process; here it would prove nothing."""
+    """On a device an invalid index ends the process; here it would prove nothing."""
     runner = make(part)
     runner.capture()
     assert run(runner, part, lambda n: (torch.ones(n, WIDTH),)) == (7, {})
@@ -312,7 +312,7 @@ def test_noise_stays_within_what_a_step_may_be_given(part):
 
 
 def test_slots_of_a_cache_are_left_as_they_were():
-    """What a trial writes for a call's slots is put back, in scratch as in state."""
+    """Writes of a proof to a call's slots are put back, in scratch memory as in state."""
     for declare in (lambda cache: [cache], lambda cache: StepState(scratch=[cache])):
         cache, other = torch.zeros(10, WIDTH), torch.zeros(10, WIDTH)
 
@@ -339,11 +339,11 @@ def test_rows_in_place_survive_the_trial():
     assert runner.stats().steps_by_mode["FULL"] == 1
 
 
-# -- what is left as it was -------------------------------------------------------------------
+# -- restored state -------------------------------------------------------------------------
 
 
 def test_state_generators_and_python_are_as_before():
-    """Also what operations write past their schemas, and a cache for another size."""
+    """Includes writes that schemas do not declare, and a cache of another size."""
     total, seen = torch.zeros(()), {}
     module = nn.BatchNorm1d(WIDTH)
 
@@ -364,14 +364,14 @@ def test_state_generators_and_python_are_as_before():
 
 
 def test_draws_of_a_fixed_size_are_those_of_eager():
-    """Nothing is drawn for rows of padding: no warning, which would be an error here."""
+    """No numbers are drawn for padding, so there is no warning, which would be an error here."""
     step = lambda x: x + torch.rand(WIDTH)  # noqa: E731
     runner = make(step)
     runner.capture()
     lazy = make(step, lazy=True)
     for one in (runner, lazy):
         for _ in range(2):
-            torch.rand(5)  # captures of a lazy runner begin elsewhere
+            torch.rand(5)  # captures of a lazy runner start at another offset
             torch.manual_seed(3)
             got = [one(torch.ones(rows, WIDTH)) for rows in (3, 8, 5, 1)]
             torch.manual_seed(3)
@@ -394,7 +394,7 @@ def test_equal_draws_are_no_difference():
 
 
 def test_weights_written_between_captures_are_no_difference():
-    """What eager gave before is not what it gives now."""
+    """Eager results from before the write do not apply after it."""
     weight = torch.ones(WIDTH)
     runner = make(lambda x: x * weight, lazy=True)
     for rows in (3, 5, 2):
@@ -405,7 +405,7 @@ def test_weights_written_between_captures_are_no_difference():
 
 
 def test_inputs_without_a_batch_dimension_are_noise_too():
-    """Of zeros, nothing of a product would show."""
+    """With zeros, products would hide a dependence."""
     inputs = INPUT | {"weight": StaticInput((WIDTH, 2), "float32")}
     step = lambda x, weight: (x - x.mean(0)) @ weight  # noqa: E731
     runner = make(step, inputs, sizes=(4,))
@@ -416,7 +416,7 @@ def test_inputs_without_a_batch_dimension_are_noise_too():
 
 
 def test_state_that_counts_rows_of_fill_is_found():
-    """Results are those of eager, and what is kept is not."""
+    """Results equal eager's, but the stored state does not."""
     count, total, work = torch.zeros(()), torch.zeros(WIDTH), torch.zeros(8, WIDTH)
 
     def counting(x):
@@ -434,7 +434,8 @@ def test_state_that_counts_rows_of_fill_is_found():
         wrong(*floats(3))
     assert count == 3
     assert "state 0 differs from eager for 3 rows" in str(wrong)
-    fine = make(summing, sizes=(4,))  # sums of fill are 0, and nobody reads the rows behind
+    # sums of fill are 0, and nobody reads the rows after the batch
+    fine = make(summing, sizes=(4,))
     fine.capture()
     x = torch.randn(3, WIDTH)
     torch.testing.assert_close(fine(x), x * 2)
@@ -450,7 +451,7 @@ def test_views_of_results_survive_a_capture():
     torch.testing.assert_close(view, x * 2)
 
 
-# -- with everything else ---------------------------------------------------------------------
+# -- other features -------------------------------------------------------------------------
 
 
 def test_who_knows_that_padding_does_not_matter_says_so():
@@ -506,7 +507,7 @@ def test_pieces_and_lanes_and_axes():
 
 
 def test_requests_of_a_uniform_batch_stay_whole():
-    """Tokens of one request may depend on each other: a batch has no part of one."""
+    """Tokens of a request may depend on each other, and batches contain only whole requests."""
 
     def step(x):
         return x - x.view(-1, 2, WIDTH).mean(1).repeat_interleave(2, 0)
@@ -521,12 +522,12 @@ def test_requests_of_a_uniform_batch_stay_whole():
     assert runner.stats().steps_by_mode["FULL"] == 1
 
 
-# -- what a capture runs ----------------------------------------------------------------------
+# -- runs of a capture ----------------------------------------------------------------------
 
 
 @declare_bookkeeping
 class Counted:
-    """A step that notes the rows of each run; with ``few``, fewer rows are computed otherwise."""
+    """A step that records the rows of each run; with ``few``, small batches differ."""
 
     def __init__(self, few=0):
         self.few, self.runs = few, []
@@ -537,7 +538,7 @@ class Counted:
 
 
 def test_a_first_capture_runs_the_step_four_times():
-    """Warmup, one row, three rows, capture: those of three rows also tell what the batch is."""
+    """Warmup, one row, three rows, capture; the three rows also show the batch dimension."""
     step = Counted()
     runner = make(step)
     runner.capture()
@@ -548,7 +549,7 @@ def test_a_first_capture_runs_the_step_four_times():
 
 
 def test_few_rows_that_are_computed_otherwise_do_not_tell_the_outputs():
-    """The largest other size does then, as where nothing is proven."""
+    """The largest other size does, as where nothing is proven."""
     step = Counted(few=4)
     runner = make(step, sizes=(4, 8))
     report = runner.capture()
@@ -570,7 +571,7 @@ def shown_of(x, mask):
     ids=["over rows", "within a row"],
 )
 def test_a_mask_that_is_added_to_scores_hides_nothing_from_the_proof(step, reason, hidden):
-    """Noise in it would hide all that a step computes wherever it is not 0."""
+    """Noise in the mask would hide results wherever it is not 0."""
     inputs = {**INPUT, "mask": StaticInput((None, WIDTH), "float32", fill=hidden)}
     runner = GraphRunner(lambda x, mask: step(shown_of(x, mask)), inputs, sizes=[8], backend="tape")
     runner.capture()
@@ -587,7 +588,7 @@ def test_a_mask_that_is_added_to_scores_hides_nothing_from_the_proof(step, reaso
     ("after", "reason"), [(lambda y: y, None), (lambda y: y - y.mean(0), "rows_depend")]
 )
 def test_flags_that_hide_all_of_a_row_prove_nothing_by_themselves(after, reason, hidden):
-    """torch's encoder gives nan for such rows in evaluation, and numbers where it is watched."""
+    """torch's encoder returns nan for such rows in evaluation, and numbers under a watch."""
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
 

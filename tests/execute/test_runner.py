@@ -1,4 +1,4 @@
-"""The runner as a user meets it: sizes, results, reasons, statistics."""
+"""The runner for its users: sizes, results, reasons, statistics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_same(actual, expected):
 
 
 def test_every_size_gives_what_eager_gives(make_runner, model):
-    """One below, equal to and one above each size, through nested outputs."""
+    """One row less, equal and one row more than each size, with nested outputs."""
     runner = make_runner(model, TWO)
     report = runner.capture()
     assert report.num_graphs == 4
@@ -83,7 +83,7 @@ def test_inputs_by_position_and_by_name_are_the_same(make_runner, model):
 
 
 def test_example_declares_inputs(make_runner):
-    """Dimension 0 of the first example is the batch; what does not share it is not batched."""
+    """Dimension 0 of the first example is the batch; examples with another size are not batched."""
     scale = torch.tensor([2.0])
     runner = make_runner(
         lambda x, scale: x * scale, example={"x": torch.ones(5, 3), "scale": scale}
@@ -112,7 +112,7 @@ def test_batch_above_the_limit_is_refused(make_runner, model):
 
 
 def test_batch_above_the_last_size_runs_eager_though_the_limit_is_higher(make_runner, model):
-    """No size is invented beyond an explicit list."""
+    """No size is added to an explicit list."""
     with pytest.warns(CaptureSizeWarning):
         runner = make_runner(model, TWO, max_num_tokens=20)
     runner.capture()
@@ -133,7 +133,7 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
 
 
 def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypatch):
-    """A warning that a newcomer reads says what to do, and so does a strict runner's error."""
+    """Warnings and a strict runner's errors must tell newcomers what to do."""
     assert set(NEXT_STEPS) == set(DOWNGRADES)
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))
@@ -148,7 +148,7 @@ def test_batch_above_the_limit_says_how_to_raise_it(make_runner, model):
 
 
 def test_report_of_a_capture_reads_well(make_runner):
-    """Of many keys that failed alike one is named, with its reason."""
+    """If many keys fail for one reason, one of them is named with it."""
     runner = make_runner(lambda tokens: {tokens}, sizes=[4, 8])
     words = str(runner.capture())
     assert words.startswith("0 graphs captured in ")
@@ -157,7 +157,7 @@ def test_report_of_a_capture_reads_well(make_runner):
 
 
 def test_strict_runner_raises_before_the_step_runs(make_runner):
-    """No downgrade is silent: counted and warned of, or with strict an error."""
+    """A downgrade is counted and warned of, or with strict an error."""
     ran = Mock()
 
     def step(tokens):
@@ -177,7 +177,7 @@ def test_strict_runner_raises_before_the_step_runs(make_runner):
 
 
 def test_eager_only_by_request_is_no_downgrade(make_runner, model):
-    """A ceiling of NONE is what the caller asked for: counted, not warned of, not refused."""
+    """A ceiling of NONE is requested, so it is counted but neither warned of nor refused."""
     runner = make_runner(model, TWO, options=RunnerOptions(strict=True))
     runner.capture()
     given = batch(3)
@@ -186,7 +186,7 @@ def test_eager_only_by_request_is_no_downgrade(make_runner, model):
 
 
 def test_step_that_is_not_split_has_no_piecewise(make_runner, model, backend, monkeypatch):
-    """Where no capture can break, the mode is less, and such steps say why they are eager."""
+    """Without a way to break captures the mode is reduced, and eager steps give the reason."""
     monkeypatch.setattr(backend, "capture_segments", None)
     runner = make_runner(model, TWO, mode="PIECEWISE")
     assert not runner.lanes[0].work.step.can_split
@@ -203,7 +203,7 @@ def test_step_that_is_not_split_has_no_piecewise(make_runner, model, backend, mo
 
 
 def test_step_that_is_not_split_replays_whole_unless_a_mode_is_given(backend, model):
-    """By default one graph serves any batch of its size; a mode that was asked for stays."""
+    """By default one graph serves any batch of its size; an explicit mode stays."""
     inputs = {
         name: StaticInput((None, *one.shape[1:]), one.dtype) for name, one in batch(1).items()
     }
@@ -220,7 +220,7 @@ def test_step_that_is_not_split_replays_whole_unless_a_mode_is_given(backend, mo
 
 
 def test_whole_step_that_is_not_captured_for_all_batches_is_no_full_graph(backend):
-    """What its operators state holds: FULL is derived where nothing speaks against it."""
+    """Declarations of operators apply; FULL is derived only if none forbids it."""
     piece = attrs.evolve(graph_piece(lambda tokens: tokens + 1), support=AttentionSupport.NEVER)
     inputs = {"tokens": StaticInput((None,), "int64")}
     with pytest.warns(ModeDowngradeWarning, match="attention is never captured"):
@@ -361,7 +361,7 @@ class TestSettings:
             make_runner(model, TWO, sizes=sizes, max_num_tokens=8)
 
     def test_no_sizes_gives_an_eager_runner(self, make_runner, model):
-        """Without a size a runner starts, and every step runs eager."""
+        """Without sizes a runner starts, and every step runs eager."""
         with pytest.warns(CaptureSizeWarning):
             runner = make_runner(model, TWO, sizes=(), max_num_tokens=8)
         assert runner.capture().num_graphs == 0
@@ -390,7 +390,7 @@ class TestSettings:
 
 
 class TestPieces:
-    """A step cut at its eager piece."""
+    """A step split at its eager piece."""
 
     @pytest.fixture
     def parts(self):
@@ -402,7 +402,7 @@ class TestPieces:
             return table[tokens] + positions[:, None]
 
         def mix(hidden):
-            return hidden.cumsum(0) * 2  # fresh memory at every call
+            return hidden.cumsum(0) * 2  # new memory at every call
 
         def head(hidden, positions):
             return hidden @ weight + positions[:, None]
@@ -424,7 +424,7 @@ class TestPieces:
         assert runner.stats().steps_by_mode == {"NONE": 6, "PIECEWISE": 6, "FULL": 6}
 
     def test_variants_of_one_size_are_told_apart(self, make_runner, parts):
-        """Progress, hits and failures go by the whole key, not by its size."""
+        """Progress, hits and failures are counted per key, not per size."""
         runner, told = make_runner(parts[0], TWO), []
         runner.capture(progress=lambda done, total, key: told.append(key))
         assert sorted(map(str, told[:-1])) == sorted(map(str, runner.registry))
@@ -449,7 +449,7 @@ class TestPieces:
 
         runner = make_runner([graph_piece(first), eager_piece(second)])
         runner.capture()
-        assert ran == []  # what runs hidden leaves nothing behind
+        assert ran == []  # hidden runs leave no state
         assert_same(runner(torch.arange(3), ceiling=1), torch.arange(3) * 2 + 1)
         assert ran == ["eager"]
         ran.clear()
@@ -459,7 +459,7 @@ class TestPieces:
         in_graph.assert_not_called()
 
     def test_eager_piece_that_works_in_place_needs_no_copy(self, make_runner):
-        """What stays at its address is read there: the graph behind is given no buffer."""
+        """A value that keeps its address is read there, so the next graph needs no buffer."""
 
         def double(x):
             x.mul_(2)
@@ -510,7 +510,7 @@ class TestPieces:
         assert_same(runner(torch.tensor([6, 1]), ceiling=1), torch.tensor([6, 1]))
 
     def test_python_value_that_changes_between_pieces_is_no_wrong_replay(self, make_runner):
-        """It is built into the graph behind it: refused, not silently old."""
+        """The value is baked into the next graph, so the step is refused instead of stale."""
         factor = [2]
         pieces = [
             graph_piece(lambda tokens: tokens + 0),

@@ -1,4 +1,4 @@
-"""Memory that sleeps: given back for a while, addresses kept, nothing captured again."""
+"""Sleeping memory: released for a while, addresses kept, no new captures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def runner_of(step, memory, inputs=INPUT, **settings):
 @pytest.mark.slow_except("settings0", "settings2")
 @pytest.mark.parametrize("settings", [{}, {"outputs": "view"}, {"lanes": 2}])
 def test_steps_after_waking_are_those_of_before(settings):
-    """Nothing is captured again, and nothing runs eager."""
+    """No graph is captured again, and no step runs eager."""
     memory = GraphMemory(sleeps=True)
     steps = [network(seed) for seed in range(2)]
     runners = [runner_of(step, memory, **settings) for step in steps]
@@ -86,7 +86,7 @@ def test_steps_after_waking_are_those_of_before(settings):
 
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning")
 def test_a_step_that_would_use_it_is_refused():
-    """On a device its launch would end the process."""
+    """On a device the launch would end the process."""
     memory = GraphMemory(sleeps=True)
     runner = runner_of(network(), memory)
     runner.capture([key for key in runner.registry if key.num_tokens > 2])
@@ -96,7 +96,7 @@ def test_a_step_that_would_use_it_is_refused():
         lambda: runner(rows_of(3)),
         lambda: runner(rows_of(8)),
         lambda: runner.run_in_place(3),
-        lambda: runner.run_in_place(1),  # eager, and reads the buffers
+        lambda: runner.run_in_place(1),  # runs eager and reads the buffers
         lambda: runner.submit(rows_of(3)).result(),
     ):
         with pytest.raises(ReplayError, match=r"memory\.wake"):
@@ -110,7 +110,7 @@ def test_a_step_that_would_use_it_is_refused():
 
 
 def test_what_is_declared_comes_back_as_it_was():
-    """State is where it was; fill and row count are written anew, host inputs kept."""
+    """State keeps its place; fill and row count are written again, host inputs are kept."""
     memory = GraphMemory(sleeps=True)
     count = torch.zeros(8)
 

@@ -1,4 +1,4 @@
-"""State of sessions: each has what it would have alone, whatever others do and whatever runs."""
+"""Sessions' state equals that of each session alone, for any other sessions and steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def totals(state):
 
 
 def test_sessions_together_are_what_each_is_alone(is_nightly):
-    """Sessions come, go, move and step in any order, beside each of them alone."""
+    """Sessions join, leave, move and step in any order, compared with each run alone."""
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
@@ -93,12 +93,12 @@ def test_sessions_together_are_what_each_is_alone(is_nightly):
         (
             [0, 1, 2, 0, 1, 2],
             r"slots\[3\] must be a slot not passed before, got 0",
-        ),  # more than there are
+        ),  # more than exist
     ],
 )
 @pytest.mark.parametrize("host", [True, False])
 def test_a_step_of_wrong_slots_is_refused_before_anything_runs(slots, problem, compact, host):
-    """The error names the row and the slot, and no session has changed."""
+    """The error names the row and the slot, and no session changes."""
     state = state_of(compact=compact, host=host)
     runner = runner_of(state, max_num_tokens=8, sizes=(1, 8))
     for session in "abc":
@@ -124,7 +124,7 @@ def test_a_step_of_compact_sessions_is_of_the_first_slots_in_order():
     runner = runner_of(state)
     for session in "abc":
         state.join(session)
-    runner(x=torch.ones(2, 2), slots=[0, 1])  # padded over the third
+    runner(x=torch.ones(2, 2), slots=[0, 1])  # padding overwrites the third
     assert totals(state) == {"a": 1, "b": 1, "c": 0}
     for slots in ([1, 0], [1], [0, 2]):
         with pytest.raises(DescriptorError, match=r"because sessions are compact"):
@@ -132,7 +132,7 @@ def test_a_step_of_compact_sessions_is_of_the_first_slots_in_order():
 
 
 def test_a_step_in_place_names_its_slots_in_the_buffers():
-    """They are checked there as those of a call are."""
+    """They are checked as in a call."""
     state = state_of()
     runner = runner_of(state)
     for session in "ab":
@@ -203,7 +203,7 @@ def test_rows_of_another_shape_are_refused(value, compact):
 
 
 def test_the_last_sessions_fill_the_gaps_of_those_that_leave():
-    """With the fewest moves; what is left behind is cleared."""
+    """The fewest moves are made, and vacated slots are cleared."""
     state = state_of(6, compact=True)
     for number, session in enumerate("abcdef"):
         state.join(session)
@@ -230,7 +230,7 @@ def raw_rows(state, slot):
 
 
 def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
-    """A slot is cleared when a session joins: until then rows of padding may change it."""
+    """A slot is cleared when a session joins; until then padding may change it."""
     state = SlotState(RAW, 4, compact=True)
     for session in "abcd":
         state.join(session)
@@ -249,12 +249,12 @@ def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
     assert raw_rows(state, 0) == ([5, 5, 5, 5, -1], [6] * 3, [True] * 2)
     assert state.join("e") == 1
     assert raw_rows(state, 1) == ([-1] * 5, [0] * 3, [False] * 2)
-    assert state.num_bytes == 4 * (2 * 5 * 4 + 3 * 4 + 2)  # no rows but those of slots
+    assert state.num_bytes == 4 * (2 * 5 * 4 + 3 * 4 + 2)  # only the rows of slots
 
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_steps_that_address_raw_banks_declare_what_they_change(length):
-    """Captures while sessions are live change none of them; padding changes free slots alone."""
+    """Captures change no live session; padding changes only free slots."""
     state = SlotState(RAW, 4, compact=True)
     keys, cell, _ = state.tensors
 
@@ -291,7 +291,7 @@ def test_steps_that_address_raw_banks_declare_what_they_change(length):
 
 @pytest.mark.parametrize("settings", [{}, {"compact": True}, {"num_slots": 1}])
 def test_a_capture_that_fails_leaves_every_session_as_it_was(settings):
-    """Dummy rows write to the sink alone."""
+    """Dummy rows write only to the sink."""
     state = state_of(**settings)
     for session in "abc"[: state.num_slots]:
         state.join(session)
@@ -309,7 +309,7 @@ def test_a_capture_that_fails_leaves_every_session_as_it_was(settings):
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_captures_copy_no_bank(compact, monkeypatch):
-    """Nothing is saved around a capture, and around the proof by a call."""
+    """Nothing is saved around a capture or around a call's proof."""
     state = state_of(64, compact=compact)
     saved = []
     monkeypatch.setattr(Snapshot, "save", lambda _, storage: saved.append(storage))
@@ -323,7 +323,7 @@ def test_captures_copy_no_bank(compact, monkeypatch):
 
 
 def test_rows_that_are_written_in_place_are_refused():
-    """Before it is done: the rows may be those of sessions."""
+    """The write is refused before it happens, because the rows may belong to sessions."""
 
     def step(x, slots):
         return slots["total"].add_(x)
@@ -355,7 +355,7 @@ def write_flat(x, slots):
 
 @pytest.mark.parametrize("step", [add_to_all, clear_a_column])
 def test_a_write_to_all_rows_of_a_bank_is_refused(step):
-    """It would change the state of sessions that are not in the step."""
+    """It would change the state of sessions outside the step."""
     state = state_of()
     state.join("a")
     problems = runner_of(state, step, captured=False).capture().failed.values()
@@ -424,7 +424,7 @@ def assign_a_view_of_another_changed_copy(x, slots):
     ],
 )
 def test_a_change_of_copied_rows_that_is_lost_is_refused(step):
-    """Where rows are gathered, what is read is a copy."""
+    """Gathered rows are copies."""
     state = state_of()
     state.join("a")
     problems = runner_of(state, step, captured=False).capture().failed.values()
@@ -452,7 +452,7 @@ def assign_the_changed_of_two(x, slots):
     "step", [add_and_assign, change_a_clone, assign_what_is_computed, assign_the_changed_of_two]
 )
 def test_a_change_of_copied_rows_that_is_assigned_is_kept(step):
-    """In-place operations are allowed where their result reaches the bank, or is not to."""
+    """In-place operations are allowed if their result reaches the bank or is not meant to."""
     state = state_of()
     state.join("a")
     runner = runner_of(state, step, options=RunnerOptions(strict=True))
@@ -462,7 +462,7 @@ def test_a_change_of_copied_rows_that_is_assigned_is_kept(step):
 
 
 def test_a_change_that_is_not_in_what_is_computed_is_lost():
-    """As it is in eager: only an assigned copy tells that another copy's change is not wanted."""
+    """As in eager: an assigned copy shows that another copy's change is unwanted."""
 
     def step(x, slots):
         first, second = slots["total"], slots["total"]
@@ -632,7 +632,7 @@ def write(made, slots):
     ],
 )
 def test_a_step_that_breaks_reads_and_writes_rows_on_either_side(step, compact):
-    """What lies behind a batch in a view of a bank is not cleared as the rows of a result are."""
+    """Rows after a batch in a view of a bank are not cleared as those of a result are."""
     state = state_of(6, compact=compact)
     options = RunnerOptions(strict=True)
     runner = runner_of(state, step, mode="PIECEWISE", options=options)
@@ -783,7 +783,7 @@ def test_the_examples_of_the_page_run_as_printed(capsys):
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("num_sessions", [0, 3])
 def test_padding_that_changes_the_state_alone_is_found(num_sessions, compact):
-    """Dummy rows write to free slots, where what they write can be compared with eager's."""
+    """Dummy rows write to free slots, where the proof compares them with eager's."""
 
     def step(x, slots):
         slots["total"] = slots["total"] + x.mean(0)

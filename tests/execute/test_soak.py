@@ -1,4 +1,4 @@
-"""The soak of scripts/soak.py, short; and it finds what is planted for it."""
+"""A short run of scripts/soak.py, which must detect planted faults."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def soak(monkeypatch):
 
 
 def test_everything_at_once_gives_eager_results_with_faults_at_random(soak):
-    """Each step once, each eager one with a reason, the budget kept, resources flat.
+    """Each step runs once, eager steps have a reason, and budget and resources stay constant.
 
-    Faults are mended soon, so that it is replays that are tried.
+    Faults end soon, so that replays are tested.
     """
     told = soak.run(1200, seed=0, every=8)
     assert told["steps"] + told["raised"] == 1200
@@ -45,7 +45,7 @@ def test_everything_at_once_gives_eager_results_with_faults_at_random(soak):
 
 
 def test_many_steps_and_swaps_leave_resources_flat(soak, is_nightly):
-    """The long run: 6,000 steps, and a million in the nightly profile."""
+    """A long run: 6,000 steps, and a million in the nightly profile."""
     steps = 1_000_000 if is_nightly else 6_000
     told = soak.run(steps, seed=0, every=16)
     assert told["steps"] + told["raised"] == steps

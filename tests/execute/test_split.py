@@ -1,4 +1,4 @@
-"""A batch of independent rows over several graphs: one step, the rows of eager, in their order."""
+"""A batch of independent rows split over several graphs: one step, with eager's rows in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INDEPENDENT = RunnerOptions(rows_independent=True)
 
 
 class SplitPolicy(OneBucketPolicy):
-    """Cuts what no graph covers, and, with ``always``, what one covers too."""
+    """Splits batches that no graph covers, and with ``always`` all batches."""
 
     def __init__(self, *, always: bool = False, timed: bool = False, parts=greedy_parts) -> None:
         self.always, self.timed, self.parts = always, timed, parts
@@ -186,7 +186,7 @@ def test_parts_are_of_one_bucket_of_the_axes_and_cut_to_its_value():
 
 # -- what keeps a batch whole ---------------------------------------------------------------
 
-#: Rows that see others, which two tails do not show, or not all of them.
+#: Rows that depend on others in ways that two tails show partly or not at all.
 COUPLED = {
     "mean over the real rows": lambda x, rows: (
         x - (x * (torch.arange(x.shape[0]) < rows)[:, None]).sum(0) / rows
@@ -199,7 +199,7 @@ COUPLED = {
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_rows_that_depend_on_each_other_are_found_at_the_capture(name):
-    """Eager is right where parts would not be; one graph serves a batch as ever."""
+    """Eager is correct where parts would not be; a batch that fits one graph still replays."""
     step = COUPLED[name]
     options = RunnerOptions(rows_independent=True, buffers=BufferOptions(row_count="rows"))
     runner = make(step, options=options)
@@ -210,11 +210,11 @@ def test_rows_that_depend_on_each_other_are_found_at_the_capture(name):
     assert "cannot serve part of a split batch: " in str(runner)
     assert runner.explain(11).decision.reason == "rows_not_independent"
     torch.testing.assert_close(runner(rows(5)), step(rows(5), torch.tensor(5)))
-    assert runner.stats().steps_by_mode["FULL"] == 1  # one graph serves a batch as ever
+    assert runner.stats().steps_by_mode["FULL"] == 1  # one graph still serves a batch that fits
 
 
 def test_a_step_that_draws_or_counts_its_runs_is_not_split():
-    """Each part would be one more run."""
+    """Each part would be an additional run."""
     count = torch.zeros(())
 
     def counts(x):
@@ -233,7 +233,7 @@ def test_a_step_that_draws_or_counts_its_runs_is_not_split():
 
 
 def test_rows_that_write_their_own_slots_are_split():
-    """A cache is as it was after a second run of the same rows."""
+    """Running the same rows a second time leaves a cache unchanged."""
     cache = torch.zeros(65, 4)
     inputs = {**X, "slot": StaticInput((None,), "int64", fill=64)}
 
@@ -249,7 +249,7 @@ def test_rows_that_write_their_own_slots_are_split():
 
 
 def test_integers_show_by_the_first_split_call_what_depends_on_them():
-    """Fill alone proves nothing of a look-up."""
+    """Fill alone proves nothing about a look-up."""
     table = rows(40)
 
     def coupled(ids):
@@ -339,7 +339,7 @@ def test_the_table_follows_what_happens_to_a_part():
 
 
 def test_a_part_that_cannot_replay_runs_eager_alone(backend):
-    """Each row has run once, and what failed is counted by its reason."""
+    """Each row runs once, and the failure is counted by its reason."""
     runner = make(lambda x: x + 1, backend=backend)
     backend.replay_fault = "before"
     with pytest.warns(EagerStepWarning, match="replay_failed"):
@@ -367,7 +367,7 @@ CUTS: dict[int, list[Part]] = {}
 
 @functools.cache
 def runner_of(dtype):
-    """A runner of a step with state whose batches are cut as ``CUTS`` says, and its step."""
+    """Return a runner of a step with state, split as ``CUTS`` says, and its step."""
     cache = torch.zeros(65, 4, dtype=dtype)
     inputs = {
         "x": StaticInput((None, 4), str(dtype).removeprefix("torch.")),
@@ -389,7 +389,7 @@ def runner_of(dtype):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_way_to_cut_serves_each_row_once_in_order(data):
-    """Bit for bit for a step of whole numbers, within rounding otherwise; state too."""
+    """Results and state are bitwise equal for integers, and within rounding otherwise."""
     dtype = data.draw(st.sampled_from((torch.int64, torch.float32)))
     runner, step, cache = runner_of(dtype)
     keys = {key.num_tokens: key for key in runner.registry}

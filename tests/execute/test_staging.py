@@ -1,4 +1,4 @@
-"""Host inputs: what may be given, what a graph sees of it, and when its memory is written."""
+"""Host inputs: accepted values, what a graph reads, and when the memory is rewritten."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call(rows, seed=0):
 
 
 def expected(tokens, scale, bucket):
-    """Return what a replay at a bucket gives: rows behind the call are fill."""
+    """Return the result of a replay at a bucket, whose rows after the call are fill."""
     tokens, scale = torch.tensor(tokens), torch.tensor(scale)
     missing = bucket - len(tokens)
     return (
@@ -50,7 +50,7 @@ def expected(tokens, scale, bucket):
 BUCKETS = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 7: 8, 8: 8}
 
 
-# -- what may be given ------------------------------------------------------------------------
+# -- accepted values ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ceiling", [2, 0])
@@ -78,7 +78,7 @@ def test_arrays_cpu_tensors_and_lists_give_the_same(make_runner, quiet, form, ce
 
 
 def test_host_inputs_inside_somebody_elses_capture_are_refused(make_runner, backend):
-    """Every replay of that graph would silently use the values of the capture."""
+    """Otherwise every replay of that graph would use the capture's values."""
     runner = make_runner(step, HOST, proves=False)
     runner.capture()
     runner(*call(3))
@@ -138,7 +138,7 @@ def test_a_host_tensor_that_requires_a_gradient_is_refused(make_runner):
         runner(torch.zeros(3, requires_grad=True))
 
 
-# -- what a graph sees ------------------------------------------------------------------------
+# -- values read by a graph -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["one block", "by input"])
@@ -175,11 +175,11 @@ def test_pinned_memory_can_be_written_in_place(make_runner, quiet, ceiling):
         torch.testing.assert_close(got[3], want[3])
 
 
-# -- when it is written -----------------------------------------------------------------------
+# -- rewritten memory -----------------------------------------------------------------------
 
 
 def results_on_a_late_device(make_runner, seed, mode, step_in_place):
-    """Return results and what is expected, of steps on a stream that lags behind the host."""
+    """Return actual and expected results of steps on a stream that lags behind the host."""
     backend = TapeBackend(scheduler=seed)
     body = lambda tokens: tokens + 1  # noqa: E731
     runner = make_runner(
@@ -209,7 +209,7 @@ def results_on_a_late_device(make_runner, seed, mode, step_in_place):
 @pytest.mark.parametrize("step_in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
 def test_memory_is_not_written_before_its_copy_has_run(make_runner, mode, step_in_place):
-    """Each step has its own rows, however far the device is behind."""
+    """Each step keeps its rows, however far the device lags."""
     for seed in range(5):
         same(*results_on_a_late_device(make_runner, seed, mode, step_in_place))
 

@@ -1,10 +1,10 @@
 """Modules with state of every kind, called in any order, compute what eager computes.
 
-A random module is made of parts: counters, flags, state made in the first call, caches, buffers
-written in place or replaced, dropout, statistics. It is run by a GraphRunner (captured ahead or
-lazily) and by ``graphed``, beside a twin that is run plainly. After every call the results are
-equal, and so is all state, in Python as in tensors. A step that ran eager for its Python state
-names an attribute that the module has for one of its parts.
+A random module consists of parts: counters, flags, state created in the first call, caches, buffers
+written in place or replaced, dropout, statistics. A GraphRunner (captured ahead or lazily) or
+``graphed`` runs it, and a twin runs plainly. After every call results and all Python and tensor
+state are equal. The reason of a step that ran eager for Python state names an attribute of one of
+its parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 
 WIDTH = 3
 SIZES = (2, 4)
-#: Of all steps, of which one in three is of a model whose every call changes Python state.
+#: Fraction of all steps; one step in three belongs to a model whose every call changes Python
+#: state.
 LEAST_REPLAYED = 0.6
 
 
@@ -40,7 +41,7 @@ class Settings:
     seen: int = 0
 
 
-# -- parts whose steps replay, at the latest after a first call -------------------------------
+# -- parts whose steps replay, at the latest after a first call -----------------------------
 
 
 def _plain(self: Any, x: Any) -> Any:
@@ -95,7 +96,8 @@ def _dropout(_self: Any, x: Any) -> Any:
 
 
 def _statistics(self: Any, x: Any) -> Any:
-    self.norm(torch.ones(2, WIDTH) * self.total)  # moves running statistics past its schema
+    # updates running statistics without a declared write
+    self.norm(torch.ones(2, WIDTH) * self.total)
     return x + self.norm.running_mean
 
 
@@ -157,7 +159,7 @@ CHANGING = _named(
     _counter, _unread_counter, _field_counter, _log, _window, _assigned, _replaced_buffer
 )
 PARTS = REPLAYED | CHANGING
-#: What a reason for eager names: attributes of parts, and of what callers replace.
+#: Names in reasons of eager steps: attributes of parts and of objects that callers replace.
 NAMED = {
     "first_call": ("fresh", "made", "table", "cache"),
     "python_state": ("calls", "stats", "seen", "log", "window", ".h ", "ring", "other"),
@@ -206,7 +208,7 @@ def _state(model: Model) -> dict[str, Any]:
     return {name: _plainly(value) for name, value in values.items() if not name.startswith("_")}
 
 
-# -- what callers do between calls ------------------------------------------------------------
+# -- changes between calls ------------------------------------------------------------------
 
 
 def _nothing(*_model: Model) -> None:
@@ -234,19 +236,19 @@ def _switch(model: Model) -> None:
 
 
 ACTIONS = (*[_nothing] * 14, _reset, _new_weight, _new_buffer, _new_scale, _switch)
-#: Python reads what these change: it is seen within some steps, or at once if it is said.
+#: Python reads these values: a change shows within some steps, or immediately after invalidate.
 SAID = {_new_scale, _switch}
 
 
 @attrs.frozen
 class Way:
-    """One way to run a model with graphs.
+    """A way to run a model with graphs.
 
     Attributes:
-        run: Call it.
-        invalidate: Say that what it reads has changed.
-        capture: Have graphs again of what was found to be replaced.
-        runners: Its runners, so far.
+        run: Function that calls the model.
+        invalidate: Function that invalidates graphs after a change of what the model reads.
+        capture: Function that captures graphs again after replacements were detected.
+        runners: Function that returns the runners made so far.
     """
 
     run: Callable[[Any], Any]
@@ -279,7 +281,7 @@ WAYS: dict[str, Callable[[Model], Way]] = {
 
 
 def _check_reasons(way: Way, said: str) -> tuple[int, int]:
-    """Check why steps ran eager; return how many replayed, and how many there were."""
+    """Check the reasons of eager steps; return the counts of replayed and all steps."""
     modes: Counter[str] = Counter()
     for runner in way.runners():
         stats = runner.stats()
@@ -296,7 +298,7 @@ def _models() -> st.SearchStrategy[tuple[str, ...]]:
 
 
 def _play(name: str, parts: tuple[str, ...], calls: list[tuple[int, Any]]) -> tuple[int, int]:
-    """Call a model and its twin; return how many steps replayed, and how many there were."""
+    """Call a model and its twin; return the counts of replayed and all steps."""
     torch.manual_seed(0)
     model = Model(parts).eval()
     model.norm.train()
@@ -310,7 +312,7 @@ def _play(name: str, parts: tuple[str, ...], calls: list[tuple[int, Any]]) -> tu
             if action in SAID:
                 way.invalidate()
                 way.capture()
-            if "dropout" in parts:  # rows of padding draw too: full ones give eager's numbers
+            if "dropout" in parts:  # padding draws too: only full buckets give eager's numbers
                 rows = 2 if rows <= 2 else 4
             x = torch.rand(rows, WIDTH)
             torch.manual_seed(number)
@@ -324,14 +326,14 @@ def _play(name: str, parts: tuple[str, ...], calls: list[tuple[int, Any]]) -> tu
 
 
 def test_a_flag_of_a_step_that_changed_more_in_its_first_calls_is_seen_at_once() -> None:
-    """A window that is full of one number stops to change, so that the step is captured."""
+    """A window full of one number stops changing, so that the step is captured."""
     calls = [*[(2, _nothing)] * 4, (2, _new_weight), *[(2, _nothing)] * 4, (2, _reset)]
     replayed, _ = _play("captured ahead", ("window", "first_call"), calls)
     assert replayed
 
 
 def test_one_first_call_serves_the_graphs_of_all_sizes() -> None:
-    """What it makes is there for the others, too."""
+    """State that it creates exists for the other sizes too."""
     calls = [(rows, _nothing) for rows in (2, 4, 2, 3)]
     assert _play("captured ahead", ("lazy_state",), calls) == (3, 4)
 
@@ -339,7 +341,7 @@ def test_one_first_call_serves_the_graphs_of_all_sizes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_any_stateful_module_computes_what_eager_computes(name: str) -> None:
-    """Results and all state are those of a twin that runs plainly, after every call."""
+    """After every call, results and all state equal those of a twin that runs plainly."""
     replayed: list[tuple[int, int]] = []
 
     @given(

@@ -1,4 +1,4 @@
-"""What a replay reads and gives: stale rows, fills, poison, results, types, state."""
+"""Inputs and results of a replay: stale rows, fills, poison, results, types, state."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-# -- rows without a token ---------------------------------------------------------------------
+# -- filler rows ----------------------------------------------------------------------------
 
 
 def test_only_stale_rows_are_reset(make_runner):
-    """Rows that hold fill already are not written again, nor those that no graph reads now."""
+    """Rows that already contain fill, or that no graph reads, are not written again."""
     options = RunnerOptions(capture=CaptureOptions(prove_rows=False))
     runner = make_runner(lambda tokens: tokens, options=options)
     runner.capture()
@@ -43,7 +43,7 @@ def test_only_stale_rows_are_reset(make_runner):
     assert (buffers.clean_from, buffers.clean_to) == (0, 8)
     runner(torch.ones(5, dtype=torch.int64))
     assert (buffers.clean_from, buffers.clean_to) == (5, 8)
-    buffers.tensors[0][6] = 99  # beyond what any call wrote: nobody resets it
+    buffers.tensors[0][6] = 99  # beyond the rows of any call, so nothing resets it
     runner(torch.ones(3, dtype=torch.int64))
     assert buffers.tensors[0].tolist() == [1, 1, 1, 0, 1, 0, 99, 0]
     assert (buffers.clean_from, buffers.clean_to) == (3, 4)
@@ -53,7 +53,7 @@ def test_only_stale_rows_are_reset(make_runner):
 
 
 def test_buffers_hold_the_largest_bucket_and_give_no_shorter_slice(make_runner):
-    """What is checked is what is cut: too many rows are an error, never fewer rows."""
+    """The checked rows are the cut rows: too many are an error, never fewer rows."""
     buffers = make_runner(lambda tokens: tokens + 1, sizes=(2, 8)).lanes[0].lane.buffers
     assert buffers.num_rows == 8
     assert [len(buffers.views(rows)[0]) for rows in (0, 3, 8)] == [0, 3, 8]
@@ -63,11 +63,11 @@ def test_buffers_hold_the_largest_bucket_and_give_no_shorter_slice(make_runner):
 
 
 def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
-    """The same fill in warmup, in the capture and at each replay."""
+    """Warmup, capture and every replay use the same fill."""
     seen = Mock()
 
     def step(tokens, scale):
-        if not backend.is_capturing():  # reading a value there would be refused
+        if not backend.is_capturing():  # a read of a value would be refused
             seen(frozenset(tokens.tolist()), frozenset(scale.tolist()))
         return tokens, (tokens == 7).sum(), (scale == 0.5).sum()
 
@@ -75,7 +75,7 @@ def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
         "tokens": StaticInput((None,), "int64", fill=7),
         "scale": StaticInput((None,), torch.float32, fill=0.5),
     }
-    # Otherwise the graphs are replayed on noise, too.
+    # Otherwise the proof replays graphs on noise too.
     options = RunnerOptions(capture=CaptureOptions(prove_rows=False))
     runner = make_runner(step, inputs, options=options)
     assert runner.capture().failed == {}
@@ -86,7 +86,7 @@ def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
 
 
 def test_poisoned_buffers_do_not_show(make_runner):
-    """Buffers full of NaN beforehand: real rows are as in eager."""
+    """Buffers are full of NaN before; real rows equal eager's."""
     weight = torch.randn(4, 4)
     runner = make_runner(
         lambda x: torch.softmax(x @ weight, -1), {"x": StaticInput((None, 4), "float32")}
@@ -99,7 +99,7 @@ def test_poisoned_buffers_do_not_show(make_runner):
 
 
 def test_function_across_rows_sees_fill_and_the_true_row_count(make_runner):
-    """A step that looks across rows masks by the device's row count; poison does not show."""
+    """A step across rows masks by the device's row count, so poison does not show."""
 
     def step(x, num_rows):
         real = torch.arange(x.shape[0]) < num_rows
@@ -120,7 +120,7 @@ def test_function_across_rows_sees_fill_and_the_true_row_count(make_runner):
 
 
 def test_unused_rows_write_to_a_sink(make_runner):
-    """Rows of fill write by index to a place that is never read; real places are kept."""
+    """Filler rows write by index to a place that is never read; other places are unchanged."""
     cache = torch.zeros(10)  # place 9 is the sink
 
     def step(slots, values):
@@ -142,7 +142,7 @@ def test_unused_rows_write_to_a_sink(make_runner):
 
 
 def test_owned_results_keep_their_values(make_runner):
-    """Over later calls of this and other keys, nested ones and views of views too."""
+    """This holds over later calls of any key, for nested results and views of views."""
     runner = make_runner(lambda tokens: {"a": (tokens * 2, tokens[None].T), "b": [tokens.sum()]})
     runner.capture()
     kept = []
@@ -170,7 +170,7 @@ def test_owned_results_do_not_hold_the_bucket(make_runner):
 
 
 def test_output_without_a_batch_dimension_is_measured_not_guessed(make_runner):
-    """A fixed dimension that equals one bucket is not taken for the batch."""
+    """A fixed dimension equal to a bucket is not treated as the batch."""
     table = torch.arange(8)
     runner = make_runner(lambda tokens: (tokens, table * tokens.sum()))
     runner.capture()
@@ -239,7 +239,7 @@ def test_declared_batch_dimensions_that_do_not_fit(make_runner, dims):
 
 
 def test_python_numbers_among_outputs(make_runner):
-    """The number of rows is given as it is for the call; a constant as it is."""
+    """The number of rows is that of the call; constants are unchanged."""
     runner = make_runner(lambda tokens: (tokens, tokens.shape[0], "fixed", None, 3))
     runner.capture()
     for rows in (5, 8, 2):
@@ -247,7 +247,7 @@ def test_python_numbers_among_outputs(make_runner):
 
 
 def test_state_that_is_returned_is_the_callers_own(make_runner):
-    """As in eager: the tensor itself, not a copy of a cache."""
+    """As in eager, it is the tensor itself, not a copy of a cache."""
     cache = torch.zeros(4)
 
     def step(tokens):
@@ -267,9 +267,9 @@ def test_state_that_is_returned_is_the_callers_own(make_runner):
 @pytest.mark.slow_except("0", "1", "2")
 @pytest.mark.parametrize("seed", range(8))
 def test_order_with_the_callers_streams_in_both_directions(make_runner, seed):
-    """Inputs are read after the caller's stream wrote them; results are there when read.
+    """Inputs are read after the caller's stream wrote them; results are complete when read.
 
-    The deferred tape runs work of two streams in a seeded order that only waits constrain.
+    The deferred tape runs the work of two streams in a seeded order, constrained only by waits.
     """
     backend = TapeBackend(scheduler=seed)
     runner = make_runner(lambda tokens: tokens * 2 + 1, backend=backend)
@@ -287,7 +287,7 @@ def test_order_with_the_callers_streams_in_both_directions(make_runner, seed):
 
 
 def test_stream_change_is_the_only_wait(make_runner, backend, monkeypatch):
-    """On one stream nothing is waited for; a change makes the new one wait for the old."""
+    """On one stream nothing waits; after a change the new stream waits for the old."""
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
     runner(torch.arange(3))
@@ -306,7 +306,7 @@ def test_stream_change_is_the_only_wait(make_runner, backend, monkeypatch):
     assert len(waits) == 1
 
 
-# -- what fits --------------------------------------------------------------------------------
+# -- accepted calls -------------------------------------------------------------------------
 
 X = {"x": StaticInput((None, 2), "float32"), "bias": StaticInput((2,), "float32")}
 
@@ -348,7 +348,7 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, c
 
 
 def test_missing_and_doubled_inputs_are_refused(linear):
-    """A missing, unknown or doubled input is an error by name, before anything is touched."""
+    """A missing, unknown or duplicate input is an error by name before any write."""
     with pytest.raises(InputError, match="Missing input 'bias'"):
         linear(x=GOOD["x"])
     with pytest.raises(InputError, match="by position and by keyword"):
@@ -383,7 +383,7 @@ def test_results_carry_no_gradient_in_any_mode(make_runner):
 
 
 def test_inference_mode_of_the_caller(make_runner):
-    """Captured outside and called inside, and the other way round."""
+    """Captured outside and called inside, and vice versa."""
     runner = make_runner(lambda tokens: tokens * 2, lazy=True)
     with torch.inference_mode():
         same(runner(torch.arange(3)), torch.arange(3) * 2)
@@ -394,7 +394,7 @@ def test_inference_mode_of_the_caller(make_runner):
 
 
 def test_other_autocast_than_at_capture_runs_eager(make_runner):
-    """Never a silent conversion: the result is what eager gives under that setting."""
+    """There is no silent conversion: the result is eager's under that setting."""
     weight = torch.randn(4, 4)
     runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 4), "float32")})
     runner.capture()
@@ -412,12 +412,12 @@ def test_other_autocast_than_at_capture_runs_eager(make_runner):
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
 @pytest.mark.parametrize("starts_under_it", [False, True])
 def test_autocast_is_seen_by_calls_whose_look_is_known(make_runner, quiet, dtype, starts_under_it):
-    """The quick check of inputs answers for it: nothing else is asked then."""
+    """The quick check of inputs includes autocast, so that nothing else is checked."""
     weight = torch.randn(4, 4)
     inputs = {"x": StaticInput((None, 4), dtype)}
     runner = make_runner(lambda x: x.float() @ weight, inputs)
     runner.capture()
-    x = torch.ones(4, 4).to(runner.buffers["x"].dtype)  # a full bucket: nothing is proven by a call
+    x = torch.ones(4, 4).to(runner.buffers["x"].dtype)  # a full bucket, so no call proves anything
     for number in range(8):
         is_on = (number // 2 + starts_under_it) % 2 == 1
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
@@ -429,7 +429,7 @@ def test_autocast_is_seen_by_calls_whose_look_is_known(make_runner, quiet, dtype
 def test_a_call_under_other_facts_than_the_graph_proves_nothing_of_its_rows(
     make_runner, quiet, change
 ):
-    """It would be compared with what eager computes under these facts, and never replay again."""
+    """Its rows would be compared with eager under other conditions and be rejected."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -457,7 +457,7 @@ def test_a_call_under_other_facts_than_the_graph_proves_nothing_of_its_rows(
 
 @pytest.mark.parametrize("change", ["training", "value"])
 def test_values_of_a_call_under_other_facts_are_not_those_of_a_graph(make_runner, quiet, change):
-    """A replay that returned them would be wrong, and nothing would show it."""
+    """A replay would return wrong values undetected."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -510,7 +510,7 @@ def test_training_mode_of_a_module_is_part_of_what_a_graph_was_made_for(make_run
 
 
 def test_a_step_with_python_effects_runs_eager_and_says_which(make_runner):
-    """A replay runs no Python, so that what the step appends would be missing."""
+    """A replay runs no Python, so the appended values would be missing."""
     log = []
 
     def step(tokens):
@@ -580,7 +580,7 @@ class TestStaticInput:
         ],
     )
     def test_fill_must_be_of_the_type(self, fill, dtype):
-        """Torch cuts some off in silence: 1.5 to 1, -1 to 255."""
+        """Torch truncates some silently: 1.5 to 1, -1 to 255."""
         with pytest.raises(ConfigError, match="fill"):
             StaticInput((None,), dtype, fill=fill)
 
@@ -612,7 +612,7 @@ class TestStaticInput:
 
 
 def test_one_call_is_one_step_of_visible_state(make_runner):
-    """Whatever warmups and captures it causes."""
+    """This holds with any warmups and captures."""
     counter = torch.zeros(1)
 
     def step(tokens):
@@ -663,7 +663,7 @@ def test_undeclared_state_beyond_the_limit_is_named(make_runner, quiet):
 
 
 def test_random_numbers_come_as_in_eager(make_runner):
-    """At the bucket's own size the sequence is eager's, and a capture draws nothing."""
+    """At the bucket's size the sequence is eager's, and a capture draws nothing."""
     runner = make_runner(lambda x: x + torch.randn_like(x), {"x": StaticInput((None,), "float32")})
     torch.manual_seed(3)
     runner.capture()
@@ -680,7 +680,7 @@ def test_random_numbers_come_as_in_eager(make_runner):
 
 
 def test_state_between_pieces(make_runner):
-    """A cache written by an eager piece and read by a graph piece."""
+    """An eager piece writes a cache that a graph piece reads."""
     cache = torch.zeros(16)
 
     def write(x):
@@ -703,7 +703,7 @@ def test_state_between_pieces(make_runner):
 
 
 def test_step_that_writes_into_its_input_is_not_captured(make_runner, quiet):
-    """Eager changes the caller's tensor, which a graph cannot: the step stays eager."""
+    """Eager changes the caller's tensor, which a graph cannot, so the step stays eager."""
 
     def step(x):
         return x.add_(1) * 2
@@ -728,7 +728,7 @@ def rows(*values):
 
 
 class TestOverlappingInputs:
-    """A batch that lies in the runner's own static inputs is what it was when it was given."""
+    """A batch in the runner's own static inputs keeps the values it had when passed."""
 
     @pytest.fixture
     def runner(self, make_runner):
@@ -743,7 +743,7 @@ class TestOverlappingInputs:
         same(runner(x[1:4], z[:3]), rows(28, 37, 46))
 
     def test_inputs_crossed(self, runner):
-        """Each input is where the other is copied to."""
+        """Each input is at the destination of the other."""
         x, z = runner.buffers["x"], runner.buffers["z"]
         same(runner(z[:3], x[:3]), rows(81, 72, 63))
         same(runner(x=rows(1, 1), z=rows(2, 2)), rows(12, 12))
@@ -757,7 +757,7 @@ class TestOverlappingInputs:
         same(runner(x=z[1:3], z=x[2:4]), rows(73, 64))
 
     def test_inputs_that_the_step_returned(self, make_runner):
-        """With views of one graph the results are the static inputs themselves."""
+        """With views of one graph, the results are the static inputs themselves."""
         runner = make_runner(lambda x, z: (z, x), PAIR, sizes=(4,), outputs="view")
         runner.capture()
         pair = runner(rows(1, 2), rows(3, 4))
@@ -769,7 +769,7 @@ class TestOverlappingInputs:
 
     @pytest.mark.parametrize("way", [TapeBackend, PlayedTape])
     def test_host_inputs(self, make_runner, way):
-        """By pinned memory and by a copy node, also beside an input on the device."""
+        """By pinned memory and by a copy node, and next to an input on the device."""
         kinds = {"x": True, "z": True, "y": False}
         inputs = {name: StaticInput((None,), "int64", host=host) for name, host in kinds.items()}
         runner = make_runner(lambda x, z, y: x * 10 + z + y * 100, inputs, backend=way())
@@ -783,7 +783,7 @@ class TestOverlappingInputs:
 
 @pytest.mark.parametrize("name", ["x", "length"])
 def test_row_count_is_no_name_that_something_else_has(name):
-    """The runner gives it in place of the caller's tensor, and results would be wrong."""
+    """The runner would pass its value instead of the caller's, and results would be wrong."""
     with pytest.raises(ConfigError, match="row_count must be a name other than those of inputs"):
         GraphRunner(
             lambda x, length: x + length,
@@ -803,7 +803,7 @@ def test_generators_are_a_list_of_generators(generators):
 
 @pytest.mark.parametrize("value", [torch.tensor(3.0), torch.tensor([3, 4]), torch.tensor([])])
 def test_a_tensor_that_is_no_whole_number_is_refused(make_runner, value):
-    """As any other value that is none; a tensor of one whole number is taken."""
+    """It is refused as any other wrong value; a tensor with one integer is accepted."""
     runner = make_runner(lambda tokens: tokens)
     assert runner.dispatcher.dispatch(torch.tensor(3)) is runner.dispatcher.dispatch(3)
     for call in (runner.dispatcher.dispatch, runner.explain, runner.run_in_place):
@@ -825,7 +825,7 @@ DRAWING = {
 
 @pytest.mark.parametrize("how", DRAWING)
 def test_padded_draws_are_said(make_runner, how):
-    """Rows of padding draw too, so that later numbers differ; exact sizes draw eager's numbers."""
+    """Padding draws too, which shifts later numbers; exact sizes draw eager's numbers."""
     step, state = DRAWING[how], StepState(generators=[NOISE])
     x, inputs = torch.zeros(3, 2), {"x": StaticInput((None, 2), "float32")}
 

@@ -1,4 +1,4 @@
-"""The path of a step: copies with their tails, launches, ready results, steps in place."""
+"""The path of a step: copies with tails, launches, ready results, steps in place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(actual, expected):
 
 
 def rows_of(inputs, rows, seed):
-    """Return a call of so many rows, none of them fill."""
+    """Return a call with ``number`` rows, none of them fill."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, spec in inputs.items():
@@ -103,7 +103,7 @@ def test_containers_that_a_caller_could_change_are_fresh(make_runner):
 
 @pytest.mark.parametrize("result", ["leaf", "tuple", "nested"])
 def test_owned_results_keep_their_values(make_runner, result):
-    """A result kept over later calls is the caller's own."""
+    """A result kept over later calls belongs to the caller."""
     make = {
         "leaf": lambda x: x + 1,
         "tuple": lambda x: (x + 1, x.sum()),
@@ -170,7 +170,7 @@ def test_buffers_are_found_by_name(make_runner):
     assert list(runner.buffers) == ["tokens"]
     assert "tokens" in runner.buffers
     assert runner.buffers.num_rows == 8
-    runner.buffers.wait()  # no host inputs: nothing to wait for
+    runner.buffers.wait()  # no host inputs, so nothing to wait for
     with pytest.raises(UnknownNameError, match="'tokens'"):
         runner.buffers["token"]
 
@@ -234,7 +234,7 @@ class DirectGraph:
 
 
 class DirectTape(TapeBackend):
-    """A tape whose graphs can be launched past their replay, like a device's."""
+    """A tape whose graphs have direct launches, as on a device."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +309,7 @@ def test_a_refused_direct_launch_is_a_failed_replay(make_runner, quiet):
     runner.capture()
     runner(torch.arange(3))
     backend.code = 700
-    same(runner(torch.arange(3)), torch.arange(3) + 1)  # eager: nothing had run
+    same(runner(torch.arange(3)), torch.arange(3) + 1)  # eager, because nothing had run
     assert runner.stats().replay_failures == 1
     assert runner.stats().eager_by_reason == {"replay_failed": 1}
 

@@ -1,4 +1,4 @@
-"""The benchmark of a step: arguments that it cannot take; and the account of where a step goes."""
+"""The benchmark of a step: refused arguments, and the account of a step's time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_cannot_be_measured_is_told(monkeypatch, capsys, given, said):
 
 @pytest.mark.slow
 def test_each_rung_of_the_account_launches_once(monkeypatch):
-    """Where a guard says no, or a rung is out of date, less would be measured than is said."""
+    """If a guard fails or a rung is outdated, less is measured than reported."""
     monkeypatch.syspath_prepend(str(BENCH))
     import step
     from _account import Parts
@@ -44,7 +44,7 @@ def test_each_rung_of_the_account_launches_once(monkeypatch):
     parts.launch = parts.plan._launch = lambda graph, stream: launches.append(graph)
     for rungs in (parts.in_place(), parts.views()):
         for name, run in rungs.items():
-            for _ in range(20):  # more than there are between two comparisons of values
+            for _ in range(20):  # more than between two comparisons of values
                 launches.clear()
                 run(step.FIXED)
                 assert len(launches) == 1, name

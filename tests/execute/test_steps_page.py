@@ -1,4 +1,4 @@
-"""The page on steps is true: its code runs from top to bottom."""
+"""The code of the page on steps runs from top to bottom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swaps while serving: atomic, ahead of use, and undone as a whole when they fail."""
+"""Swaps while serving are atomic, prepared in advance, and undone completely on failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dispatchkit.errors import (  # noqa: E402
 )
 from dispatchkit.execute import ChurnWarning, EagerStepWarning  # noqa: E402
 
-# Ladders that end below the largest batch are meant here.
+# Ladders that end below the largest batch are intended here.
 pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning")
 
 
@@ -47,7 +47,7 @@ def double(tokens):
 
 
 def served_by(runner, rows):
-    """Run a step, check it against eager, and return the size of its graph (0: eager)."""
+    """Run a step, compare it with eager, and return its graph's size (0: eager)."""
     assert torch.equal(runner(torch.arange(rows)), torch.arange(rows) * 2)
     key = runner.dispatcher.dispatch(rows).key
     return 0 if key is None else key.num_tokens
@@ -64,7 +64,7 @@ def runner(make_runner):
     return made
 
 
-# -- what a swap does -----------------------------------------------------------------------
+# -- effects of a swap ----------------------------------------------------------------------
 
 
 def test_new_sizes_are_captured_before_they_serve_and_old_ones_go(runner, backend):
@@ -98,7 +98,7 @@ def test_the_old_policy_sees_nothing_of_what_is_captured_ahead(make_runner, back
 
 
 def test_steps_run_between_the_captures_of_a_swap(runner, monkeypatch):
-    """Another thread gets through between two captures, under the old policy."""
+    """Another thread runs between two captures, under the old policy."""
     results = []
 
     def in_between():
@@ -235,7 +235,7 @@ def test_disabled_keys_are_not_waited_for(make_runner, quiet):
     assert served_by(runner, 2) == 3
 
 
-# -- swaps that fail ------------------------------------------------------------------------
+# -- failing swaps --------------------------------------------------------------------------
 
 
 def state_of(runner):
@@ -311,7 +311,7 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
 
 
 class Remembering:
-    """Clears what it has learnt when it is configured, as learning policies may."""
+    """Clears what it learned when it is configured, as adaptive policies may."""
 
     name = "remembering"
 
@@ -333,7 +333,7 @@ class Remembering:
 def test_a_swap_that_fails_takes_nothing_from_what_was_learnt(make_runner, backend, policy):
     runner = make_runner(double, policy=Remembering(policy))
     runner.capture()
-    served_by(runner, 3)  # creates the plan, and is not measured
+    served_by(runner, 3)  # creates the plan and is not measured
     served_by(runner, 3)
     runner.drain(wait=True)
     mine = runner.dispatcher.policy
@@ -349,10 +349,10 @@ def test_a_swap_that_fails_takes_nothing_from_what_was_learnt(make_runner, backe
 
 
 def test_news_of_the_old_policys_steps_are_not_told_to_the_new(make_runner, policy):
-    """What was measured under one policy teaches another nothing."""
+    """Measurements under one policy must not reach another."""
     runner = make_runner(double, policy=Remembering(policy))
     runner.capture()
-    served_by(runner, 3)  # creates the plan, and is not measured
+    served_by(runner, 3)  # creates the plan and is not measured
     served_by(runner, 3)
     old = runner.dispatcher.policy
     runner.swap(policy=Remembering(policy))
@@ -372,7 +372,7 @@ def test_a_policy_that_cannot_be_copied_must_be_given_anew(make_runner, policy):
 
 
 def test_a_policy_may_keep_the_view_of_the_graphs_and_still_be_copied(make_runner, policy):
-    """The registry behind it is not copied along, which could not be."""
+    """The registry behind the view is not copied, because it could not be."""
 
     class Keeping(Remembering):
         def decide(self, batch, graphs):
@@ -396,7 +396,7 @@ def test_a_frozen_runner_swaps_among_the_graphs_it_has(runner, policy, quiet):
 
 
 def test_weights_replaced_while_graphs_are_captured_ahead(make_runner, backend):
-    """What was captured from the old weight is captured again, and never served."""
+    """Graphs captured from the old weight are captured again and never used."""
     held = {"weight": torch.tensor(2)}
     runner = make_runner(lambda tokens: tokens * held["weight"])
     runner.capture()
@@ -447,7 +447,7 @@ SWAPS = strategies.lists(
 
 
 def model():
-    """Return a step with state, and the counter that it adds to."""
+    """Return a step with state, and its counter."""
     counter = torch.zeros((), dtype=torch.int64)
     weight = torch.tensor([[1.0, 2.0], [-1.0, 0.5]])
 
@@ -468,7 +468,7 @@ def test_schedules_of_swaps_under_threads_equal_eager(backend, policy):
 
 
 def follow(schedule, lazy, seed, backend, new_policy):
-    """Swap by a schedule in one thread while three others serve; check all that they got."""
+    """Swap by a schedule in one thread while three others serve; check all results."""
     step, counter, weight = model()
     runner = GraphRunner(
         step,
@@ -526,16 +526,16 @@ def follow(schedule, lazy, seed, backend, new_policy):
     stats = runner.stats()
     assert (stats.steps, stats.failed_steps) == (threads * steps, 0)
     assert backend.live == len({id(one) for one in runner.lanes[0].lifecycle.live().values()})
-    # The policy in force knows its own keys, all of them, and no others.
+    # The current policy declares exactly these keys.
     in_force = runner.dispatcher.policy.declare(runner.config)
     assert set(runner.dispatcher.graphs) == set(runner.registry) == set(in_force)
 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_hundreds_of_swaps(make_runner, policy):
-    """Sizes, policy and limits come and go in turn; nothing of what is gone is kept.
+    """Sizes, policies and limits alternate; no objects of old ones remain.
 
-    The soak has a thousand, among everything else.
+    The soak has a thousand swaps, among other changes.
     """
     step, counter, weight = model()
     runner = make_runner(
@@ -567,7 +567,7 @@ def test_memory_is_flat_over_hundreds_of_swaps(make_runner, policy):
     assert runner.dispatcher.epoch == 300
     assert runner.num_bytes == graphs
     assert in_use() < objects + 500
-    # A leak of 50 kB per swap would be more; the allocator's own growth is far less.
+    # A leak of 50 kB per swap would exceed this; the allocator's own growth is far less.
     assert resident_bytes() < resident + 8_000_000
 
 

@@ -1,4 +1,4 @@
-"""The page on changing a serving runner is true: its blocks run, in their order."""
+"""The blocks of the page on changing a serving runner run in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are not plain strided memory: in a step, in its weights, its inputs and results."""
+"""Tensors without plain strided memory: in steps, weights, inputs and results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = {"x": StaticInput((None, 2), "float32")}
 
 
 class Scaled(torch.Tensor):
-    """A subclass with memory of its own behind it, as quantization libraries make them."""
+    """A subclass that wraps other memory, as in quantization libraries."""
 
     @staticmethod
     def __new__(cls, inner, scale):
@@ -45,7 +45,7 @@ class Scaled(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A subclass that only has another name."""
+    """A subclass that differs only by its name."""
 
 
 SCALED = Scaled(torch.randn(2, 2), torch.tensor(2.0))
@@ -81,7 +81,7 @@ REFUSED = {
 
 
 def run_padded(step):
-    """Return a runner after four steps that were as eager's."""
+    """Return a runner after four steps that equal eager."""
     runner = GraphRunner(step, X, sizes=[4, 8], mode="FULL", backend="tape")
     runner.capture()
     for rows in (4, 3, 4, 7):
@@ -100,14 +100,14 @@ def test_what_ends_in_plain_operations_is_captured(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_memory_runs_eager(name):
-    """Refused when it is captured, and not found out when it is replayed."""
+    """They are refused at the capture instead of detected at a replay."""
     if name == "mkldnn" and not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without it")
     assert run_padded(REFUSED[name]).stats().eager_by_reason == {"capture_failed": 4}
 
 
 def test_an_encoder_whose_padding_mask_makes_nested_tensors_runs_eager():
-    """What it does depends on the mask; without nested tensors it is captured."""
+    """It depends on the mask; without nested tensors the module is captured."""
     torch.manual_seed(0)
     for nested in (True, False):
         layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -143,7 +143,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_an_input_that_is_no_plain_tensor_is_refused_or_run_plainly(name):
-    """A runner says what to convert; graphed gives what the function gives."""
+    """A runner states what to convert; graphed returns the function's results."""
     odd = INPUTS[name](torch.ones(4, 2))
     runner = GraphRunner(lambda x: x * 2, X, sizes=[4], mode="FULL", backend="tape")
     runner.capture()
@@ -155,7 +155,7 @@ def test_an_input_that_is_no_plain_tensor_is_refused_or_run_plainly(name):
         return (x.dequantize() if x.is_quantized else x) * 2
 
     run = graphed(again, backend="tape")
-    run(torch.ones(4, 2))  # of as many rows, and plain
+    run(torch.ones(4, 2))  # a plain tensor with as many rows
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EagerStepWarning)
         got, want = run(odd), again(odd)

@@ -1,4 +1,4 @@
-"""Any number of threads may call one runner: the results are the serial ones."""
+"""Any number of threads may call one runner; results equal serial ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # no
 
 
 def in_threads(number, work):
-    """Run work(index) in so many threads that start together; return the results in order."""
+    """Run ``work(index)`` in threads that start together; return the results in order."""
     start = threading.Barrier(number)
 
     def run(index):
@@ -50,7 +50,7 @@ def test_threads_give_the_serial_results(make_runner):
 
 
 def test_simultaneous_first_calls_capture_each_key_once(make_runner):
-    """Threads that ask for one key at once share its graph."""
+    """Threads that request a key concurrently share its graph."""
     runner = make_runner(lambda tokens: tokens * 2, lazy=True)
     results = in_threads(50, lambda index: runner(torch.arange(1 + index % 8)))
     for index, result in enumerate(results):
@@ -72,7 +72,7 @@ def test_state_is_stepped_once_for_each_call(make_runner):
 
 
 def test_graphs_come_and_go_while_others_call(make_runner, quiet):
-    """Evictions, invalidations and captures in one thread; right results in the others."""
+    """One thread evicts, invalidates and captures; the others get correct results."""
     runner = make_runner(lambda tokens: tokens * 3 + 1)
     runner.capture()
     done = threading.Event()
@@ -102,7 +102,7 @@ def test_graphs_come_and_go_while_others_call(make_runner, quiet):
 
 
 def test_two_runners_capture_in_two_threads(policy):
-    """One capture at a time in the process; both succeed."""
+    """The process runs one capture at a time; both succeed."""
     runners = [
         GraphRunner(
             lambda tokens, factor=factor: tokens * factor,

@@ -1,4 +1,4 @@
-"""Timed steps: what a learning policy hears, and when."""
+"""Timed steps: the outcomes of an adaptive policy, and when they arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dispatchkit.errors import ConfigError, PolicyError  # noqa: E402
 
 
 class Learning:
-    """Asks for every step of 3 tokens to be measured, and keeps what it hears."""
+    """Requests measurements of steps with 3 tokens and records their outcomes."""
 
     name = "learning"
 
@@ -49,7 +49,7 @@ def learning(policy):
 
 
 def test_timed_steps_are_told_when_drained(make_runner, learning):
-    """Read later; a time of the host is labelled so."""
+    """Times are read later; a host time is labelled."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
     )
@@ -63,7 +63,7 @@ def test_timed_steps_are_told_when_drained(make_runner, learning):
         assert isinstance(outcome.decision, Decision)
         assert str(outcome.decision.key) == "FULL tokens=4"
         assert outcome.elapsed_us > 0
-        assert outcome.clock == "host"  # the tape has no device clock, and says so
+        assert outcome.clock == "host"  # the tape has no device clock, and reports that
         assert outcome.completed
         assert not outcome.queued
     assert runner.drain() == 0
@@ -80,7 +80,7 @@ def test_timed_eager_steps_are_told_too(make_runner, learning):
 
 
 def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quiet):
-    """It is told as not completed, without a time."""
+    """The outcome is not completed and has no time."""
     runner = make_runner(
         lambda tokens: tokens + 1,
         policy=learning,
@@ -94,9 +94,9 @@ def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quie
 
 
 def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning, backend):
-    """A call that warmed up or captured is no sample of that: the launch alone is measured.
+    """A call that warmed up or captured measures only the launch.
 
-    On the stream it ran on.
+    The time is taken on the stream that it ran on.
     """
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, lazy=True, options=RunnerOptions(sample_every=1)
@@ -112,7 +112,7 @@ def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning,
 
 
 def test_queued_samples_are_told_apart(make_runner, learning, policy):
-    """Work ahead on the stream: the time is of another kind."""
+    """With work ahead on the stream, the time is marked as queued."""
     backend = TapeBackend(scheduler=4)
     runner = GraphRunner(
         lambda tokens: tokens + 1,
@@ -137,7 +137,7 @@ def test_queued_samples_are_told_apart(make_runner, learning, policy):
 
 
 def test_a_time_that_is_not_ready_is_no_error_and_is_waited_for_by_nobody(make_runner, learning):
-    """Steps go on; the time is read by a later drain, once the device has come to it."""
+    """Steps continue; a later drain reads the time when the device has reached it."""
     backend = TapeBackend(scheduler=4)
     runner = make_runner(
         lambda tokens: tokens + 1,
@@ -197,11 +197,11 @@ def test_waiting_for_measured_steps_holds_up_no_other_step(make_runner, learning
     runner.drain(wait=True)
     assert not waited[0].is_alive()
     runner.drain(wait=True)
-    assert sorted(outcome.step for outcome in learning.heard) == [1, 2]  # each told once
+    assert sorted(outcome.step for outcome in learning.heard) == [1, 2]  # one outcome each
 
 
 def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
-    """Of the graph for replays, of the size for eager; nothing is made up where none was timed."""
+    """Times belong to a graph for replays and to a size for eager; unmeasured ones are omitted."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
     )
@@ -223,7 +223,7 @@ def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
 
 
 def test_an_explanation_tells_the_cost_by_a_model(make_runner):
-    """One that the caller has, or a built-in one by name."""
+    """A cost model object, or a built-in model by name."""
     from dispatchkit.errors import UnknownNameError
 
     from dispatchkit_plan import CostModel
@@ -246,7 +246,7 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
 
 
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
-    """Eager and replayed steps count alike; each outcome says how many had begun."""
+    """Eager and replayed steps count alike; each outcome has the number of begun steps."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=5)
     )
@@ -266,7 +266,7 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, 
 
 @pytest.mark.parametrize(("sample_every", "firsts"), [(1, [True, False]), (2, [False])])
 def test_the_first_eager_run_of_a_size_is_told_as_such(make_runner, learning, sample_every, firsts):
-    """Tried once or the steady way; where the first was not measured, no later one is it."""
+    """One-shot or steady; if the first run is unmeasured, no later one is marked."""
     options = RunnerOptions(sample_every=sample_every)
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, options=options)
     runner.capture()
@@ -299,7 +299,7 @@ def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner
 
 
 def test_a_step_that_creates_its_plan_is_measured_but_passes_on_no_outcome(make_runner, learning):
-    """It is late already; but batches that seldom come are measured as often as others."""
+    """Otherwise batches that seldom come would be measured less often."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
     )
@@ -312,7 +312,7 @@ def test_a_step_that_creates_its_plan_is_measured_but_passes_on_no_outcome(make_
 
 
 def test_a_timed_step_that_ran_another_way_teaches_nothing(make_runner, learning, quiet):
-    """Autocast is not what the graph was captured under."""
+    """The call's autocast differs from the capture's."""
     runner = make_runner(
         lambda x: x * 2,
         {"x": StaticInput((None,), "float32")},
@@ -329,7 +329,7 @@ def test_a_timed_step_that_ran_another_way_teaches_nothing(make_runner, learning
 def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
     make_runner, learning, policy
 ):
-    """The step that was measured has run: its result is its caller's."""
+    """The measured step has run, and its caller needs the result."""
     learning.observe = lambda outcome: [None]
     runner = make_runner(
         lambda tokens: tokens + 1,
@@ -337,14 +337,14 @@ def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
         options=RunnerOptions(sample_every=1, strict=True),
     )
     runner.capture()
-    for _ in range(2):  # the first creates a plan, and passes on no outcome
+    for _ in range(2):  # the first creates a plan and reports no outcome
         assert runner(torch.arange(3)).tolist() == [1, 2, 3]
     with pytest.raises(PolicyError, match="observe"):
         runner(torch.arange(3))
 
 
 def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, learning):
-    """A strict policy's fault waits for the next measured step, or goes with the policy."""
+    """A strict policy's fault waits for the next measured step, or is dropped with the policy."""
 
     def step(tokens):
         if tokens.sum() < 0:
@@ -362,7 +362,7 @@ def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, 
         runner(torch.arange(3), ceiling=0)
     with pytest.raises(KeyError, match="the step's own"):
         runner(torch.full((3,), -1), ceiling=0)
-    runner.lanes[0].timings.clear()  # as a swap does
+    runner.lanes[0].timings.clear()  # as in a swap
     assert runner(torch.arange(3), ceiling=0).tolist() == [1, 2, 3]
 
 
@@ -383,7 +383,7 @@ def test_a_wrong_rate_of_sampling_is_refused(make_runner, bad):
 
 
 class _Device:
-    """A device with a clock of its own: what is recorded is reached after all work so far."""
+    """A device with its own clock, which reaches a recorded event after all work so far."""
 
     capabilities = BackendCapabilities(device_timing=True)
 
@@ -423,7 +423,7 @@ class _Mark:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Return what measures a step on a device, and what it told of the last one."""
+    """Return the timer of steps on a device, and its last outcome."""
     from dispatchkit.execute.replay import timing
 
     device, heard = _Device(), []
@@ -456,14 +456,14 @@ def measured(monkeypatch):
 def test_a_step_costs_the_time_of_the_host_where_that_is_slower(
     measured, ahead_us, queued, elapsed_us
 ):
-    """Behind other work, events alone would show less than steps in a row have to wait."""
+    """After other work, events alone would show less time than consecutive steps need."""
     told = measured(ahead_us=ahead_us, host_us=260.0)
     assert told.queued is queued
     assert told.elapsed_us == pytest.approx(elapsed_us)
 
 
 def test_a_host_that_waits_for_room_in_the_queue_is_not_slow(measured):
-    """What it needs is known from steps that the device had come to meanwhile."""
+    """The host's own time is known from steps that the device had reached."""
     for _ in range(3):
         measured(ahead_us=0.0, host_us=260.0)
     told = measured(ahead_us=9000.0, host_us=4000.0)
@@ -473,7 +473,7 @@ def test_a_host_that_waits_for_room_in_the_queue_is_not_slow(measured):
 
 
 def test_a_host_that_has_become_slower_is_noticed(measured):
-    """By steps that the device has to wait for, which there are then."""
+    """Such steps make the device wait."""
     for _ in range(20):
         measured(ahead_us=0.0, host_us=260.0)
     for _ in range(20):
