@@ -6,6 +6,7 @@ the rest of dispatchkit.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
@@ -94,6 +95,7 @@ def discover() -> Iterator[Candidate]:
             yield Candidate(Origin("?", where), FOUND, _failing_loader(reason))
 
 
+@functools.cache  # few groups are in the metadata of all distributions
 def _resembles_group(group: str) -> bool:
     """Return whether a group is ``dispatchkit`` or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())

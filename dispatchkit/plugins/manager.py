@@ -93,9 +93,10 @@ class HookManager(pluggy.PluginManager):
 def _hooks_of(plugin: object) -> Hooks:
     functions: dict[str, Callable[..., Any]] = {}
     if not inspect.isclass(plugin):
-        for name in object.__dir__(plugin):
-            # Static lookup: getattr would evaluate properties.
-            function = inspect.getattr_static(plugin, name, None)
+        # A plain module has no other attributes. Static lookup: getattr would evaluate properties.
+        own = vars(plugin) if type(plugin) is types.ModuleType else None
+        for name in object.__dir__(plugin) if own is None else list(own):
+            function = inspect.getattr_static(plugin, name, None) if own is None else own[name]
             if isinstance(function, (staticmethod, classmethod, types.MethodType)):
                 function = function.__func__
             if _is_hook(name, function):

@@ -35,6 +35,7 @@ class TestBreaks(BreakCases):
     @pytest.mark.slow_except("FULL_AND_PIECEWISE")
     @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
     def test_the_decoder_gives_the_numbers_of_pieces_cut_by_hand(self, backend, mode):
+        """Cache included; both kinds of steps in one runner first."""
         BreakCases.test_the_decoder_gives_the_numbers_of_pieces_cut_by_hand(self, backend, mode)
 
 
