@@ -17,7 +17,7 @@ except ImportError as _error:
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 from dispatchkit.execute.capture.budget import ChurnWarning
 from dispatchkit.execute.capture.captured import CapturedKey
-from dispatchkit.execute.capture.graph import PlainCodeWarning
+from dispatchkit.execute.capture.graph import UncompiledCodeWarning
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
 from dispatchkit.execute.io.axes import AxisCut, pad_input
@@ -69,7 +69,6 @@ __all__ = [
     "PackedRunner",
     "PaddedDrawsWarning",
     "Piece",
-    "PlainCodeWarning",
     "PoolAccount",
     "RawBank",
     "RunnerStats",
@@ -81,6 +80,7 @@ __all__ = [
     "StepState",
     "SwapReport",
     "SwapWarning",
+    "UncompiledCodeWarning",
     "Watched",
     "declare_bookkeeping",
     "declare_support",

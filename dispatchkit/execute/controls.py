@@ -186,7 +186,7 @@ class Controls:
         for index in lanes:
             lifecycle = self._executors[index].lifecycle
             with self._lock:
-                pauses += lifecycle.learn(key, max_pause_us)
+                pauses += lifecycle.warm_up_family(key, max_pause_us)
             with self._lock:
                 own, found = lifecycle.capture_in_turns(
                     key, max_pause_us, between_operators=between_operators
@@ -388,7 +388,7 @@ class Controls:
             decision = attrs.evolve(decision, num_tokens=found.batch.num_tokens)
             found = attrs.evolve(found, error="")
         else:
-            decision = planner.shown(found.decision, num_tokens, missed)
+            decision = planner.effective_decision(found.decision, num_tokens, missed)
         candidates = [
             attrs.evolve(
                 one,

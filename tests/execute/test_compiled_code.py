@@ -28,7 +28,7 @@ from dispatchkit.backends.cuda.watch import CaptureWatch  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER  # noqa: E402
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode  # noqa: E402
-from dispatchkit.execute import PlainCodeWarning  # noqa: E402
+from dispatchkit.execute import UncompiledCodeWarning  # noqa: E402
 
 WIDTH = 7  # no batch size, because equal numbers would be confused
 INPUTS = {"x": StaticInput((None, WIDTH), "float32")}
@@ -263,7 +263,7 @@ def test_code_that_dynamo_gave_up_is_told_of(compiler, net):
         fast(torch.randn(2, WIDTH))
     device = StandIn(compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
-    with pytest.warns(PlainCodeWarning, match="All 6 operations .* ran uncompiled"):
+    with pytest.warns(UncompiledCodeWarning, match="All 6 operations .* ran uncompiled"):
         runner.capture()
     assert device.runs == [0]
 
@@ -285,7 +285,7 @@ def test_a_capture_while_another_thread_has_code_run_plainly_is_told_of(compiler
         torch.compile(net, backend=compiler), INPUTS, sizes=[2], mode="FULL",
         backend=Meanwhile(compiler),
     )  # fmt: skip
-    with pytest.warns(PlainCodeWarning, match="another thread"):
+    with pytest.warns(UncompiledCodeWarning, match="another thread"):
         runner.capture()
 
 

@@ -127,7 +127,7 @@ class Admission:
         self._key, self._limit, self._lane = key, limit, lane
         self._forecast, self._evict_others = forecast, evict_others
 
-    def ask(self, num_bytes: int) -> None:
+    def ensure_fits(self, num_bytes: int) -> None:
         """Check that an allocation fits, and evict other graphs if necessary and possible.
 
         Raises:
@@ -138,7 +138,7 @@ class Admission:
                 fits = passed.elsewhere + num_bytes <= passed.limit
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
 
-    def ask_for_graph(
+    def ensure_graph_fits(
         self, trial: Callable[[], Any], generators: Iterable[Any], more: int = 0
     ) -> None:
         """Check that a graph fits, and evict other graphs if necessary and possible.

@@ -181,7 +181,7 @@ class Capturer:
             Exception: A replay raised.
         """
         nothing_shown = attrs.evolve(captured.rows, open_calls=0)
-        return self._proven(captured, RowProver.prove_by, nothing_shown, sample)
+        return self._proven(captured, RowProver.prove_with_call, nothing_shown, sample)
 
     def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
         """Prove, with the inputs of a part, that rows do not depend on each other.
@@ -243,7 +243,7 @@ class Capturer:
             self._lane.let_steps_run(WARMUP)
             seen = None
             if self._prover is not None:
-                seen = self._prover.learn(key, snapshot, other_sizes())
+                seen = self._prover.run_references(key, snapshot, other_sizes())
             layout = self._warmups.layout(key, outputs, other_sizes, seen)
             del seen
         slots = self._slots(outputs, layout) if layout is not None else []
@@ -281,7 +281,7 @@ class Capturer:
             rows = self._prover.prove_independent(captured, snapshot, rows)
         if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
             return rows
-        return self._prover.prove_by(captured, snapshot, rows, sample)
+        return self._prover.prove_with_call(captured, snapshot, rows, sample)
 
     def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
         """Return the Python values in a step's outputs for a number of rows, by leaf index.
@@ -712,7 +712,7 @@ class Capturer:
                 static.append(leaf)
             else:
                 if admission is not None:
-                    admission.ask(
+                    admission.ensure_fits(
                         self._lane.between.growth((index, number), leaf.shape, leaf.dtype)
                     )
                 own = self._lane.between.tensor_at((index, number), leaf.shape, leaf.dtype)

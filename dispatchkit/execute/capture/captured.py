@@ -80,7 +80,7 @@ class Link:
     fixed: list[tuple[int, int, torch.Size]]
     constants: list[tuple[int, Any]]
 
-    def carry(self, value: Any) -> None:
+    def transfer(self, value: Any) -> None:
         """Pass the result of the eager piece to the graph.
 
         Raises:
@@ -237,7 +237,7 @@ class CapturedPieces:
                     continue
                 try:
                     if part.link is not None:
-                        part.link.carry(value)
+                        part.link.transfer(value)
                     part.graph.replay()
                 except Exception as error:
                     raise LaunchError(error, has_effect=has_effect) from error

@@ -47,7 +47,7 @@ class MadeGraph:
     draws: bool
 
 
-class PlainCodeWarning(RuntimeWarning):
+class UncompiledCodeWarning(RuntimeWarning):
     """A function of torch.compile ran uncompiled in a capture."""
 
 
@@ -142,7 +142,7 @@ class GraphMaker:
                 return rehearsed.outputs  # only the rehearsal keeps and counts it
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
-            admission.ask_for_graph(trial, self._generators, more)
+            admission.ensure_graph_fits(trial, self._generators, more)
             lane.let_steps_run(REHEARSAL)
         captured = SharedOutputs(paced_step(lane, run), _targets_in(lane.outputs, slots))
         if self._unwatched is None:  # the backend watches all captures
@@ -172,14 +172,14 @@ class GraphMaker:
                 "The captured graph may contain uncompiled kernels, because another thread warmed "
                 "up a step at the same time, which disables torch.compile in the whole process. "
                 "Capture runners one after the other, and capture this runner again.",
-                PlainCodeWarning,
+                UncompiledCodeWarning,
             )
         if known is not None:
             graph.holds.extend(known.holds)
             return MadeGraph(graph, captured.outputs, draws and known.draws)
         drawn = draws
         if compiled is not None:
-            _warn_of_plain_code(graph, compiled)
+            _warn_of_uncompiled_code(graph, compiled)
             graph.holds.extend(compiled.reads)
         elif notes is None:
             drawn = draws and graph.has_random_state
@@ -226,7 +226,7 @@ class GraphMaker:
                 return rehearsed.outputs, kept
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
-            admission.ask_for_graph(trial, self._generators, more)
+            admission.ensure_graph_fits(trial, self._generators, more)
         captured = SharedOutputs(run, _targets_in(lane.outputs, slots))
 
         def record(capture: SegmentedCapture) -> None:
@@ -250,7 +250,7 @@ class GraphMaker:
         return captured.outputs
 
 
-def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
+def _warn_of_uncompiled_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
     ran_plainly = graph.num_plain_operations
     if ran_plainly >= compiled.num_operations:
         warn_at_call(
@@ -258,7 +258,7 @@ def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
             "the capture, so the graph contains eager kernels. TORCH_LOGS=dynamo,recompiles shows "
             "why. Code that was called under a dispatch mode, or that exceeded "
             "torch._dynamo.config.recompile_limit, stays uncompiled until torch._dynamo.reset().",
-            PlainCodeWarning,
+            UncompiledCodeWarning,
         )
 
 

@@ -243,7 +243,7 @@ class Lifecycle:
         self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return problem, pacer.pauses
 
-    def learn(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
+    def warm_up_family(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
         """Warm up the smallest key of a family that was not warmed up yet, without interruption.
 
         Later captures let other steps run only if this warmup shows that the step has no effects.

@@ -115,7 +115,7 @@ class RowProver:
         self._references.clear()
         self._bounded.clear()
 
-    def learn(
+    def run_references(
         self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]
     ) -> tuple[int, Any] | None:
         """Run eager on noise, unless its results are known for the key's family.
@@ -153,7 +153,7 @@ class RowProver:
             self._lane.set_rows(key.num_tokens)
         if rows.is_free and not is_usable:
             self._bound(key)
-            return self.learn(key, snapshot, sizes)
+            return self.run_references(key, snapshot, sizes)
         return last
 
     def _is_free(self, key: GraphKey) -> bool:
@@ -194,7 +194,7 @@ class RowProver:
                 found = self._find(trial, key.descriptor.query_len or 1, fitting)
             if found and trial.has_overflown:
                 self._bound(key)
-                self.learn(key, snapshot, sizes)
+                self.run_references(key, snapshot, sizes)
                 return self.prove(captured, snapshot, sizes)
             if found:
                 return RowProof(Reason.ROWS_DEPEND, found)
@@ -205,7 +205,7 @@ class RowProver:
             open_calls=_OPEN_CALLS if has_integers else 0,
         )
 
-    def prove_by(
+    def prove_with_call(
         self, captured: CapturedKey, snapshot: Snapshot, known: RowProof, sample: Sequence[Any]
     ) -> RowProof:
         """Prove, with the integers of a call, that padding does not change its rows.
@@ -236,7 +236,7 @@ class RowProver:
             found = self._find(trial, count, {count: eager}) if is_usable else ""
         if not is_usable or (found and trial.has_overflown):
             self._bound(captured.key)
-            return self.prove_by(captured, snapshot, known, sample)
+            return self.prove_with_call(captured, snapshot, known, sample)
         if found:
             return RowProof(Reason.ROWS_DEPEND, found)
         return attrs.evolve(known, open_calls=0)

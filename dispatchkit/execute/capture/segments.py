@@ -328,7 +328,7 @@ class SegmentRecorder:
             return Result(plain_tensor(leaf), stride=leaf.stride())
         place = (self._num_calls, number), leaf.shape, leaf.dtype
         if self._admission is not None:
-            self._admission.ask(self._lane.between.growth(*place))
+            self._admission.ensure_fits(self._lane.between.growth(*place))
         own = self._lane.between.tensor_at(*place)
         own.copy_(leaf)
         dim = None if dims is None else dims.returned[number]

@@ -15,11 +15,11 @@ from typing import Final
 #: The smallest bucket of an axis.
 MIN_BUCKET: Final = 16
 #: Factor by which buckets exceed the largest size so far, because growing invalidates all graphs.
-_ROOM: Final = 4
+_HEADROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)
 #: Maximum ratio of padded positions with a plan to those without, for the plan to be used.
-_WORTH: Final = 0.85
+_MAX_PLANNED_RATIO: Final = 0.85
 #: Granularity of counted sizes and planned buckets.
 _STEP: Final = 8
 #: Maximum number of sizes that a plan distinguishes; planning takes quadratic time.
@@ -49,7 +49,7 @@ class Buckets:
         self._num_calls += 1
         self._counts[_stepped(size)] += 1
         if not self.sizes or size > self.sizes[-1]:
-            self.sizes += _powers_of_two(self.sizes[-1] if self.sizes else 0, size * _ROOM)
+            self.sizes += _powers_of_two(self.sizes[-1] if self.sizes else 0, size * _HEADROOM)
             return True
         return self._num_calls == self._next_plan and self._plan()
 
@@ -67,7 +67,7 @@ class Buckets:
             next(bucket for bucket in planned if bucket >= size) * count
             for size, count in self._counts.items()
         )
-        if then > _WORTH * now:
+        if then > _MAX_PLANNED_RATIO * now:
             return False
         self.sizes = (*planned, *(size for size in self.sizes if size > planned[-1]))
         self.is_planned = True

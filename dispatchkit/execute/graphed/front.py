@@ -142,13 +142,13 @@ def graphed(
 
 
 #: Arguments of GraphRunner that are derived from calls.
-_OF_CALLS = frozenset({"step", "inputs", "example"})
+_DERIVED_ARGUMENTS = frozenset({"step", "inputs", "example"})
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(GraphRunner).parameters) - _OF_CALLS
+    known = set(inspect.signature(GraphRunner).parameters) - _DERIVED_ARGUMENTS
     for name in settings:
-        if name in _OF_CALLS:
+        if name in _DERIVED_ARGUMENTS:
             allowed = "omitted, because inputs are derived from calls"
             hint = "To capture in advance, pass the arguments of a call as example=."
             raise ConfigError(name, settings[name], allowed, hint)

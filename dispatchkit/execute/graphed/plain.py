@@ -60,7 +60,7 @@ class PlainSteps:
         """
         with self._lock:
             if self._left <= 0 or self._form.runner is not self._runner:
-                self._give_back()
+                self._report_steps()
                 return AGAIN
             try:
                 plan = self._executor.decide(*self._batch).plan
@@ -85,14 +85,14 @@ class PlainSteps:
 
     def _adopt(self, plan: Any) -> bool:
         """Use a plan if its steps can bypass the runner, and return whether they can."""
-        self._give_back()
+        self._report_steps()
         num_plain = plan.num_plain() if isinstance(plan, EagerPlan) else 0
         if num_plain:
             self._plan, self._given = plan, min(num_plain, _MAX_IN_A_ROW)
             self._left = self._given
         return num_plain > 0
 
-    def _give_back(self) -> None:
+    def _report_steps(self) -> None:
         """Report the steps that bypassed the runner to it."""
         plan, num_steps = self._plan, self._given - self._left
         self._plan, self._left = None, 0

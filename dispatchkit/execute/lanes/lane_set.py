@@ -93,7 +93,7 @@ class StepFuture:
             stream = CudaStream(stream)
         self._in_flight.done.wait(stream)
         if self._is_device:
-            self._keep_for(stream)
+            self._record_stream(stream)
 
     def synchronize(self) -> None:
         """Block the host until the step has finished."""
@@ -119,7 +119,7 @@ class StepFuture:
         self.wait()
         return self._result
 
-    def _keep_for(self, stream: Any) -> None:
+    def _record_stream(self, stream: Any) -> None:
         """Record with the allocator which stream reads the result."""
         raw: Any = None if stream is None else stream.raw
         for leaf in leaves_of(self._result):

@@ -77,7 +77,7 @@ class Checker:
         # Captured keys compared so far: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedKey], ...] = (WeakSet(), WeakSet())
         self._count = 0
-        self._handed_out: list[torch.Tensor] = []
+        self._returned_views: list[torch.Tensor] = []
 
     def is_due(self, step: CapturedKey, num_tokens: int) -> bool:
         """Return whether the next replay must be compared."""
@@ -169,7 +169,7 @@ class Checker:
         )
         return f"The results are still equal, but since the capture: {where}." if where else ""
 
-    def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
+    def copy_views(self, leaves: Sequence[Any]) -> list[Any]:
         """Return copies of views, and overwrite the copies of the previous call.
 
         An outdated view then contains NaN, or the largest number of its dtype, instead of plausible
@@ -177,10 +177,10 @@ class Checker:
         """
         if self._is_first_alone:
             return list(leaves)
-        for leaf in self._handed_out:
+        for leaf in self._returned_views:
             leaf.fill_(_poison(leaf.dtype))
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._handed_out = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
+        self._returned_views = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
         return copies
 
 

@@ -25,7 +25,7 @@ _CHUNK: Final = 1 << 22
 
 
 @attrs.define
-class _Wrong:
+class _Differences:
     """Differences between a replay and eager.
 
     Attributes:
@@ -138,8 +138,8 @@ class StateCheck:
         old: torch.Tensor,
         *,
         is_padded: bool,
-    ) -> _Wrong:
-        found = _Wrong()
+    ) -> _Differences:
+        found = _Differences()
         parts = (one.split(_CHUNK) for one in (got, want, old, self._changed[name]))
         for number, (*values, changed) in enumerate(zip(*parts, strict=True)):
             got, want, old = map(comparable, values)

@@ -173,7 +173,7 @@ class EagerRunner:
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
         what = counted(num_tokens, "token") + (f" (graph {missed})" if missed else "")
-        then = self._what_to_do(reason, missed)
+        then = self._next_step(reason, missed)
         have = f"Nearest captured: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
             raise NoGraphError(
@@ -194,7 +194,7 @@ class EagerRunner:
             return False
         return self._lifecycle.is_under_way(missed)
 
-    def _what_to_do(self, reason: str, missed: GraphKey | None) -> str:
+    def _next_step(self, reason: str, missed: GraphKey | None) -> str:
         """Return the next step for a downgrade, with details of a failed key."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")

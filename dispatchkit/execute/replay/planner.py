@@ -111,7 +111,7 @@ class Planner:
             return plan
         missed = self._missed(batch) if num_tokens else []
         first = missed[0] if missed else None
-        reason = self.own_reason(decision.reason, first)
+        reason = self.specific_reason(decision.reason, first)
         count = self._counters.of_eager(reason, first)
         retry = self._lifecycle.retry_key(reason, missed)
         return self._run_eager(num_tokens, reason, count, first, retry, timer)
@@ -151,10 +151,10 @@ class Planner:
                 return str(reason)
         return ""
 
-    def shown(
+    def effective_decision(
         self, decision: Decision, num_tokens: int, missed: GraphKey | None = None
     ) -> Decision:
-        """Return the decision by which a batch would run now, with the reason to count.
+        """Return the decision that a batch would run under now, with the reason to count.
 
         Args:
             decision: Decision of the dispatcher.
@@ -163,7 +163,7 @@ class Planner:
         """
         if reason := self.obstacle(decision, num_tokens):
             return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=reason, parts=())
-        return attrs.evolve(decision, reason=self.own_reason(decision.reason, missed))
+        return attrs.evolve(decision, reason=self.specific_reason(decision.reason, missed))
 
     def replay(
         self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
@@ -242,7 +242,7 @@ class Planner:
         is_alike = all(layout == layouts[0] for layout in layouts)
         return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
-    def own_reason(self, reason: str, missed: GraphKey | None = None) -> str:
+    def specific_reason(self, reason: str, missed: GraphKey | None = None) -> str:
         """Return the dispatcher's reason, or a more specific one.
 
         Args:

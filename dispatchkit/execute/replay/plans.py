@@ -559,7 +559,7 @@ class CheckedPlan:
                 self._is_owned or step.hits == hits
             ):  # the results are not views, or the step ran eager
                 return result
-            return step.layout.structure.build(checker.hand_out(leaves_of(result)))
+            return step.layout.structure.build(checker.copy_views(leaves_of(result)))
         steps, tokens = count.steps, count.tokens
         result, found = checker.compare(
             step,

@@ -178,10 +178,10 @@ class PythonState:
         self._records_of: dict[int, list[Record]] = {}
         # Objects that the step reaches without an attribute: roots, cells, globals, classes.
         self._roots: set[int] = set()
-        queue: deque[_Found] = deque(_Found(one, name, "", None) for name, one in roots.items())
+        queue: deque[_Node] = deque(_Node(one, name, "", None) for name, one in roots.items())
         # Classes, and values reached only through their code, come last, because the code of a
         # library names most of the library.
-        classes: deque[_Found] = deque()
+        classes: deque[_Node] = deque()
         while (queue or classes) and len(self._records) < MAX_CONTAINERS:
             is_of_class = not queue
             found = classes.popleft() if is_of_class else queue.popleft()
@@ -206,7 +206,7 @@ class PythonState:
             elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
                 self._callables.append(found.value)
             for part in _parts(found):
-                inside: Iterable[_Found] = (part,) if isinstance(part, _Found) else part.inside()
+                inside: Iterable[_Node] = (part,) if isinstance(part, _Node) else part.inside()
                 if isinstance(part, Record):
                     part.holder, part.is_of_class = found.value, is_of_class
                     records.append(part)
@@ -335,7 +335,7 @@ def is_same(before: Any, after: Any) -> bool:
         return False
     if isinstance(before, float):
         return bool(before.hex() == after.hex())  # NaN equals NaN, and 0.0 differs from -0.0
-    if isinstance(before, (*_PLAIN, _Address, _Copied, _Contents)):
+    if isinstance(before, (*_PLAIN, _Address, _ByValue, _Contents)):
         return bool(before == after)
     if isinstance(before, types.MethodType):
         return before.__func__ is after.__func__ and before.__self__ is after.__self__
@@ -348,7 +348,7 @@ def is_same(before: Any, after: Any) -> bool:
 
 
 @attrs.frozen
-class _Found:
+class _Node:
     """An object found in the walk.
 
     Attributes:
@@ -415,7 +415,7 @@ class Record:
         is_of_class: Whether the container is reached only through classes and their code.
     """
 
-    def __init__(self, kind: Kind, found: _Found) -> None:
+    def __init__(self, kind: Kind, found: _Node) -> None:
         self.kind, self.target = kind, found.value
         self.path, self.owner, self.site = found.path, found.owner, found.site
         self.holder: Any = found.value
@@ -425,14 +425,14 @@ class Record:
         self.seen = [*itertools.chain.from_iterable(self.views)]
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
 
-    def inside(self) -> Iterator[_Found]:
+    def inside(self) -> Iterator[_Node]:
         """Yield the values of entries that the walk must visit."""
         if not self.kind.is_entered:
             return
         for key, value in self.saved.items():
             if not is_plain(value) and not (self._is_installed and type(value) not in _CONTAINERS):
                 path = self.kind.join(self.path, key)
-                yield _Found(value, path, self.owner, self.site, True, self._is_installed)
+                yield _Node(value, path, self.owner, self.site, True, self._is_installed)
 
     def changes(self) -> Iterator[Entry]:
         """Yield the entries that have changed, including new entries."""
@@ -583,7 +583,7 @@ class _Address:
         return hash(self._place)
 
 
-class _Copied:
+class _ByValue:
     """A container of a script module, compared by value because each read returns a copy."""
 
     def __init__(self, value: Any) -> None:
@@ -591,7 +591,7 @@ class _Copied:
         self._content = _content_of(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Copied) and is_same(self._content, other._content)
+        return isinstance(other, _ByValue) and is_same(self._content, other._content)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
@@ -611,7 +611,7 @@ def _content_of(value: Any) -> Any:
 def _readable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _Address(value)
-    return _Copied(value) if isinstance(value, (dict, list, tuple)) else value
+    return _ByValue(value) if isinstance(value, (dict, list, tuple)) else value
 
 
 def _read_script(target: Any) -> dict[str, Any]:
@@ -625,7 +625,7 @@ def _read_script(target: Any) -> dict[str, Any]:
 def _write_script(target: Any, name: str, value: Any) -> None:
     if isinstance(value, _Address):
         value = value.tensor
-    elif isinstance(value, _Copied):
+    elif isinstance(value, _ByValue):
         value = value.value
     target._c.setattr(name, value)
 
@@ -652,7 +652,7 @@ def _get_attribute(target: Any, name: str) -> Any:
 
 
 @attrs.frozen
-class _Each:
+class _LazyMap:
     """An iterable that calls a function for each of its arguments, anew in each iteration."""
 
     get: Callable[..., Any]
@@ -691,7 +691,7 @@ def _views_of_class(target: type) -> tuple[Iterable[Any], ...]:
 
 
 def _views_of_globals(target: _Globals) -> tuple[Iterable[Any], ...]:
-    return (_Each(target.values.get, (target.names, itertools.repeat(MISSING))),)
+    return (_LazyMap(target.values.get, (target.names, itertools.repeat(MISSING))),)
 
 
 _MAPPING = Kind(_read_dict, _set_item, _indexed, get=_get_item, views=_views_of_dict)
@@ -709,7 +709,7 @@ _CELL = Kind(
     _write_cell,
     _itself,
     get=_get_cell,
-    views=lambda one: (_Each(_get_cell, ((one,), ("",))),),
+    views=lambda one: (_LazyMap(_get_cell, ((one,), ("",))),),
 )
 _GLOBALS = Kind(
     _Globals.read,
@@ -817,7 +817,7 @@ _GRADIENT = Kind(
     lambda one, _, value: setattr(one, "grad", value),
     _dotted,
     get=_get_attribute,
-    views=lambda one: (_Each(getattr, ((one,), ("grad",))),),
+    views=lambda one: (_LazyMap(getattr, ((one,), ("grad",))),),
 )
 
 
@@ -852,7 +852,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
 # -- the walk ------------------------------------------------------------------------------------
 
 
-def _parts(found: _Found) -> Iterator[Record | _Found]:
+def _parts(found: _Node) -> Iterator[Record | _Node]:
     """Yield the records of an object, and other objects that it refers to."""
     value = found.value
     own = found if found.owner else attrs.evolve(found, owner=type(value).__qualname__)
@@ -890,7 +890,7 @@ def _kind_of(value: Any) -> Kind | None:
     return _numpy_kind(value)
 
 
-def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
+def _of_attributes(value: Any, path: str) -> Iterator[Record | _Node]:
     """Yield the attributes, slots and class of an object.
 
     Of library objects, only torch modules and attribute containers are entered, because the others
@@ -901,47 +901,47 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     owner = cls.__qualname__
     if _is_internal(cls) or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__):
         if (wrapped := getattr(value, "__wrapped__", None)) is not None:
-            yield _Found(wrapped, path, "", None)
+            yield _Node(wrapped, path, "", None)
         return
     if _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
         return
     if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_c"):
         for name, module in value.named_modules():
             inner = _dotted(path, name) if name else path
-            yield Record(_SCRIPT, _Found(module, inner, type(module).__qualname__, None))
+            yield Record(_SCRIPT, _Node(module, inner, type(module).__qualname__, None))
         return
     held = getattr(value, "__dict__", None)
     if isinstance(value, torch.nn.Module):
-        yield Record(_MODULE, _Found(held, path, owner, cls))
+        yield Record(_MODULE, _Node(held, path, owner, cls))
         for name in _MEMBERS:
-            yield Record(_MEMBER, _Found(vars(value)[name], path, owner, cls))
+            yield Record(_MEMBER, _Node(vars(value)[name], path, owner, cls))
     elif isinstance(held, dict):
-        yield Record(_ATTRIBUTES, _Found(held, path, owner, cls))
+        yield Record(_ATTRIBUTES, _Node(held, path, owner, cls))
     if not _is_library(cls):
         if _read_slots(value):
-            yield Record(_SLOTS, _Found(value, path, owner, cls))
-        yield _Found(cls, owner, "", cls)
+            yield Record(_SLOTS, _Node(value, path, owner, cls))
+        yield _Node(cls, owner, "", cls)
 
 
-def _of_class(cls: type) -> Iterator[Record | _Found]:
+def _of_class(cls: type) -> Iterator[Record | _Node]:
     """Yield the data attributes, bases and methods of a user-defined class."""
     if _is_library(cls) or _is_own_module(cls.__module__):
         return
     name, installed = cls.__qualname__, _is_installed(cls)
-    yield Record(_CLASS, _Found(cls, name, f"class {name}", cls, is_installed=installed))
+    yield Record(_CLASS, _Node(cls, name, f"class {name}", cls, is_installed=installed))
     for base in cls.__bases__:
-        yield _Found(base, base.__qualname__, "", base)
+        yield _Node(base, base.__qualname__, "", base)
     for fn in _own_functions(cls):
-        yield _Found(fn, fn.__qualname__, "", fn, is_method=True)
+        yield _Node(fn, fn.__qualname__, "", fn, is_method=True)
 
 
-def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
+def _of_function(fn: Any, found: _Node) -> Iterator[Record | _Node]:
     """Yield the bound objects, cells, globals and defaults of a function."""
     owner = getattr(fn, "__self__", None)
-    yield _Found(owner, found.path, "", None, found.is_entry, is_owner=True)
+    yield _Node(owner, found.path, "", None, found.is_entry, is_owner=True)
     if isinstance(fn, functools.partial):
         for one in (fn.func, *fn.args, *fn.keywords.values()):
-            yield _Found(one, found.path, "", None, found.is_entry)
+            yield _Node(one, found.path, "", None, found.is_entry)
     for plain in functions_of(fn):
         if _is_library(plain):
             continue
@@ -950,11 +950,11 @@ def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
         installed = _is_installed(plain)
         if not _is_own_module(plain.__module__ or ""):  # globals would reach all of dispatchkit
             globals_named = _Globals(plain.__globals__, names)
-            yield _Found(globals_named, "", owner, plain, is_installed=installed)
+            yield _Node(globals_named, "", owner, plain, is_installed=installed)
             for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
-                yield _Found(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
+                yield _Node(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
-            yield _Found(cell, name, owner, plain)
+            yield _Node(cell, name, owner, plain)
 
 
 def is_plain(value: Any) -> bool:

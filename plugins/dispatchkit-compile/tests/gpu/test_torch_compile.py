@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from dispatchkit import GraphRunner, StaticInput, graph_piece, split_module  # noqa: E402
-from dispatchkit.execute import EagerStepWarning, PlainCodeWarning  # noqa: E402
+from dispatchkit.execute import EagerStepWarning, UncompiledCodeWarning  # noqa: E402
 
 from dispatchkit_compile import batch_facts, torch_compile  # noqa: E402
 
@@ -243,7 +243,7 @@ def kernels_of(run):
     return [event.name for event in profile.events() if event.device_type == on_device]
 
 
-@pytest.mark.filterwarnings("error::dispatchkit.execute.PlainCodeWarning")
+@pytest.mark.filterwarnings("error::dispatchkit.execute.UncompiledCodeWarning")
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -327,6 +327,6 @@ def test_code_that_dynamo_gave_up_is_told_of():
     with Foreign():  # for good
         fast(x)
     runner = GraphRunner(fast, {"x": StaticInput((None, WIDTH), "float32")}, sizes=[8], mode="FULL")
-    with pytest.warns(PlainCodeWarning, match="ran uncompiled"):
+    with pytest.warns(UncompiledCodeWarning, match="ran uncompiled"):
         assert runner.capture().failed == {}
     torch.testing.assert_close(runner(x=x), torch.relu(x) * 2 + 1)

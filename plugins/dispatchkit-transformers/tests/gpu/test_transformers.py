@@ -90,7 +90,7 @@ def test_a_thousand_steps_of_requests_that_come_and_go_keep_memory_flat(model):
 
 
 @pytest.mark.parametrize("part", ["step", "model"])
-@pytest.mark.filterwarnings("error::dispatchkit.execute.PlainCodeWarning")
+@pytest.mark.filterwarnings("error::dispatchkit.execute.UncompiledCodeWarning")
 def test_graphs_of_compiled_code(model, prompts, part):
     torch._dynamo.reset()
     given = {"compile": True} if part == "step" else {"forward": torch.compile(model)}
