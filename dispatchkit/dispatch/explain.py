@@ -308,7 +308,7 @@ _CAUSES: Mapping[str, str] = {
     Reason.STALE: "state: its graph reads memory that was replaced after its capture",
     Reason.DISABLED: "state: its graph or runtime mode is disabled",
     Reason.TOO_MANY_REQS: "constraint: the batch has more requests than its graph was captured for",
-    Reason.OUTSIDE_AXIS: "constraint: the value of an axis is outside all of its buckets",
+    Reason.OUTSIDE_AXIS: "constraint: the value of an axis is outside all buckets",
     Reason.ROWS_NOT_INDEPENDENT: "constraint: only batches of independent rows may be split",
     Reason.ROWS_DEPEND: "executor: padding changes the results of the step",
     Reason.ROWS_NOT_THE_BUCKET: "executor: an output does not have one row per row of the batch",

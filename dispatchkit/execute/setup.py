@@ -89,9 +89,11 @@ class RunnerSpec:
             raise ConfigError("options", options, "RunnerOptions")
         if inputs is None and example is None:
             hint = "Write inputs={'x': StaticInput((None, 16), 'float32')}, for example."
-            raise ConfigError("inputs", None, "given, or an example of them", hint)
+            raise ConfigError("inputs", None, "given unless example is given", hint)
         if inputs is not None and example is not None:
-            raise ConfigError("example", example, "omitted if inputs are given")
+            raise ConfigError(
+                "example", example, "omitted if inputs are given", "Pass only one of them."
+            )
         for name, by_name in (("inputs", inputs), ("example", example)):
             if by_name is not None and not isinstance(by_name, Mapping):
                 allowed = "a dictionary keyed by the names of the step's parameters"

@@ -333,9 +333,9 @@ class TestSettings:
             make_runner(model, TWO, outputs=value)
 
     def test_inputs_or_example_but_not_both(self, model):
-        with pytest.raises(ConfigError, match="Pass either inputs or example"):
+        with pytest.raises(ConfigError, match="inputs must be given unless example is given"):
             GraphRunner(model)
-        with pytest.raises(ConfigError, match="Pass either inputs or example"):
+        with pytest.raises(ConfigError, match="example must be omitted if inputs are given"):
             GraphRunner(model, TWO, example={"tokens": torch.ones(3)})
 
     def test_unknown_policy_names_the_nearest(self, model):
