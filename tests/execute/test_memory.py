@@ -53,6 +53,7 @@ def rows_of(number, seed=0):
 
 
 def test_largest_first_takes_about_the_memory_of_the_largest(make_runner, wide):
+    """Graphs of one pool share its memory."""
     runner = make_runner(wide, INPUT)
     runner.capture([key for key in runner.registry if key.num_tokens == 8])
     largest = runner.num_bytes
