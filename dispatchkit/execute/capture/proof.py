@@ -16,7 +16,7 @@ Noise has both signs, and rows after the first three are much larger or smaller,
 depend only on negative values, on values above 1, or on the largest row. Noise is in 0..1 if other
 numbers may be invalid. This is the case if an operation of the warmup converts floating-point
 numbers to integers (index 0 stays valid), draws with probabilities, asserts or is not part of
-torch. It is also the case if other noise leads to results that are not finite, in eager or in a
+torch. Noise is also in 0..1 if other noise leads to results that are not finite, in eager or in a
 replay (a logarithm, an overflow).
 
 A mask that is added to scores, which is an input whose fill hides positions, is set to show all
@@ -539,7 +539,7 @@ class _Outputs:
         return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
-        """Return whether the outputs have a layout, for a batch of ``count`` rows."""
+        """Return whether outputs for a batch of ``count`` rows have a layout."""
         return self.structure == layout.structure and self._first_mismatch(layout, count) is None
 
     def describe_mismatch(self, layout: OutputLayout, count: int) -> str:

@@ -35,8 +35,8 @@ class HeldWeights:
     def need_gradients(self, form: Hashable) -> bool:
         """Return whether a call must run eager while gradients are enabled.
 
-        It must if its results require gradients, or if this is not known yet. As long as no held
-        tensor requires gradients, each call checks another held tensor.
+        This is the case if its results require gradients, or if that is not known yet. As long as
+        no held tensor requires gradients, each call checks a different held tensor.
 
         Args:
             form: Identity of the form of the call.

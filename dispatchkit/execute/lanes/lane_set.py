@@ -160,8 +160,8 @@ class LaneCost:
         way: ``every lane``: each lane has all keys. ``assigned lanes``: each key is on the lanes
             that the lane policy returns for it.
         num_graphs: Number of graphs on all lanes.
-        graph_bytes: Bytes of their pools and outputs.
-        static_bytes: Bytes of static inputs on all lanes, for all buckets of axes.
+        graph_bytes: Size of pools and outputs on all lanes, in bytes.
+        static_bytes: Size of static inputs on all lanes and for all buckets of axes, in bytes.
     """
 
     way: str

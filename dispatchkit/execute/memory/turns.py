@@ -7,8 +7,8 @@ correct if steps neither read nor write the memory that the capture uses or rest
 ``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
 finishes before a step may run, and the next phase waits for that step.
 
-Steps neither capture nor evict on the device of a background capture. They would wait for the
-capture while holding the lock that it waits for, which is a deadlock.
+Steps neither capture nor evict on the device of a background capture. A step that did would wait
+for the capture while holding the lock that the capture waits for, which is a deadlock.
 """
 
 from __future__ import annotations

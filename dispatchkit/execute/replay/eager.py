@@ -107,7 +107,7 @@ class EagerRunner:
         self._lane.tick += 1
         self.num_runs += 1
         if self._axes is not None:
-            given = self._axes.eager_arguments(tensors)  # type: ignore[arg-type]  # a call made by it
+            given = self._axes.eager_arguments(tensors)  # type: ignore[arg-type]  # an AxisCall
         else:
             if tensors is None:
                 self._lane.group.check_awake()

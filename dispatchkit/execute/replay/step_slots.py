@@ -16,7 +16,7 @@ from dispatchkit.execute.slots import SavedRows, SlotState
 
 
 class StepSlots:
-    """A reader of steps' slots, from calls or static inputs.
+    """A reader of the slots of a step, from the call or the static inputs.
 
     Args:
         name: Name of the input with the slots.
