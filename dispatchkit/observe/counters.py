@@ -28,7 +28,7 @@ class SegmentStats:
 
 
 class StepCount:
-    """The counts of steps of one kind, and of their tokens."""
+    """The number of steps of one kind, and the sum of their tokens."""
 
     __slots__ = ("steps", "tokens")
 

@@ -186,7 +186,7 @@ class SwapRequests:
             with self._executor.registry.lock:  # prevents updates of the policy
                 return copy.deepcopy(current)
         except Exception as error:
-            hint = f"Pass policy=. copy.deepcopy() raised {type(error).__name__}: {error}"
+            hint = f"Pass a policy. copy.deepcopy() raised {type(error).__name__}: {error}"
             raise ConfigError(
                 "policy",
                 policy_name(current),
