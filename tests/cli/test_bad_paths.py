@@ -220,7 +220,7 @@ def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> No
 
 
 def test_force_replaces_the_output(run: Any, folder: Path) -> None:
-    """With ``--force``, an existing file that is not an input is written over."""
+    """With ``--force``, an existing file that is not an input is overwritten."""
     (folder / "page.html").write_text("old")
     assert run("report", "in.csv", "-o", "page.html", "--sizes", "8", "--force").code == 0
     assert (folder / "page.html").read_text().startswith("<!doctype html>")

@@ -1,6 +1,6 @@
-"""Transports on buffers of their own, and copy nodes on a tape that plays the driver's part.
+"""Transports on their own buffers, and copy nodes on a tape that imitates the driver.
 
-``test_input_transports.py`` has what all ways have in common, through runners.
+``test_input_transports.py`` tests what all transports share, through runners.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HOSTS = {
     "flags": StaticInput((None,), "bool", fill=True, host=True),
     "table": StaticInput((2,), "float32", host=True),
 }
-#: Its elements are of every size and of types that numpy lacks.
+#: Elements of every size, and types that numpy lacks.
 TYPES = ("bool", "uint8", "bfloat16", "float16", "int32", "float64", "complex64", "float8_e4m3fn")
 EVERY_TYPE = {
     f"x{index}": StaticInput((None, 3) if index % 2 else (None,), dtype, fill=1)
@@ -55,7 +55,7 @@ EVERY_TYPE = {
 
 
 def call_of(specs, rows, number):
-    """Return the values of one call in declared order; small whole numbers."""
+    """Return the values of a call in declared order; all are small integers."""
     values = []
     for spec in specs.values():
         whole = torch.arange(spec.sized(rows).numel()).add(number).remainder(5)
@@ -64,7 +64,7 @@ def call_of(specs, rows, number):
 
 
 def holds(buffers, specs, call, rows, bucket):
-    """Compare what a graph reads bit by bit: not every type can be compared otherwise."""
+    """Compare a graph's inputs bit by bit, because some types cannot be compared otherwise."""
     for (_, spec), seen, value in zip(specs.items(), buffers.views(bucket), call, strict=True):
         wanted = spec.full(bucket, CPU)
         dim = spec.batch_dim
@@ -73,7 +73,7 @@ def holds(buffers, specs, call, rows, bucket):
 
 
 class Case:
-    """Buffers, and two steps for each bucket, as after captures: a whole graph, and pieces."""
+    """Buffers and two steps per bucket, as after captures: a whole graph, and pieces."""
 
     def __init__(self, specs, *, backend=None, most_data=CAPACITIES[-1], problem=""):
         self.specs, self.backend = specs, backend or PlayedTape()
@@ -109,7 +109,7 @@ class Case:
         return known
 
     def load(self, transport, call):
-        """Load a call; the host's values are gone at once."""
+        """Load a call and overwrite the host's values immediately."""
         given = [
             value.clone() if spec.host else value
             for spec, value in zip(self.specs.values(), call, strict=True)
@@ -120,7 +120,7 @@ class Case:
                 value.zero_()
 
     def write(self, transport, call, what):
-        """Write a call in place, and have it brought in."""
+        """Write a call in place and bring it in."""
         rows, step = transport.num_rows, self.step(transport.bucket, what)
         places = self.buffers.views(rows)
         for index, host in self.buffers.host_rows(rows):
@@ -128,14 +128,14 @@ class Case:
         for place, value in zip(places, call, strict=True):
             place.copy_(value)
         transport.load_in_place()
-        if step.path.staging is None:  # what was brought in may be written again at once
+        if step.path.staging is None:  # the source may be overwritten immediately
             for _, host in self.buffers.host_rows(rows):
                 host.fill_(1)
 
     def launch(self, bucket, what=""):
         step = self.step(bucket, what)
         step.graph.replay()
-        if step.path.staging is not None:  # the copy that such a graph has too
+        if step.path.staging is not None:  # such a graph has a copy too
             step.path.staging.queue_copy(bucket)
 
 
@@ -166,7 +166,7 @@ CASES = {
     "a node": lambda: Case(SPECS),
     "a node, every type": lambda: Case(EVERY_TYPE),
     "a node, and others": lambda: Case(SPECS | OTHERS),
-    # In turn: the node up to 8 rows, the graph's own copy of pinned memory at 16.
+    # A node up to 8 rows, and the graph's own copy of pinned memory at 16.
     "a node or pinned memory": lambda: Case(HOSTS, most_data=200),
     "a node or pinned memory, mixed": lambda: Case(SPECS | HOSTS, most_data=200),
     "torch or pinned memory": lambda: Case(HOSTS, most_data=200, problem=LOST),
@@ -183,7 +183,7 @@ CASES = {
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(WAYS), st.integers(1, 16)), min_size=2))
 def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(make, steps):
-    """Whatever went before, also calls that were never launched."""
+    """This holds after any earlier calls, including calls that were never launched."""
     run(make(), steps)
 
 
@@ -228,12 +228,12 @@ def test_tensors_whose_memory_is_not_what_they_are(special, holds):
 
 
 def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
-    """Torch copies then, and the launch must not copy again; else it is refused."""
+    """Torch copies then, and the launch must not copy again; otherwise the call is refused."""
     case = Case(SPECS)
     case.transport(5).load(call_of(SPECS, 5, 1), False)
     case.backend.code = 1
     case.transport(5).load(call_of(SPECS, 5, 2), False)
-    case.buffers.tensors[1][1] = 44  # a launch that still copied would overwrite it
+    case.buffers.tensors[1][1] = 44  # another copy would overwrite it
     case.launch(8)
     assert case.buffers.tensors[1].tolist()[:6] == [2, 44, 4, 0, 1, 7]
     assert "are copied by torch" in caplog.text
@@ -244,11 +244,11 @@ def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
 
 
 def test_a_thread_without_a_context_gets_one():
-    """Before the driver is asked: it does not refuse such a thread, it ends the process."""
+    """It gets one before the driver is called, which would end the process."""
     case = Case(SPECS)
     transport, calls = case.transport(5), [call_of(SPECS, 5, number) for number in range(3)]
     case.backend.contexts.clear()
-    for call in calls:  # all alive: each has addresses of its own
+    for call in calls:  # all alive, so each has its own addresses
         thread = threading.Thread(target=transport.load, args=(call, False))
         thread.start()
         thread.join()
@@ -258,7 +258,7 @@ def test_a_thread_without_a_context_gets_one():
 
 
 class TestSetOnce:
-    """A node that is as it must be already is not set again."""
+    """A node that is already correct is not set again."""
 
     def make(self):
         case = Case(SPECS)
@@ -274,7 +274,7 @@ class TestSetOnce:
         holds(case.buffers, SPECS, call, transport.num_rows, 8)
 
     def test_other_values_in_the_same_tensors_are_brought_in(self):
-        """The node has addresses, and reads what is there when the graph runs."""
+        """The node has addresses and reads their values when the graph runs."""
         case, transport, call = self.make()
         for value in call:
             value.add_(3)
@@ -287,7 +287,7 @@ class TestSetOnce:
         self.holds_after(case, transport, call, 0)
 
     def test_another_size_of_the_same_graph_sets_it(self):
-        """Graphs serve batches of several sizes, and have one node."""
+        """A graph serves batches of several sizes with one node."""
         case, transport, call = self.make()
         rows = [value[:4] if value.dim() and len(value) == 5 else value for value in call]
         assert case.path(4) is not case.path(8)
@@ -296,13 +296,13 @@ class TestSetOnce:
         self.holds_after(case, transport, call, 1)
 
     def test_a_step_in_place_between_sets_it(self):
-        """It had the node stopped."""
+        """The step in place stopped the node."""
         case, transport, call = self.make()
         transport.load_in_place()
         self.holds_after(case, transport, call, 1)
 
     def test_a_failure_between_sets_it(self):
-        """What the driver made of a refused call is not known."""
+        """The effect of a refused driver call is unknown."""
         case, transport, call = self.make()
         case.backend.code = 1
         transport.load([value.clone() for value in call], True)
@@ -318,7 +318,7 @@ class TestSetOnce:
             holds(case.buffers, HOSTS, call, 5, 8)
 
     def test_an_interrupt_anywhere_sets_it(self):
-        """Whether it came before the driver's call or behind it."""
+        """Includes interrupts before and after the driver's call."""
         case, transport, _ = self.make()
         calls = [call_of(SPECS, 5, number) for number in range(2)]
         places = interrupted(lambda: transport.load(calls[0], True))
@@ -372,7 +372,7 @@ def test_many_inputs(made, keys):
 
 
 def test_steps_in_place_are_not_overwritten_by_an_earlier_call(made):
-    """A launch that brings nothing in copies nothing of the call before."""
+    """A launch without inputs copies nothing from the previous call."""
     runner, _ = made(outputs="view")
     runner(*rows_of(3, 1))
     runner.buffers["x"][:3], runner.buffers["y"][:3] = 5.0, 6
@@ -381,7 +381,7 @@ def test_steps_in_place_are_not_overwritten_by_an_earlier_call(made):
 
 
 def test_a_failed_launch_leaves_nothing_behind(made, quiet):
-    """Rows that a launch would have filled are not taken for filled."""
+    """Rows that the launch would have filled do not count as filled."""
     runner, backend = made(proves=False)
     runner(*rows_of(8, 1))
     play, backend.play = backend.play, None
@@ -435,7 +435,7 @@ def test_a_node_that_fails_is_told(made, keys, caplog):
 
 
 def test_the_same_arguments_are_looked_at_anew(made):
-    """A tuple of tensors that was contiguous at one call need not be so at the next."""
+    """Tensors that were contiguous at one call need not be contiguous at the next."""
     runner, _ = made(lambda x: x + 0, {"x": StaticInput((None, 2), "int64")})
     args = (torch.arange(4).view(2, 2),)
     for _ in range(3):

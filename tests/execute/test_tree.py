@@ -1,4 +1,4 @@
-"""Containers in leaves: the same as torch's own, and nothing left for the collector."""
+"""Containers in leaves match torch's own, and leave nothing for the collector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class Size(tuple):
-    """A kind of tuple that torch does not know: a leaf."""
+    """A kind of tuple that is not registered with torch: a leaf."""
 
 
 TREES = [

@@ -1,4 +1,4 @@
-"""Values that graphs have built in: what is replaced is found, and how soon."""
+"""Values baked into graphs: replacements are detected within a stated number of replays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dispatchkit.execute.step.values import (  # noqa: E402
 
 
 class Adapter(torch.nn.Module):
-    """A small LoRA: a scale and a switch that Python reads."""
+    """A small LoRA: Python reads a scale and a switch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _watch(model: torch.nn.Module) -> ValueWatch:
 
 
 def _compare(watch: ValueWatch, times: int) -> bool:
-    """Return whether so many comparisons find nothing, each when it is due."""
+    """Return whether a number of comparisons, each when due, detects nothing."""
     return all(watch.is_unchanged(watch.due) for _ in range(times))
 
 
@@ -86,7 +86,7 @@ IN_TURN: dict[str, Callable[[Adapter], Any]] = {
 
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
-    """torch reports it, and the next replay compares everything."""
+    """torch reports the assignment, and the next replay compares everything."""
     model = Adapter()
     watch = _watch(model)
     assert _compare(watch, 3 * watch.num_values)
@@ -99,7 +99,7 @@ def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
 
 @pytest.mark.parametrize("case", IN_TURN)
 def test_anything_else_is_found_within_one_turn(case: str) -> None:
-    """Whatever value had its turn when the change was made."""
+    """This holds for any position of the turn at the change."""
     for begun in range(3):
         model = Adapter()
         watch = _watch(model)
@@ -111,7 +111,7 @@ def test_anything_else_is_found_within_one_turn(case: str) -> None:
 
 
 class Growing(torch.nn.Module):
-    """Reads what may be added to later."""
+    """Reads containers that may get further items."""
 
     is_loud = False
 
@@ -144,17 +144,17 @@ ADDED: dict[str, Callable[[Growing], Any]] = {
 
 @pytest.mark.parametrize("case", ADDED)
 def test_what_is_added_after_a_capture_is_found_within_one_turn(case: str) -> None:
-    """A list, a dictionary or an object may get what was not there."""
+    """A list, a dictionary or an object may get new items."""
     model = Growing()
     watch = _watch(model)
     assert _compare(watch, 2 * watch.num_values)
     ADDED[case](model)
     assert not _compare(watch, -(-watch.num_containers // CONTAINERS_AT_ONCE))
-    assert _compare(watch, 2 * watch.num_values)  # told once, as what is captured anew has it
+    assert _compare(watch, 2 * watch.num_values)  # reported once, because a new capture contains it
 
 
 def test_what_is_added_and_not_read_changes_nothing() -> None:
-    """Neither what no code names, nor what only code beside the step does."""
+    """Values that no code names, or only code outside the step, have no effect."""
     model = Growing()
     watch = _watch(model)
     model.serve(torch.ones(2))
@@ -163,7 +163,7 @@ def test_what_is_added_and_not_read_changes_nothing() -> None:
 
 
 def test_what_modules_hold_does_not_wait_for_tables_of_their_classes() -> None:
-    """Both have turns of their own: a library's code names thousands of values."""
+    """Both have their own turns, because a library's code names thousands of values."""
 
     def make() -> tuple[torch.nn.Module, dict[str, Any]]:
         by_name, table = {"one": [1.0], "two": [2.0]}, {n: [0.0] for n in range(500)}
@@ -224,7 +224,7 @@ def test_an_equal_number_is_no_change() -> None:
 
 
 def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
-    """A flag that a first call flips may be set again by the caller."""
+    """The caller may reset a flag that a first call sets."""
     model = Adapter()
     state = PythonState({"model": model})
     always = [one for one in state.values_read() if one.path == "model.enabled"]
@@ -239,7 +239,7 @@ def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
 
 @pytest.mark.parametrize("begun", [0, 5, VALUES_AT_ONCE])
 def test_a_changed_number_is_found_within_the_stated_number_of_replays(begun: int) -> None:
-    """Whatever graphs are replayed meanwhile; from then on results are eager's."""
+    """This holds for any graphs replayed meanwhile; from then on results are eager's."""
     model = Adapter().eval()
     runner = GraphRunner(
         model, {"x": StaticInput((None, 2), "float32")}, sizes=[1, 2], mode="FULL", backend="tape"
@@ -260,7 +260,7 @@ def test_a_changed_number_is_found_within_the_stated_number_of_replays(begun: in
 
 
 def test_gradients_are_watched_where_the_step_reads_them() -> None:
-    """A graph of a step that names none has none built in."""
+    """A graph of a step that names no gradient contains none."""
 
     def step(x: Any) -> Any:
         return x * weight.grad
@@ -275,7 +275,7 @@ def test_gradients_are_watched_where_the_step_reads_them() -> None:
 
 
 def test_values_of_every_kind_of_container_are_watched() -> None:
-    """Those that are items, and those that are read another way."""
+    """Includes items and values that are read otherwise."""
 
     class Slots:
         __slots__ = ("scale",)

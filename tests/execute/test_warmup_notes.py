@@ -1,4 +1,4 @@
-"""A first capture goes by what its warmup was seen to do, on a backend that can."""
+"""A first capture uses what its warmup recorded, if the backend supports it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Holding:
 
 
 class NotingTape(TapeBackend):
-    """The tape, which tells how each capture was asked for: watched, by notes, or neither."""
+    """A tape that records how each capture was requested: watched, with notes, or neither."""
 
     is_plain = True
 
@@ -75,7 +75,7 @@ def tape():
 
 
 def test_first_capture_goes_by_its_warmup_and_holds_what_that_was_given(make_runner, tape):
-    """A cache that the warmup fills is kept, and read by the graph."""
+    """A cache that the warmup fills is kept and read by the graph."""
     weight, made = torch.eye(4), []
 
     def step(x):
@@ -95,7 +95,7 @@ def test_first_capture_goes_by_its_warmup_and_holds_what_that_was_given(make_run
     kept = {weight.untyped_storage()._cdata, made[0].untyped_storage()._cdata}
     buffers = {one.untyped_storage()._cdata for one in runner.lanes[0].lane.buffers.tensors}
     for graph in tape.graphs:
-        # Neither intermediates nor results of the warmup, which would stay for nothing.
+        # No intermediates or results of the warmup, which would waste memory.
         assert {storage._cdata for storage in graph.holds} == kept | buffers
     x = torch.arange(12.0).view(3, 4)
     torch.testing.assert_close(runner(x), step(x))
@@ -109,12 +109,12 @@ def test_what_only_a_watch_can_tell_is_watched(make_runner, tape):
 
 
 def test_notes_are_of_the_warmup_just_before(make_runner, tape, keys):
-    """Weights may be others by the time of a later capture."""
+    """Weights may differ by the time of a later capture."""
     runner = make_runner(lambda x: x + 1, INPUT, backend=tape)
     runner.controls.warm_up()
     runner.capture([keys.full(4)])
     assert tape.ways == ["watched"]
-    runner.invalidate()  # which has the next warmup watched anew, so that it has notes
+    runner.invalidate()  # so that the next warmup is watched again and has notes
     runner.capture([keys.full(4)])
     assert tape.ways == ["watched", "by notes"]
 
@@ -127,7 +127,7 @@ def test_pieces_are_watched_each(make_runner, tape):
 
 
 def test_inputs_of_the_host_are_watched(make_runner, tape):
-    """Their copy is in the graph alone."""
+    """Only the graph contains their copy."""
     inputs = {"x": attrs.evolve(INPUT["x"], host=True)}
     runner = make_runner(lambda x: x + 1, inputs, backend=tape)
     runner.capture()
@@ -137,13 +137,13 @@ def test_inputs_of_the_host_are_watched(make_runner, tape):
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("does_draw", [False, True])
 def test_a_step_draws_if_its_warmup_moved_a_generator(make_runner, tape, is_plain, does_draw):
-    """Attention may draw by its operations, and does not without dropout."""
+    """Attention may draw according to its operations, but does not without dropout."""
     tape.is_plain = is_plain
 
     def step(x):
         heads = x[:, None, None]
         y = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0]
-        with torch.random.fork_rng(devices=()):  # the generator is at its place again at the end
+        with torch.random.fork_rng(devices=()):  # the generator is at its old offset at the end
             return y + torch.rand(1) if does_draw else y
 
     runner = make_runner(step, INPUT, backend=tape, sizes=(4,))

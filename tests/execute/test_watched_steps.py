@@ -1,4 +1,4 @@
-"""Watched steps: on a timeline that Perfetto opens, as NVTX ranges, by anybody else."""
+"""Watched steps: timelines for Perfetto, NVTX ranges, and custom watchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dispatchkit.observe import Timeline  # noqa: E402
 
 
 class Log:
-    """Keeps what it is told."""
+    """Records its events."""
 
     def __init__(self):
         self.told = []
@@ -34,7 +34,7 @@ def spans(data, category="step"):
 
 
 def test_a_timeline_is_what_chrome_and_perfetto_open(make_runner, quiet, tmp_path):
-    """Read back from the file: format, order, nothing overlapping, and as counted."""
+    """The file is read back: format, order, no overlaps, and correct counts."""
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
     timeline = Timeline()
@@ -50,7 +50,8 @@ def test_a_timeline_is_what_chrome_and_perfetto_open(make_runner, quiet, tmp_pat
     about = [one for one in data["traceEvents"] if one["ph"] == "M"]
     rows = {one["tid"]: one["args"]["name"] for one in about if one["name"] == "thread_name"}
     assert list(rows.values()) == ["lane 0"]
-    assert not set(rows) & {one["pid"] for one in about}  # that would be a process's main thread
+    # that would be the main thread of a process
+    assert not set(rows) & {one["pid"] for one in about}
     found = spans(data)
     for one in found:
         assert set(one) == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
@@ -107,7 +108,7 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_watcher_hears_every_step_between_enter_and_leave(make_runner, quiet):
-    """Results are the same; a step that raises is told as failed; unwatched is as before."""
+    """Results are equal, a raising step counts as failed, unwatched steps are unchanged."""
     is_broken = []
 
     def step(tokens):
@@ -133,7 +134,7 @@ def test_a_watcher_hears_every_step_between_enter_and_leave(make_runner, quiet):
 
 
 def test_step_that_captures_is_watched_to_its_end(make_runner):
-    """The launch behind a lazy capture is within, and the step is one."""
+    """The launch after a lazy capture is inside, and there is one step."""
     runner = make_runner(lambda tokens: tokens + 1, lazy=True)
     log = Log()
     runner.taps.watch_steps(log)
@@ -161,7 +162,7 @@ def test_watching_and_recording_go_together(make_runner):
 
 
 def test_nvtx_ranges_are_pushed_and_popped_around_each_step(make_runner, monkeypatch):
-    """By the calls themselves: a profiler is for a GPU."""
+    """Checked by calls, because a profiler needs a GPU."""
     calls = []
     monkeypatch.setattr(torch.cuda.nvtx, "mark", lambda text: calls.append(("mark", text)))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda text: calls.append(("push", text)))

@@ -1,4 +1,4 @@
-"""The page on the design lists the functions that a call goes through as they are on the stack."""
+"""The page on the design lists the functions on the stack of a call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dispatchkit.backends.tape.graph import TapeGraph  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-# Where it was imported from: the source tree, or an installed wheel.
+# The imported package: the source tree or an installed wheel.
 PACKAGE = Path(dispatchkit.__file__).resolve().parent
 
 
 def listed(way: str) -> list[list[str]]:
-    """Return the lists of ``file: function`` that the page has for a way."""
+    """Return the page's lists of ``file: function`` for a way."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     passage = page.partition(f"### The path of {way}\n")[2].partition("\n#")[0]
     lists: list[list[str]] = []
@@ -36,7 +36,7 @@ def listed(way: str) -> list[list[str]]:
 
 
 def stack_at(call: Callable[[], object], reached: CodeType) -> list[str]:
-    """Return the functions of this package on the stack where a call reaches one of another."""
+    """Return this package's functions on the stack where a call enters another package."""
     stacks: list[list[str]] = []
 
     def follow(frame, event, argument):
@@ -60,7 +60,7 @@ def stack_at(call: Callable[[], object], reached: CodeType) -> list[str]:
 
 
 class Learning(OneBucketPolicy):
-    """Wants every step measured."""
+    """Requests a measurement of every step."""
 
     def decide(self, batch, graphs):
         found = super().decide(batch, graphs)
@@ -85,7 +85,7 @@ def test_a_replay():
     runner.capture()
     runner(ROWS)
     assert stack_at(lambda: runner(ROWS), TapeGraph.replay.__code__) == by_the_graph
-    assert direct == by_the_graph[:2]  # the rest of it is the device's: see tests/gpu
+    assert direct == by_the_graph[:2]  # the remaining functions belong to the device; see tests/gpu
     assert len(by_the_graph) <= 8
 
 
@@ -93,7 +93,7 @@ def test_a_lazy_capture():
     (way,) = listed("a lazy capture")
     runner = make(lazy=True)
     assert stack_at(lambda: runner(ROWS), TapeBackend.capture.__code__) == way
-    assert len(way) + 5 <= 15  # those of a backend
+    assert len(way) + 5 <= 15  # functions of a backend
 
 
 def test_an_outcome():

@@ -1,4 +1,4 @@
-"""Policy, backend and observers of a runner: by name, by plugin, by object."""
+"""Policy, backend and observers of a runner, given by name, plugin or object."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ INPUTS = {"tokens": StaticInput((None,), "int64")}
 
 
 class OwnTape(TapeBackend):
-    """The tape of a plugin; takes no device."""
+    """A plugin's tape, which accepts no device."""
 
 
 class DeviceTape(TapeBackend):
-    """The tape of a plugin that is told its device."""
+    """A plugin's tape, which receives its device."""
 
     def __init__(self, device=None):
         super().__init__()
@@ -105,7 +105,7 @@ def policy_of(runner):
 
 
 def test_plugin_selects_the_policy_where_the_user_names_none(policy):
-    """It sees the resolved configuration; what the user names is never asked about."""
+    """The plugin gets the resolved configuration; it is not asked if the user names one."""
     seen = []
 
     class Mine(type(policy)):
@@ -165,7 +165,7 @@ def test_options_need_a_name(policy):
 
 @pytest.fixture
 def heard():
-    """Return plugins of an observer, and the list of what it hears, registrations apart."""
+    """Return plugins of an observer, and the list of its events except registrations."""
     plugins = load_plugins(allow=())
     events = []
     for kind in EVENTS:
@@ -194,7 +194,7 @@ def test_refused_swap_is_no_event(heard, policy):
 
 
 class Faulty:
-    """Right at the trial, wrong for five tokens afterwards."""
+    """Correct at the trial, wrong for five tokens later."""
 
     name = "faulty"
     armed = False
@@ -245,7 +245,7 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
     assert "the raising one" in caplog.text
 
 
-# -- settings that cannot be used ---------------------------------------------------------------
+# -- unusable settings ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

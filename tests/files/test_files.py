@@ -1,4 +1,4 @@
-"""Output files: complete or not there, never over their inputs, never over what was not meant."""
+"""Output files are complete or absent, and never replace inputs or other files by mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_dots(source: Path, other: Path) -> Path:
     [lambda source, _: source, hard_link, link, through_a_linked_folder, with_dots],
 )
 def test_an_input_is_no_output_under_any_name(tmp_path: Path, as_another_name: Any) -> None:
-    """Not even where overwriting is asked for."""
+    """This holds with force too."""
     source = tmp_path / "in.csv"
     source.write_text("mine")
     output = as_another_name(source, tmp_path / "other")
@@ -101,7 +101,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError(28, "full")])
 def test_what_interrupts_leaves_the_older_file(tmp_path: Path, error: Any) -> None:
-    """And nothing beside it."""
+    """No other file remains."""
     path = tmp_path / "out"
     path.write_text("old")
     expected = ConfigError if isinstance(error, OSError) else error
@@ -124,7 +124,7 @@ def test_links_and_permissions_stay(tmp_path: Path) -> None:
 
 
 def test_the_part_of_another_writer_stays(tmp_path: Path) -> None:
-    """One that was killed, or writes now."""
+    """The other writer was killed or is still writing."""
     path = tmp_path / "out"
     left = tmp_path / "out.part"
     left.write_text("of another")
@@ -158,13 +158,13 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_long_name_is_written_as_well_as_a_short_one(tmp_path: Path) -> None:
-    """There must be room for the part's ending."""
+    """The part's suffix needs room in the name."""
     path = tmp_path / ("n" * 254)
     write_whole(path, "text")
     assert path.read_text() == "text"
 
 
 def test_text_that_is_no_utf8_is_escaped(tmp_path: Path) -> None:
-    """A file name may be any bytes, and be named in a report."""
+    """A file name may contain any bytes, and a report may contain the name."""
     write_whole(tmp_path / "out", "name \udcff")
     assert (tmp_path / "out").read_text() == "name \\udcff"

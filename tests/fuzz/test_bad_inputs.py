@@ -1,7 +1,7 @@
-"""Ten thousand bad inputs: each is an answer or a typed error, and no file is left half-written.
+"""Ten thousand bad inputs lead to an answer or a typed error, and to no partial file.
 
-Command lines have a test of their own beside those of the command line. Every input is drawn from
-a seed of its own, which a failure names. ``FUZZ_SEED=7`` before the command draws others.
+tests/cli has its own tests of command lines. Every input has its own seed, which a failure prints.
+``FUZZ_SEED=7`` before the command draws other inputs.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SCALARS: tuple[Any, ...] = (
 
 
 def scalar(rng: random.Random) -> Any:
-    """Something that somebody may hand over."""
+    """Return a value that a user may pass by mistake."""
     if rng.random() < 0.2:
         return [scalar(rng) for _ in range(rng.randrange(4))]
     return rng.choice(SCALARS)
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """The same bytes with some cut, doubled, changed or added."""
+    """Return the bytes with some removed, repeated, changed or inserted."""
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(data) + 1)
         match rng.randrange(5):
@@ -69,7 +69,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 
 
 def typed(number: int, seed: str, attempt: Callable[[random.Random], Any]) -> None:
-    """Make that many attempts; each returns or raises an error of dispatchkit's."""
+    """Run attempts, each of which must return or raise one of dispatchkit's errors."""
     refused = 0
     seed = f"{os.environ.get('FUZZ_SEED', '')} {seed}".lstrip()
     with warnings.catch_warnings():
@@ -87,7 +87,7 @@ def typed(number: int, seed: str, attempt: Callable[[random.Random], Any]) -> No
 
 
 def left(folder: Path) -> list[str]:
-    """Files that are not whole."""
+    """Return the partial files in a folder."""
     return [path.name for path in folder.rglob("*.part*")]
 
 
@@ -149,7 +149,7 @@ def test_2000_trace_files(tmp_path: Path) -> None:
 
 
 def test_500_traces_that_cannot_be_written(tmp_path: Path) -> None:
-    """The step is refused; the trace holds those before it, and no part of a file lies about."""
+    """The step is refused; the trace has the steps before it, and no partial file remains."""
     from dispatchkit.observe import TraceStep
 
     def attempt(rng: random.Random) -> None:
@@ -185,7 +185,7 @@ def test_500_cost_models(tmp_path: Path) -> None:
 
 
 def test_1000_learned_states(tmp_path: Path) -> None:
-    """Cut, changed, or with a digest that fits and arms that are impossible."""
+    """Truncated, changed, or with a valid digest and impossible arms."""
     pytest.importorskip("dispatchkit_adaptive")
     from dispatchkit_adaptive import state
 
@@ -217,7 +217,7 @@ def test_1000_learned_states(tmp_path: Path) -> None:
 
 
 def test_state_on_disk_runs_no_code(tmp_path: Path) -> None:
-    """A pickle in the place of the state is not a state, and is not unpickled."""
+    """A pickle in place of the state is refused and not unpickled."""
     state = pytest.importorskip("dispatchkit_adaptive.state")
     import pickle
 
@@ -237,7 +237,7 @@ def test_state_on_disk_runs_no_code(tmp_path: Path) -> None:
 def test_200_distributions_with_bad_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is broken is left out and named; the others load."""
+    """Broken ones are skipped and named; the others load."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(logging.getLogger("dispatchkit"), "disabled", True)
     (tmp_path / "fuzz_module.py").write_text("value = 1\n")

@@ -1,4 +1,4 @@
-"""A step that breaks, on a device: as on the tape, beside compiled code, and in one pool."""
+"""Steps with graph breaks on a device: as on the tape, with compiled code, and in one pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dispatchkit.options import MemoryOptions  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own, as it loads inductor and as inductor advises
+    # torch's own warnings when it loads inductor
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
@@ -45,7 +45,7 @@ class TestBreaks(BreakCases):
 
 
 def test_segments_survive_what_the_allocator_does_meanwhile(backend):
-    """Other keys are captured and evicted, and memory is given back, between replays."""
+    """Between replays, other keys are captured and evicted, and memory is freed."""
     case = TestBreaks()
     weights = case.weights(backend)
 
@@ -82,7 +82,7 @@ def test_segments_survive_what_the_allocator_does_meanwhile(backend):
 
 
 def test_compiled_parts_stay_compiled_around_a_break(backend):
-    """Beside a region that reads on the host."""
+    """The step has a region that reads on the host too."""
     case = TestBreaks()
     weight = case.weights(backend)[0]
 
@@ -136,7 +136,7 @@ def test_draws_in_segments_and_between_them_are_eagers(backend):
 
 
 def test_what_segments_give_to_calls_serves_all_sizes(backend):
-    """In memory that is no more than the largest size needs alone, whichever replays next."""
+    """Memory is no more than the largest size needs alone, in any order of replays."""
     case, layers = TestBreaks(), 6
     weights = case.weights(backend)
 
@@ -150,7 +150,7 @@ def test_what_segments_give_to_calls_serves_all_sizes(backend):
             left, right = x @ weights[number % 3], x * 2
             out = torch.empty_like(x)
             mix(out, left, right)
-            x = out + first + left  # which crosses a break
+            x = out + first + left  # used across a break
         return x
 
     num_bytes = {}

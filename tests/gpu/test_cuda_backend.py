@@ -1,4 +1,4 @@
-"""CUDA graphs keep the promises of every backend, and those only a device can be asked for."""
+"""CUDA graphs pass the tests of every backend, and some that need a device."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class TestCuda(BackendTests):
 
 
 class TestCudaUnwatched(BackendTests):
-    """Without the watch torch or the driver refuses, or nobody does.
+    """Without the watch, torch or the driver refuses a call, or nothing does.
 
-    Everything must be cleaned up all the same. Not promised then: the name of the call, and
-    that a refusal counts which the callable swallowed and which left the capture whole.
+    Everything must be cleaned up nevertheless. Not required then: the name of the call, and the
+    failure of a capture after the callable swallowed a refusal that left the capture valid.
     """
 
     def make_backend(self):
@@ -55,22 +55,22 @@ class TestCudaUnwatched(BackendTests):
 
     @pytest.mark.parametrize("name", sorted({*HOST_SYNCS} - {"numpy"}))
     def test_calls_that_wait_for_the_device_are_refused(self, rig, name):
-        """All but ``numpy``, where torch itself refuses before the driver does."""
+        """All except ``numpy``, which torch refuses before the driver does."""
         super().test_calls_that_wait_for_the_device_are_refused(rig, name)
 
     def test_a_watched_graph_holds_what_it_reads_until_release(self, rig):
-        """Nothing is watched, so nothing is known that could be held."""
+        """Nothing is watched, so nothing can be kept."""
         graph = rig.warm_capture(lambda: rig.zeros(2) + 1)
         assert graph.holds == []
 
     def test_a_refused_call_is_named(self, rig):
-        """Torch or the driver speaks, and what it said is passed on."""
+        """The message of torch or the driver is passed on."""
         x = rig.zeros(3)
         with pytest.raises(CaptureError, match=r"stream is capturing|graph capture"):
             rig.capture(lambda: x.sum().item())
 
     def test_a_refused_call_that_the_callable_catches_still_fails(self, rig):
-        """Where the driver voided the capture; torch's own refusals leave it whole."""
+        """Only if the driver voided the capture; torch's own refusals leave it valid."""
         x = rig.zeros(3)
 
         def run():
@@ -86,7 +86,7 @@ class TestCudaUnwatched(BackendTests):
         assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0] * 3
 
     def test_a_graph_says_whether_it_draws(self, rig):
-        """Nobody looked at the capture: the first replay tells."""
+        """The capture was not watched, so the first replay decides."""
         x = rig.zeros(4)
         quiet = rig.capture(lambda: x + 1)
         drawing = rig.capture(lambda: rig.torch.rand(4, device="cuda"))
@@ -103,7 +103,7 @@ class TestCudaUnwatched(BackendTests):
 @pytest.mark.parametrize("has_bias", [False, True], ids=["cublas", "cublaslt"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_replays_write_into_no_memory_that_torch_gave_to_others_meanwhile(dtype, has_bias):
-    """torch.compile's reduce-overhead gives back the workspaces that graphs still write to."""
+    """torch.compile's reduce-overhead frees workspaces that graphs still write to."""
     rig = new_rig()
     torch = rig.torch
     for rows, width, columns in ((8, 16384, 64), (16, 8192, 256), (64, 4096, 4096)):
@@ -129,7 +129,7 @@ def test_replays_write_into_no_memory_that_torch_gave_to_others_meanwhile(dtype,
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["cublas", "cublaslt"])
 def test_workspaces_of_a_stream_that_is_captured_come_from_its_own_pool(has_bias):
-    """The launch of a graph whose workspace the device has back ended the process."""
+    """Launching a graph whose workspace was freed ended the process."""
     rig = new_rig()
     torch = rig.torch
     x, weight, bias = rig.randn(16, 4096), rig.randn(4096, 64), rig.randn(64)
@@ -137,7 +137,7 @@ def test_workspaces_of_a_stream_that_is_captured_come_from_its_own_pool(has_bias
     def product():
         return torch.addmm(bias, x, weight) if has_bias else x @ weight
 
-    torch._C._cuda_clearCublasWorkspaces()  # of whoever had this stream before
+    torch._C._cuda_clearCublasWorkspaces()  # from an earlier owner of this stream
     graph = rig.warm_capture(product)
 
     def in_use():
@@ -154,7 +154,7 @@ def test_workspaces_of_a_stream_that_is_captured_come_from_its_own_pool(has_bias
     gc.collect()
     before = in_use()
     torch._C._cuda_clearCublasWorkspaces()
-    assert in_use() == before  # else some of them were anybody's
+    assert in_use() == before  # otherwise others could use some of them
     torch.cuda.empty_cache()
     torch.testing.assert_close(rig.replayed(graph), product(), rtol=1e-3, atol=1e-2)
 
@@ -378,7 +378,7 @@ def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
     rig = new_rig(refuse_host_syncs=False)
     torch = rig.torch
     x = rig.zeros(1 << 20)
-    gc.collect()  # graphs of other tests
+    gc.collect()  # frees graphs of other tests
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -393,7 +393,7 @@ def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
 
 @pytest.fixture
 def no_driver(monkeypatch):
-    """Make the driver unreachable: voided captures can only be given up."""
+    """Make the driver unavailable, so that voided captures can only be abandoned."""
     from dispatchkit.backends.cuda import repair as cuda_repair
     from dispatchkit.backends.cuda.driver import DriverCallError
 
@@ -437,7 +437,7 @@ def test_a_capture_that_cannot_begin_leaves_generators_and_pool_working(monkeypa
 
     def failing_begin(graph, **options):
         monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
-        with torch.cuda.stream(torch.cuda.default_stream()):  # torch refuses that
+        with torch.cuda.stream(torch.cuda.default_stream()):  # torch refuses it
             begin(graph, **options)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", failing_begin)
@@ -499,7 +499,7 @@ def test_an_unregistered_generator_fails_the_capture_and_nothing_else():
     try:
         graph = rig.capture(lambda: rig.torch.rand(4, device="cuda", generator=generator))
     except CaptureError:
-        pass  # torch up to 2.11 wants it registered; later ones register by themselves
+        pass  # torch up to 2.11 requires registration; later versions register it themselves
     else:
         graph.replay()
     assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0] * 4
@@ -650,7 +650,7 @@ def test_inside_a_capture_the_caller_began_ours_is_refused_and_theirs_goes_on():
 
 
 def test_inside_a_capture_the_caller_began_a_replay_that_draws_is_refused_and_theirs_goes_on():
-    """The numbers of that moment would be drawn by each replay of the caller's graph."""
+    """Each replay of the caller's graph would repeat the numbers of that moment."""
     rig = new_rig()
     torch = rig.torch
     x = rig.zeros(4)
@@ -672,7 +672,7 @@ def test_inside_a_capture_the_caller_began_a_replay_that_draws_is_refused_and_th
 
 
 def test_draws_on_streams_of_somebody_else_come_in_turn():
-    """Such a stream may be destroyed and another one get its handle: no turn is left out."""
+    """An external stream may be destroyed and its handle reused, so no wait is skipped."""
     rig = new_rig()
     torch = rig.torch
     cudart = torch.cuda.cudart()
@@ -694,7 +694,7 @@ def test_draws_on_streams_of_somebody_else_come_in_turn():
         assert int(cudart.cudaStreamCreate(ctypes.addressof(handle))) == 0
         with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
             graph.replay()
-        if number % 2:  # what is queued there still runs
+        if number % 2:  # queued work still runs
             assert int(cudart.cudaStreamDestroy(handle.value)) == 0
     right = [rig.equal(one, other) for one, other in zip(target, expected, strict=True)]
     assert right == [True] * 6
@@ -725,7 +725,7 @@ def test_device_time_grows_with_the_work():
     assert device_us(forty) > 5 * device_us(one)
 
 
-# -- neighbours ------------------------------------------------------------------------------
+# -- concurrent threads ---------------------------------------------------------------------
 
 
 def test_busy_neighbours_do_not_disturb_a_capture():
@@ -735,7 +735,7 @@ def test_busy_neighbours_do_not_disturb_a_capture():
 
     def busy():
         try:
-            # Of another priority: torch has 32 streams of each, and could give out the rig's.
+            # Another priority, because torch has 32 streams of each and could return the rig's.
             stream = torch.cuda.Stream(priority=-1)
             event = torch.cuda.Event()
             with torch.cuda.stream(stream):
@@ -764,7 +764,7 @@ def test_busy_neighbours_do_not_disturb_a_capture():
 def test_a_collection_in_mid_capture_may_let_go_of_old_graphs():
     rig = new_rig()
     x = rig.zeros(4)
-    gc.collect()  # torch's own graphs, of other tests, would void the capture
+    gc.collect()  # other tests' graphs of torch would void the capture
 
     class Cycle:
         pass
@@ -799,7 +799,7 @@ def test_a_thousand_captures_and_releases_leave_nothing():
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own imports warn
+@pytest.mark.filterwarnings("ignore")  # imports of torch.compile warn
 def test_a_compiled_function_is_captured_as_compiled():
     rig = new_rig()
     torch = rig.torch

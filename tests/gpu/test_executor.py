@@ -1,7 +1,7 @@
-"""What the executor promises of captures and memory, asked of a device.
+"""Captures and memory of the executor on a device.
 
-The same promises are tested on the tape in tests/execute; here are those that a device alone
-can break: libraries with a first use, neighbours, memory that somebody else may take.
+tests/execute has the same tests on the tape. Here are cases that only a device can break: libraries
+with a first use, concurrent threads, memory that others may reuse.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rows_of(number, seed=0, width=64):
 
 
 def same(actual, expected):
-    # The bucket is another shape than the batch, so that other kernels may compute it.
+    # The bucket has another shape than the batch, so other kernels may compute it.
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -79,7 +79,7 @@ def step():
 
 @pytest.fixture
 def quiet():
-    """Do not turn warnings of downgrades into errors in this test; it expects them."""
+    """Allow warnings of downgrades, which this test expects."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EagerStepWarning)
         yield
@@ -87,7 +87,7 @@ def quiet():
 
 @pytest.fixture
 def unwatched(monkeypatch):
-    """Leave replaced values to what is tested: no replay compares them first."""
+    """Leave replaced values to the tested code: no replay compares them first."""
     monkeypatch.setattr(effects, "ValueWatch", lambda *_: ValueWatch())
 
 
@@ -98,12 +98,12 @@ def reserved():
     return torch.cuda.memory_reserved()
 
 
-# -- first use, streams, collector, neighbours ------------------------------------------------
+# -- first use, streams, collector, concurrent threads --------------------------------------
 
 
 @pytest.mark.parametrize("warmups", [1, 0])
 def test_first_matrix_product_of_a_process_works(warmups):
-    """Nothing has used the library before; without warmups it works or says why not."""
+    """The library is unused before; without warmups the capture succeeds or reports the reason."""
     program = f"""
         import warnings
         import torch
@@ -141,7 +141,7 @@ def test_first_matrix_product_of_a_process_works(warmups):
 
 
 def test_warmup_and_capture_use_one_stream_for_all_keys(step):
-    """Libraries keep workspaces for each stream: a second one would be another memory."""
+    """Libraries keep a workspace per stream, so a second stream would use more memory."""
     used = []
 
     class Noting(type(cuda_backend())):
@@ -159,7 +159,7 @@ def test_warmup_and_capture_use_one_stream_for_all_keys(step):
 
 
 def test_collection_in_mid_capture_destroys_old_graphs_without_harm(step):
-    """A collection that would destroy an old graph voids no capture."""
+    """A collection that would destroy an old graph does not void a capture."""
 
     def collecting(x):
         y = step(x)
@@ -170,7 +170,7 @@ def test_collection_in_mid_capture_destroys_old_graphs_without_harm(step):
     for _ in range(3):
         old = runner_of(step)
         old.capture()
-        old.me = old  # a ring: only the collector frees it
+        old.me = old  # a cycle that only the collector frees
         del old
     runner = runner_of(collecting)
     assert runner.capture().failed == {}
@@ -180,12 +180,12 @@ def test_collection_in_mid_capture_destroys_old_graphs_without_harm(step):
 
 @pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
 def test_captures_beside_busy_neighbours(step, mode):
-    """Another thread copies, allocates and polls events; both are right."""
+    """Another thread copies, allocates and polls events; both are correct."""
     stop, rounds, errors = threading.Event(), [], []
 
     def busy():
         try:
-            # Of another priority: torch has 32 streams of each, and could give out the runner's.
+            # Another priority, because torch has 32 streams of each and could return the runner's.
             stream, event = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             with torch.cuda.stream(stream):
                 while not stop.is_set():
@@ -232,9 +232,9 @@ def fail(kind, y):
 
 
 def test_failing_captures_of_five_kinds_leave_all_else_as_it_was(quiet):
-    """Twenty of them through one runner: memory flat, and what comes next is right."""
+    """After twenty failures in one runner, memory is constant and later steps are correct."""
     weight, counter = weight_of(), torch.zeros(1, device=DEVICE)
-    # The runner does not look into an event: graphs of other keys stay when it is cleared.
+    # The runner does not inspect an event, so clearing it keeps graphs of other keys.
     is_faulty = threading.Event()
     is_faulty.set()
 
@@ -256,7 +256,7 @@ def test_failing_captures_of_five_kinds_leave_all_else_as_it_was(quiet):
         assert not torch.cuda.is_current_stream_capturing()
         levels.append((runner.num_bytes, reserved()))
         x = rows_of(22, key.num_tokens)
-        same(runner(x), torch.tanh(x @ weight))  # a key that was captured before
+        same(runner(x), torch.tanh(x @ weight))  # a key captured earlier
     assert len(set(levels[5:])) == 1, levels
     assert counter.item() == 20
     torch.cuda.manual_seed(3)
@@ -274,7 +274,7 @@ def test_failing_captures_of_five_kinds_leave_all_else_as_it_was(quiet):
 
 
 def test_out_of_memory_in_a_capture_is_told_as_such(step, quiet):
-    """The key goes to eager, captured keys live on, and memory is as before."""
+    """The key runs eager, captured keys stay, and memory is unchanged."""
 
     def greedy(x):
         if x.shape[0] == 8 and torch.cuda.is_current_stream_capturing():
@@ -313,7 +313,7 @@ def test_scratch_that_grows_is_warmed_up_before_the_first_capture():
 
 @pytest.mark.usefixtures("unwatched")
 def test_check_mode_finds_memory_that_has_moved_since(quiet):
-    """Scratch or weights in new storage: the caller gets eager's result and is told."""
+    """With scratch or weights in new storage, the caller gets eager's result and a message."""
     scratch = [torch.zeros(8, device=DEVICE)]
 
     def step(x):
@@ -331,7 +331,7 @@ def test_check_mode_finds_memory_that_has_moved_since(quiet):
 
 
 def test_call_inside_the_callers_capture_passes_straight_through(step):
-    """A call in a capture of the caller becomes part of the graph that is captured there."""
+    """A call in the caller's capture becomes part of the caller's graph."""
     runner = runner_of(step)
     runner.capture()
     static = rows_of(5)
@@ -345,12 +345,12 @@ def test_call_inside_the_callers_capture_passes_straight_through(step):
     assert runner.stats().eager_by_reason == {"inside_capture": 1}
 
 
-# -- first captures, which go by their warmup -------------------------------------------------
+# -- first captures, which use the notes of their warmup ------------------------------------
 
 
 @pytest.mark.usefixtures("unwatched")
 def test_first_graph_holds_what_its_warmup_was_given():
-    """Weights that the step lets go of, and memory that it made in the warmup."""
+    """Weights that the step drops, and memory created in the warmup."""
     weights, made = [weight_of()], []
 
     def step(x):
@@ -365,7 +365,7 @@ def test_first_graph_holds_what_its_warmup_was_given():
     (graph,) = runner.controls.get(next(iter(runner.registry))).graphs
     held = {storage.data_ptr() for storage in graph.holds}
     assert {weights[0].data_ptr(), made[0].data_ptr()} <= held
-    assert len(held) == 3  # with the static input, and nothing of the warmup
+    assert len(held) == 3  # with the static input, without objects of the warmup
     weights.clear()
     made.clear()
     gc.collect()
@@ -387,7 +387,7 @@ def test_first_graph_draws_as_eager_does():
 
 
 def test_first_capture_names_the_call_that_waits(step, quiet):
-    """Seen in the warmup, where it may, and refused in the capture before the driver does."""
+    """The warmup records the call, and the capture refuses it before the driver does."""
     for wait, name in ((lambda y: float(y.sum()), "Tensor.__float__"), (torch.Tensor.cpu, "cpu")):
 
         def waiting(x, wait=wait):
@@ -407,11 +407,11 @@ def test_first_capture_names_the_call_that_waits(step, quiet):
 
 
 def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(step):
-    """Never a silent conversion."""
+    """There is no silent conversion."""
     runner = runner_of(step)
     runner.capture()
     x = rows_of(5)
-    for _ in range(3):  # then the look of its inputs is known
+    for _ in range(3):  # afterwards the inputs' look is known
         runner(x)
     with (
         torch.autocast("cuda", dtype=torch.bfloat16),
@@ -424,7 +424,7 @@ def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(s
 
 
 def test_late_use_of_a_view_shows_in_check_mode(step):
-    """A result that is read after the next call holds nothing plausible."""
+    """A result that is read after the next call holds no plausible values."""
     runner = runner_of(step, outputs="view", options=RunnerOptions(check=1 << 40))
     runner.capture()
     first = runner(rows_of(3))
@@ -435,7 +435,7 @@ def test_late_use_of_a_view_shows_in_check_mode(step):
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_order_with_copies_from_and_to_the_host(step, pin):
-    """Copies of the caller on its own stream, not waited for, before and after each step."""
+    """The caller copies on its own stream before and after each step, without waits."""
     runner = runner_of(step)
     runner.capture()
     given = [
@@ -458,7 +458,7 @@ def test_order_with_copies_from_and_to_the_host(step, pin):
 
 
 def test_host_memory_that_a_graph_copies_from_lives_as_long_as_the_graph():
-    """Host temporaries of a capture are not given to others meanwhile."""
+    """Host temporaries of a capture are not reused meanwhile."""
 
     def step(x):
         bias = torch.full((64,), 7.0, pin_memory=True)
@@ -485,7 +485,7 @@ WIDE_SIZES = (64, 256, 512, 1024, 1536, 2048, 3072, 4096)
 
 @pytest.fixture
 def wide():
-    """A step whose intermediates are up to 32 MiB each."""
+    """A step whose intermediates take up to 32 MiB each."""
     weight = weight_of(WIDE)
 
     def step(x):
@@ -496,7 +496,7 @@ def wide():
 
 
 class Meter:
-    """A backend that notes the most memory of all graph pools at the end of each capture."""
+    """A backend that records the peak memory of all graph pools at the end of each capture."""
 
     def __init__(self):
         meter = self
@@ -525,7 +525,7 @@ def wide_runner(step, **settings):
 
 
 def test_largest_first_takes_about_the_memory_of_the_largest(wide):
-    """Graphs of one pool share its memory."""
+    """Graphs of a pool share its memory."""
     largest = wide_runner(wide)
     largest.capture([max(largest.registry, key=lambda key: key.num_tokens)])
     runner = wide_runner(wide)
@@ -546,7 +546,7 @@ def test_any_order_of_captures_is_correct(wide, order):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rehearsal_is_never_below_what_a_capture_takes(seed):
-    """Random programs into a pool that other graphs have left in pieces."""
+    """Random programs run in a pool that other graphs have fragmented."""
     chance = random.Random(seed)
     backend = cuda_backend()
     stream, pool = backend.new_stream(), backend.new_pool()
@@ -575,7 +575,7 @@ def test_rehearsal_is_never_below_what_a_capture_takes(seed):
         exact += backend.pool_bytes(pool) - before == expected
         if chance.random() < 0.5:
             held.pop(chance.randrange(len(held)))
-    assert exact >= 10  # of 12: no mere bound
+    assert exact >= 10  # of 12, so not just a bound
     for graph in graphs:
         graph.release()
 
@@ -616,7 +616,7 @@ def test_budget_of_graphs_holds_under_ten_thousand_calls(wide, quiet):
     [(0.75, True, 10_000), (1.0, True, 2_000), (0.6, False, 2_000)],
 )
 def test_budget_of_bytes_holds_at_every_moment(wide, quiet, share, share_outputs, calls):
-    """Measured on the allocator at the end of each capture, in all pools of the process."""
+    """Measured in the allocator at the end of each capture, over all pools of the process."""
     free = wide_runner(
         wide, options=RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
     )
@@ -646,7 +646,7 @@ def test_budget_of_bytes_holds_at_every_moment(wide, quiet, share, share_outputs
 
 
 def test_recapture_of_everything_does_not_hold_old_and_new_together(wide):
-    """The old graphs are gone before the first new one is captured."""
+    """The old graphs are released before the first new capture."""
     meter = Meter()
     runner = wide_runner(wide, backend=meter.backend)
     runner.capture()
@@ -716,7 +716,7 @@ def test_weights_in_new_storage_are_found_in_check_mode(quiet):
 
 
 def test_invalidation_while_replays_are_in_flight(wide):
-    """Queued replays finish with what they read; the memory goes only afterwards."""
+    """Queued replays finish with the old memory, which is freed only afterwards."""
     weight = weight_of(WIDE)
     holder = [weight]
 
@@ -747,7 +747,7 @@ def test_invalidation_while_replays_are_in_flight(wide):
 
 
 def test_reload_that_failed_half_way_leaves_a_runner_that_works(quiet):
-    """One call invalidates, and what is captured next reads the weights as they are."""
+    """One call invalidates, and the next captures read the current weights."""
     modules = [Layer(), Layer()]
     runner = runner_of(lambda x: modules[1](modules[0](x)))
     runner.capture()

@@ -1,4 +1,4 @@
-"""Threads, guards, check mode and axes on a device; the same is tested on the tape."""
+"""Threads, guards, check mode and axes on a device; the tape has the same tests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def quiet():
 
 
 def test_eight_threads_give_the_serial_results_bit_for_bit(step):
-    """Each thread on a stream of its own; toggles of the process are as before."""
+    """Each thread has its own stream; process-wide settings are unchanged."""
     runner = runner_of(step)
     runner.capture()
     given = [rows_of(1 + i % 16, i) for i in range(256)]
@@ -85,7 +85,7 @@ def test_eight_threads_give_the_serial_results_bit_for_bit(step):
 
 
 def test_fifty_simultaneous_first_calls_capture_each_key_once(step):
-    """On a device too: fifty threads, one graph for each key."""
+    """Fifty threads share one graph per key, on a device too."""
     runner = runner_of(step, lazy=True)
     given = [rows_of(1 + i % 16, i) for i in range(50)]
 
@@ -101,7 +101,7 @@ def test_fifty_simultaneous_first_calls_capture_each_key_once(step):
 
 
 class Planted(torch.nn.Module):
-    """A step whose surroundings can be changed under the graph's feet."""
+    """A step whose environment can change after the capture."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class Planted(torch.nn.Module):
         mixed = (x @ self.weight) * self.factor + self.shift + self.table
         if self.inner.training:
             mixed = mixed + 1
-        mixed = mixed + x.sum()  # a stale tail shows
+        mixed = mixed + x.sum()  # makes a stale tail visible
         return -mixed if self.negate else mixed
 
 
@@ -166,7 +166,7 @@ def overwritten_output(step, runner):
 
 
 def stale_tail(step, runner):
-    """The buffers are said to be clean, and hold a large batch."""
+    """Mark the buffers clean although they hold a large batch."""
     for captured in live(runner):
         buffers = captured.input_path.buffers
         for tensor in buffers.tensors:
@@ -190,16 +190,16 @@ PLANTED = [
 
 @pytest.fixture
 def unwatched(monkeypatch):
-    """Leave what was replaced to check mode alone, whichever value has its turn."""
+    """Leave the detection of replaced values to check mode."""
     monkeypatch.setattr(effects, "ValueWatch", lambda *_: ValueWatch())
 
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize("plant", PLANTED)
 def test_planted_corruption_is_found(plant, quiet):
-    """Each kind that was planted is reported by check mode, on a device too."""
+    """Check mode reports each planted kind on a device too."""
     step = Planted().to(DEVICE)
-    # A graph whose first node brings the inputs in fills their tails anew each time.
+    # A graph whose first node brings in the inputs fills their tails each time.
     more = {"backend": CudaBackend(DEVICE, copy_node=False)} if plant is stale_tail else {}
     runner = runner_of(step, options=RunnerOptions(check=1), **more)
     runner.capture()
@@ -213,7 +213,7 @@ def test_planted_corruption_is_found(plant, quiet):
 
 
 def test_state_that_a_replay_changes_otherwise_is_found(quiet):
-    """The results are right; what the step writes is not, by a number or by rows of fill."""
+    """Results are right, but written state is wrong by a number or by filler rows."""
     total, cache = torch.zeros((), device=DEVICE), torch.zeros(17, WIDTH, device=DEVICE)
     factor = [1]
 
@@ -245,7 +245,7 @@ def test_state_that_a_replay_changes_otherwise_is_found(quiet):
 
 
 def test_hundred_thousand_clean_steps_pass():
-    """Weights change in place, state is stepped once for each call."""
+    """Weights change in place, and each call steps the state once."""
     step = Planted().to(DEVICE)
     total = torch.zeros((), device=DEVICE)
 
@@ -267,7 +267,7 @@ def test_hundred_thousand_clean_steps_pass():
 
 
 def test_moved_and_switched_modules_are_not_replayed(quiet):
-    """Neither after a move nor in another mode is a graph made before used."""
+    """Graphs from before a move or a switch of mode are not used."""
     module = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
     runner = runner_of(lambda x: module(x.to(module.weight.dtype)).float())
     runner.capture()
@@ -284,7 +284,7 @@ def test_moved_and_switched_modules_are_not_replayed(quiet):
 
 
 def test_release_and_recapture_for_sleep_and_wake(step):
-    """All memory is given back and comes back on request."""
+    """All memory is freed and comes back on request."""
     runner = runner_of(step)
     runner.capture()
     x = rows_of(7)
@@ -298,7 +298,7 @@ def test_release_and_recapture_for_sleep_and_wake(step):
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_axes_are_padded_and_cut(outputs):
-    """Any value within the buckets gives what eager gives; outside them the step runs eager."""
+    """Values within the buckets give eager's results; outside them the step runs eager."""
     weight = rows_of(8, 3, 4)
     inputs = {"x": StaticInput((None, "length", 8), "float32")}
     runner = runner_of(

@@ -1,4 +1,4 @@
-"""Host inputs that the graph's first node brings in as its own data, on a device that is late."""
+"""Host inputs that the graph's first node holds as its own data, on a lagging device."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def same(got, want):
 
 
 def late():
-    """Let the device lag behind the host."""
+    """Make the device lag behind the host."""
     torch.cuda._sleep(200_000)
 
 
 def kinds_of_nodes(graph):
-    """Return the kinds of a graph's nodes, by the driver."""
+    """Return the driver's kinds of a graph's nodes."""
     driver, count = driver_library(), ctypes.c_size_t(0)
     raw = ctypes.c_void_p(graph.raw_graph_handle)
     assert driver.cuGraphGetNodes(raw, None, ctypes.byref(count)) == 0
@@ -81,13 +81,13 @@ def test_such_a_graph_has_no_copy_of_host_memory():
         kinds_of_nodes(one.lanes[0].lifecycle.live()[key_of(8)].graphs[0])
         for one in (runner, plain)
     ]
-    # Both copy outputs to where graphs share them.
+    # Both copy outputs to memory shared by graphs.
     assert kinds[0].count(MEMCPY) == kinds[1].count(MEMCPY) - 1
     assert kinds[0].count(KERNEL) == kinds[1].count(KERNEL) + 1
 
 
 def test_every_capacity_and_its_borders():
-    """One byte a row: up to the last byte that fits, and one beyond."""
+    """With one byte per row: up to the last byte that fits, and one more."""
     sizes = sorted({1, *CAPACITIES[1:], *(one + 1 for one in CAPACITIES[1:])})
     runner = runner_of(
         lambda x: (x + 1, x.long().sum()),
@@ -116,7 +116,7 @@ def test_every_capacity_and_its_borders():
 
 
 def test_a_kernel_that_cannot_be_loaded_is_told(monkeypatch):
-    """As on a driver that knows no parameters of this size."""
+    """As with a driver that does not support parameters of this size."""
     load = cuda_copy.copy_kernel
     monkeypatch.setattr(
         cuda_copy,

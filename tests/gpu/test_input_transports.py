@@ -1,4 +1,4 @@
-"""Every way that inputs come into a graph, on a device."""
+"""Every transport of inputs into a graph, on a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TestInputsOnADevice(InputTransportTests):
         return CudaBackend(0)
 
     def test_what_a_node_takes_needs_no_event(self, bench, monkeypatch):
-        """Without host inputs, and with those that are the node's own data."""
+        """Without host inputs, or with host inputs that are the node's own data."""
         if any(bench.runner().controls.input_path(bench.key(size)) != "node" for size in (1, 8)):
             pytest.skip("Its graphs copy pinned memory, or have no node.")
         monkeypatch.setattr(StagingBuffers, "record_launch", None)
@@ -26,5 +26,5 @@ class TestInputsOnADevice(InputTransportTests):
         for number in range(20):
             kind = "in place" if number % 3 == 1 else "call"
             bench.run_and_compare(runner, number * 5 % 8 + 1, number, kind)
-        # By its first replay a graph that nobody watched turns out to draw nothing.
+        # Its first replay shows that an unwatched graph draws nothing.
         assert {runner.controls.launch_path(bench.key(size)) for size in (1, 8)} == {"direct"}

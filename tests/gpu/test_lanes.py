@@ -1,4 +1,4 @@
-"""Lanes on a device: concurrent steps equal eager, memory is kept while it is read."""
+"""Lanes on a device: concurrent steps equal eager, and memory is kept while it is read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(step, lanes, lane_policy=None, **settings):
 
 
 def whole_numbers(rows, value):
-    """Small whole numbers: sums of them are exact, whatever kernel adds them up."""
+    """Return small integers, whose sums are exact in any kernel."""
     return torch.full((rows, WIDTH), float(value), device=DEVICE)
 
 
@@ -67,7 +67,7 @@ def exact(x):
 
 
 def test_views_of_lanes_are_right_until_the_next_step_of_their_lane():
-    """Reads on the submitting stream come before what overwrites their memory."""
+    """Reads on the submitting stream come before writes that reuse their memory."""
     runner = make(exact, 4, outputs="view")
     runner.capture()
     sums = []
@@ -88,7 +88,7 @@ def test_views_of_lanes_are_right_until_the_next_step_of_their_lane():
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])
 def test_concurrent_steps_with_fresh_inputs_equal_eager(lanes):
-    """A hundred thousand in all: 40,000 of 2 and of 4 lanes and 20,000 of 8, in four threads."""
+    """A hundred thousand steps in four threads: 40,000 with 2 and 4 lanes each, 20,000 with 8."""
     runner = make(exact, lanes)
     assert not runner.capture().failed
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -117,7 +117,7 @@ def test_concurrent_steps_with_fresh_inputs_equal_eager(lanes):
 
 
 def test_inputs_and_results_may_be_let_go_of_at_once():
-    """The allocator must not give their memory away while a lane or a reader still needs it."""
+    """The allocator must not reuse their memory while a lane or a reader needs it."""
     runner = make(exact, 4)
     runner.capture()
     sums = []
@@ -130,7 +130,7 @@ def test_inputs_and_results_may_be_let_go_of_at_once():
 
 
 def test_an_only_graph_gives_results_of_their_own():
-    """It writes to memory of its pool and not of the lane; what was given out stays as it was."""
+    """It writes to pool memory instead of the lane's; earlier results are unchanged."""
     runner = make(exact, 4, sizes=(32,))
     assert not runner.capture().failed
     handles = [runner.submit(whole_numbers(1 + i % 32, i % 251)) for i in range(400)]
@@ -139,7 +139,7 @@ def test_an_only_graph_gives_results_of_their_own():
 
 
 def test_a_handle_tells_of_its_own_step_however_many_come_after_it():
-    """Events serve again, and not while a handle may ask for its own."""
+    """Events are reused, but not while a handle may query its own."""
     runner = make(exact, 2)
     runner.capture()
     kept = []
@@ -154,7 +154,7 @@ def test_a_handle_tells_of_its_own_step_however_many_come_after_it():
 
 
 def test_steps_that_change_state_do_not_overlap():
-    """Two at a time would lose one's change."""
+    """Two at a time would lose an update."""
     total = torch.zeros(WIDTH, device=DEVICE)
 
     def step(x):

@@ -1,4 +1,4 @@
-"""Values and objects beside tensors, containers, gradients and kinds of tensors on a device."""
+"""Other values and objects in results, containers, gradients and kinds of tensors on a device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def randn(*shape):
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_values_and_objects_beside_tensors_are_those_of_the_call(outputs):
-    """Those that follow the number of rows, too, in padded steps."""
+    """Includes values that depend on the number of rows, in padded steps."""
 
     def step(x):
         odd = "odd" if x.shape[0] % 2 else "even"
@@ -64,7 +64,7 @@ def test_values_and_objects_beside_tensors_are_those_of_the_call(outputs):
 
 
 def test_containers_and_gradients_are_as_in_plain_calls():
-    """Written keys are the caller's own; a closure's weight gets its gradient."""
+    """Written keys are in the caller's container; a closure's weight gets its gradient."""
     weight = torch.ones(16, 16, device=DEVICE, requires_grad=True)
 
     def cell(d):
@@ -89,7 +89,7 @@ def test_containers_and_gradients_are_as_in_plain_calls():
 
 
 def test_what_no_graph_holds_runs_eager_and_other_graphs_live_on():
-    """Sparse weights may be captured or refused; results are eager's either way."""
+    """Sparse weights may be captured or refused; results equal eager's."""
     sparse = torch.eye(16, device=DEVICE).to_sparse()
 
     def choose(x):

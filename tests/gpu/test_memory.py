@@ -1,4 +1,4 @@
-"""Memory that runners share on a device: pools, the account, sleep, captures beside serving."""
+"""Memory shared by runners on a device: pools, the account, sleep, background captures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def device_alone():
-    """Skip where other processes take memory of the device: what it gives away tells nothing."""
+    """Skip if other processes allocate on the device, which falsifies its numbers."""
     if not is_alone():
         pytest.skip("other processes take memory of the device at the same time")
 
@@ -74,7 +74,7 @@ def used():
 
 
 def test_shared_runners_take_little_more_than_one_and_compute_the_same():
-    """Random interleaving on two streams, with views held over the others' steps."""
+    """Steps interleave randomly on two streams, with views held over others' steps."""
     steps = [network(seed) for seed in range(4)]
     alone = runner_of(steps[0], None)
     alone.capture()
@@ -105,7 +105,7 @@ def test_shared_runners_take_little_more_than_one_and_compute_the_same():
 
 @pytest.mark.usefixtures("device_alone")
 def test_the_account_explains_what_the_device_has_given_away():
-    """At most five per cent of what is gone is unexplained."""
+    """At most five per cent of the used memory is unexplained."""
     memory = GraphMemory()
     runners = [runner_of(network(seed), memory.group(f"g{seed % 2}")) for seed in range(4)]
     for runner in runners:
@@ -140,7 +140,7 @@ def test_a_budget_holds_for_lazy_groups_that_take_turns():
 
 
 def test_memory_sleeps_and_wakes_bit_for_bit():
-    """Memory goes back to the device, and the first replay gives what one gave before."""
+    """Memory returns to the device, and the first replay gives the same results as before."""
     backend = resolve_backend("cuda")
     if problem := backend.sleep_problem():
         pytest.skip(f"memory cannot sleep here: {problem}")
@@ -178,7 +178,7 @@ def test_memory_sleeps_and_wakes_bit_for_bit():
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning")
 @pytest.mark.parametrize("between_operators", [False, True])
 def test_steps_beside_captures_in_the_background(between_operators):
-    """Results are right, and a step waits for no capture."""
+    """Results are right, and no step waits for a capture."""
     step = network(0)
     runner = runner_of(step, None, sizes=tuple(range(32, 1025, 32)))
     stop, wrong, times = threading.Event(), [], []
@@ -206,12 +206,12 @@ def test_steps_beside_captures_in_the_background(between_operators):
     assert (report.num_graphs, report.failed) == (32, {})
     assert runner.controls.ready()
     assert wrong == []
-    assert len(times) >= 8  # steps were let in, however fast the captures are
+    assert len(times) >= 8  # steps ran in between, however fast the captures are
 
 
 @pytest.mark.usefixtures("device_alone")
 def test_runners_made_and_dropped_leave_nothing_with_the_collector_off():
-    """Neither the host's memory grows nor the device's."""
+    """Neither host memory nor device memory grows."""
     memory = GraphMemory()
 
     def once(seed):
@@ -228,7 +228,7 @@ def test_runners_made_and_dropped_leave_nothing_with_the_collector_off():
         for seed in range(40):
             once(seed)
         torch.cuda.synchronize()
-        # The host's is flat, too: libraries leave a few objects once, and no runner leaves any.
+        # Host memory is constant too: libraries leave a few objects once, and runners none.
         assert gc.collect() < 40
         assert torch.cuda.memory_allocated() <= before
         assert used() <= tensors + 4 * MIB
@@ -247,7 +247,7 @@ class _MallocInfo(ctypes.Structure):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what glibc has handed out")
 def test_pools_that_ended_leave_nothing_on_the_host():
-    """torch keeps 48 KB for each, until the cache of its pinned memory is emptied."""
+    """torch keeps 48 KB for each until the cache of its pinned memory is emptied."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallocInfo
     backend = resolve_backend("cuda")

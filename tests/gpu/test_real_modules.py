@@ -1,4 +1,4 @@
-"""Modules of libraries in their ordinary use compute on a device what they compute plainly."""
+"""Modules of libraries in typical use compute on a device what they compute plainly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKEND = "cuda"
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_voice_detector_keeps_the_state_between_its_chunks(way, in_place):
-    """State that a script assigns runs eager, by name; what it writes in place replays."""
+    """A step that assigns state runs eager with a reason; one that writes in place replays."""
     played = play_voice_detector(way, DEVICE, BACKEND, in_place=in_place)
     assert played == (Played(12, {}) if in_place else Played(0, {"python_state": 12}))
 
@@ -40,14 +40,14 @@ def test_a_voice_detector_keeps_the_state_between_its_chunks(way, in_place):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nested", [True, False])
 def test_an_encoder_takes_a_padding_mask(way, nested):
-    """Nested tensors run eager, and what does without them replays."""
+    """Nested tensors run eager; the path without them replays."""
     played = play_encoder(way, DEVICE, BACKEND, nested=nested)
     assert played == (Played(0, {"capture_failed": 6}) if nested else Played(6, {}))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_statistics_of_a_module_in_training_move_as_in_plain_calls(way):
-    """Rows depend on each other: full buckets replay, others run eager."""
+    """Rows depend on each other, so only full buckets replay."""
     played = play_batch_norm(way, DEVICE, BACKEND)
     assert played.replayed == 10
     assert set(played.eager) == {"rows_depend", "training_mode"}
@@ -55,14 +55,14 @@ def test_statistics_of_a_module_in_training_move_as_in_plain_calls(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_are_switched_and_scaled_by_their_library(way):
-    """Each change is seen within the stated number of replays, or at once if it is said."""
+    """Each change shows within the stated number of replays, or immediately after invalidate."""
     played = play_lora(way, DEVICE, BACKEND, pytest.importorskip("peft"))
     assert set(played.eager) == {"value_changed"}
     assert played.replayed >= 12
 
 
 class _Recurrent(torch.nn.Module):
-    """A script module has one ``forward``, which that of an LSTM has not."""
+    """A script module has one ``forward``, unlike an LSTM."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class _Recurrent(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_recurrent_state_of_a_call_is_contiguous_in_graphs_too():
-    """Its batch is dimension 1, and cuDNN takes no part of a larger buffer."""
+    """Its batch is dimension 1, and cuDNN accepts no part of a larger buffer."""
     torch.manual_seed(0)
     rnn = _Recurrent().eval().to(DEVICE)
     for module in (rnn.lstm, torch.jit.script(rnn)):
@@ -93,7 +93,7 @@ def test_a_recurrent_state_of_a_call_is_contiguous_in_graphs_too():
 
 
 def test_a_mask_that_is_added_to_scores_is_padded_and_buckets_are_planned(monkeypatch):
-    """Layers of torch, over batches and lengths; the plan costs the graphs of two lengths."""
+    """Layers of torch with several batches and lengths; the plan costs two lengths' graphs."""
     monkeypatch.setattr(buckets, "_PLAN_AFTER", (12,))
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(DEVICE).eval()
@@ -113,7 +113,7 @@ def test_a_mask_that_is_added_to_scores_is_padded_and_buckets_are_planned(monkey
 
 
 def test_a_constant_of_the_host_is_told_with_its_line():
-    """timm's dinov3 and edgenext make one in each call and copy it to the device."""
+    """timm's dinov3 and edgenext create one in each call and copy it to the device."""
 
     class Positions(torch.nn.Module):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""On a device, padding is proven to change no row of a batch: replays see noise and fill."""
+"""On a device, padding is proven not to affect rows of a batch; proofs replay noise and fill."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(got, want, tolerance=1e-3):
 
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_rows_that_depend_on_padding_replay_at_full_buckets_alone(name):
-    """Others run eager, counted, and the warning says what to do."""
+    """Other steps run eager and are counted; the warning states the next step."""
     step = DEPENDENT[name]
     runner = make(step)
     with pytest.warns(EagerStepWarning, match="rows_depend"):  # noqa: PT031
@@ -72,7 +72,7 @@ def test_rows_that_depend_on_padding_replay_at_full_buckets_alone(name):
 
 @pytest.mark.parametrize("name", OTHER_ROWS)
 def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name):
-    """Full buckets replay; others run eager, counted, and the warning says what to do."""
+    """Full buckets replay; others run eager and are counted; the warning states the next step."""
     step = OTHER_ROWS[name]
     runner = make(step)
     with pytest.warns(EagerStepWarning, match="rows_not_the_bucket"):  # noqa: PT031
@@ -84,7 +84,7 @@ def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_an_encoder_is_proven(dtype):
-    """Kernels of another size round otherwise, which is no dependence."""
+    """Kernels of another size round differently, which is no dependence."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).eval().to(DEVICE, dtype)
 
@@ -101,7 +101,7 @@ def test_an_encoder_is_proven(dtype):
 
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.PaddedDrawsWarning")
 def test_noise_stays_within_what_a_step_may_be_given():
-    """An index that is none, or a probability above 1, would end the process."""
+    """An invalid index or a probability above 1 would end the process."""
     table = torch.arange(10.0, device=DEVICE)
     for part in (torch.bernoulli, lambda x: table[(x * 9).long()]):
         runner = make(part)
@@ -112,7 +112,7 @@ def test_noise_stays_within_what_a_step_may_be_given():
 
 
 def test_draws_of_a_fixed_size_are_those_of_eager():
-    """Nothing is drawn for rows of padding: no warning, which would be an error here."""
+    """No numbers are drawn for padding, so there is no warning, which would be an error here."""
 
     def step(x):
         return x + torch.rand(WIDTH, device=DEVICE)
@@ -125,7 +125,7 @@ def test_draws_of_a_fixed_size_are_those_of_eager():
 
 
 def test_sums_by_atomics_are_no_difference():
-    """Each row adds to places of its own, in an order that is another one each time."""
+    """Each row adds to its own places, in a varying order."""
     places = torch.randint(0, WIDTH, (WIDTH,), device=DEVICE)
 
     def step(x):
@@ -156,7 +156,7 @@ def test_equal_draws_are_no_difference():
 @pytest.mark.parametrize("host", [False, True], ids=["by a node", "host inputs"])
 @pytest.mark.parametrize("copy_node", [True, False])
 def test_slots_of_a_cache_are_left_as_they_were(host, copy_node):
-    """What a trial writes for a call's slots is put back, in scratch as in state."""
+    """Writes of a proof to a call's slots are put back, in scratch memory as in state."""
     cache, other = torch.zeros(40, WIDTH, device=DEVICE), torch.zeros(40, WIDTH, device=DEVICE)
 
     def step(slots, x, cache=cache):
@@ -178,7 +178,7 @@ def test_slots_of_a_cache_are_left_as_they_were(host, copy_node):
 
 
 def test_integers_are_those_of_the_first_padded_call():
-    """Captured ahead, rows are all fill; a call of fill shows nothing yet."""
+    """Captured ahead, all rows are fill; a call of fill proves nothing yet."""
     table = torch.randn(50, WIDTH, device=DEVICE)
 
     def centred(ids):
@@ -195,7 +195,7 @@ def test_integers_are_those_of_the_first_padded_call():
 
 
 def test_a_call_of_zeros_proves_nothing():
-    """Servers warm up with them, and a comparison of results would pass."""
+    """Servers warm up with zeros, for which results would happen to be equal."""
     step = DEPENDENT["attention"]
     fast = graphed(step, sizes=[4])
     with pytest.warns(EagerStepWarning, match="rows_depend"):

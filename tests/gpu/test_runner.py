@@ -1,4 +1,4 @@
-"""The runner on a device: replay equals eager, whatever was in the buffers before."""
+"""The runner on a device: replays equal eager with any earlier buffer contents."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def runner_of(step, inputs=INPUTS, **settings):
 
 
 def same(actual, expected):
-    # The bucket is another shape than the batch, so that other kernels may compute it.
+    # The bucket has another shape than the batch, so other kernels may compute it.
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("ceiling", [2, 1, 0])
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_replay_equals_eager_on_changing_inputs(ceiling, outputs):
-    """Every size, FULL, PIECEWISE and eager, with poison in the buffers before each call."""
+    """Every size in FULL, PIECEWISE and eager, with poison in the buffers before each call."""
     mine, theirs = Decoder(), Decoder()
     runner = runner_of(theirs.pieces(), state=[theirs.cache], outputs=outputs)
     report = runner.capture()
@@ -113,7 +113,7 @@ def test_replay_equals_eager_on_changing_inputs(ceiling, outputs):
 
 
 def test_owned_results_survive_later_calls():
-    """Nested results and views too, also over calls of other keys of the pool."""
+    """Includes nested results and views, over calls of other keys of the pool."""
     model = Decoder()
     runner = runner_of(model.pieces(), state=[model.cache])
     runner.capture()
@@ -127,7 +127,7 @@ def test_owned_results_survive_later_calls():
 
 
 def test_random_numbers_come_as_in_eager():
-    """At the bucket's own size the sequence of a seed is eager's; a capture draws nothing."""
+    """At the bucket's size the sequence of a seed is eager's; a capture draws nothing."""
     runner = runner_of(
         lambda x: x + torch.rand_like(x), {"x": StaticInput((None, 64), "float32")}, mode="FULL"
     )
@@ -146,7 +146,7 @@ def test_random_numbers_come_as_in_eager():
 
 
 def test_true_row_count_and_outputs_without_a_batch_dimension():
-    """The step masks by the row count on the device; what has no rows is not cut."""
+    """The step masks by the row count on the device; results without rows are not cut."""
 
     def step(x, num_rows):
         real = torch.arange(x.shape[0], device=x.device) < num_rows
@@ -181,7 +181,7 @@ def test_undeclared_state_is_put_back():
 
 
 def test_streams_of_the_caller_in_both_directions():
-    """Inputs written on one of two streams; results read on it; no other wait by the caller."""
+    """Inputs are written and results read on one of two streams, without other waits."""
     model = Decoder()
     runner = runner_of(model, state=[model.cache], mode="FULL")
     runner.capture()
@@ -206,7 +206,7 @@ def test_streams_of_the_caller_in_both_directions():
 
 
 def test_twenty_failing_captures_leave_memory_flat():
-    """Five kinds of failure; afterwards random numbers, capture and replay are right."""
+    """After five kinds of failure, random numbers, captures and replays are correct."""
     kind = [0]
     counter, weight = torch.zeros(1, device=DEVICE), torch.randn(32, 32, device=DEVICE) / 8
 
@@ -281,7 +281,7 @@ def test_budget_holds_under_many_calls(limit):
 
 
 def test_timed_steps_give_device_times():
-    """Events around the step on its own stream, labelled as the device's clock."""
+    """Events surround the step on its stream, and times are labelled as the device's."""
 
     class Timed(OneBucketPolicy):
         heard = ()

@@ -1,4 +1,4 @@
-"""State of sessions on a device: what the tape shows of it, and what a device alone can break."""
+"""Sessions' state on a device: the tests of the tape, and what only a device can break."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SessionsOnADevice(SessionMachine):
 
 @pytest.mark.parametrize("part", range(8))
 def test_sessions_together_are_what_each_is_alone(part, is_nightly):
-    """Sessions come, go, move and step in any order, beside each of them alone.
+    """Sessions join, leave, move and step in any order, compared with each run alone.
 
-    10,000 sequences take minutes in one process: each part of them can run in its own.
+    10,000 sequences take minutes in one process, so parts can run in several.
     """
     machine = seed(part)(type("PartOfSessions", (SessionsOnADevice,), {}))
     number = 1250 if is_nightly else 30
@@ -37,7 +37,7 @@ def test_sessions_together_are_what_each_is_alone(part, is_nightly):
 
 
 class Recurrent(torch.nn.Module):
-    """A convolution over the samples of a session, a GRU cell, and a head."""
+    """A convolution over a session's samples, a GRU cell, and a head."""
 
     def __init__(self, width=64, hop=32, kernel=8):
         super().__init__()
@@ -57,10 +57,10 @@ class Recurrent(torch.nn.Module):
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_hundreds_of_sessions_in_random_batches_are_what_each_is_alone(compact):
-    """A recurrent model with a convolution, in batches of any size."""
+    """A recurrent model with a convolution runs in batches of any size."""
     torch.manual_seed(0)
     number, hops = 200, 12
-    model = Recurrent().cuda().double()  # so that other kernels do not round visibly
+    model = Recurrent().cuda().double()  # so that other kernels' rounding does not show
     banks = {
         "tail": StaticInput((None, 7), "float64"),
         "hidden": StaticInput((None, 64), "float64"),
@@ -115,7 +115,7 @@ def test_hundreds_of_sessions_in_random_batches_are_what_each_is_alone(compact):
 
 
 def test_runs_on_dummy_rows_change_no_session():
-    """Captures, proofs and calibration leave all sessions as they are."""
+    """Captures, proofs and calibration leave all sessions unchanged."""
     banks = {"total": StaticInput((None, 4), "float32")}
     state = SlotState(banks, 8, device="cuda:0")
 

@@ -1,4 +1,4 @@
-"""On a device, one batch over several graphs: the rows of eager, in their order, as one step."""
+"""On a device, a batch split over several graphs: one step with eager's rows in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNTS = (33, 40, 64, 71, 32, 5, 100)
 
 
 class SplitPolicy(OneBucketPolicy):
-    """Cuts what no graph covers."""
+    """Splits batches that no graph covers."""
 
     timed = False
 
@@ -44,7 +44,7 @@ class SplitPolicy(OneBucketPolicy):
 
 
 class TimedSplitPolicy(SplitPolicy):
-    """What is cut is measured. It learns, so that it serves one lane alone."""
+    """Measures split batches. It learns, so it serves only one lane."""
 
     timed = True
 
@@ -80,7 +80,7 @@ def same(got, want, tolerance=1e-3):
 
 
 class Network(nn.Module):
-    """One block of a decoder without attention."""
+    """A decoder block without attention."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def network(dtype):
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_rows_are_those_of_eager_however_many_come(dtype, outputs, lazy):
-    """Results stay what they are when the next step runs."""
+    """Results do not change when the next step runs."""
     model = network(dtype)
     runner = make(model, dtype=dtype, outputs=outputs, lazy=lazy)
     if not lazy:
@@ -119,7 +119,7 @@ def test_rows_are_those_of_eager_however_many_come(dtype, outputs, lazy):
 
 
 def test_a_side_stream_lanes_and_host_inputs_serve_parts_in_order():
-    """Each part is behind the one before, whichever stream the call is on."""
+    """Parts run in order on any stream of the call."""
     inputs = {
         "x": StaticInput((None, WIDTH), "float32"),
         "scale": StaticInput((None,), "float32", host=True),
@@ -145,7 +145,7 @@ def test_a_side_stream_lanes_and_host_inputs_serve_parts_in_order():
 
 
 def test_slots_of_a_cache_are_written_by_each_row_once():
-    """Rows of padding write to the sink, and no part to rows of another."""
+    """Padding writes to the sink, and no part writes to rows of another."""
     cache = torch.zeros(129, WIDTH, device=DEVICE)
     inputs = {
         "x": StaticInput((None, WIDTH), "float32"),
@@ -168,7 +168,7 @@ def test_slots_of_a_cache_are_written_by_each_row_once():
 
 
 def test_rows_that_see_each_other_are_not_split():
-    """A mean over the real rows, which two tails do not show; and what draws for each part."""
+    """A mean over the real rows, which two tails do not show; and a step that draws per part."""
 
     def masked_mean(x, rows):
         real = (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
@@ -191,7 +191,7 @@ def test_rows_that_see_each_other_are_not_split():
 
 
 def test_a_split_step_is_timed_as_a_whole():
-    """By events around all parts, on the device."""
+    """Events surround all parts on the device."""
     runner = make(network(torch.float32), policy=TimedSplitPolicy())
     assert runner.capture().failed == {}
     for _ in range(40):

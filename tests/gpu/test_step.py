@@ -1,4 +1,4 @@
-"""The step's path on a device: host memory in time, launches past torch, copies that fuse."""
+"""The step's path on a device: host memory, direct launches, merged copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-# -- host memory that graphs copy; test_host_inputs.py has what their first node brings ----------
+# -- host memory that graphs copy; test_host_inputs.py tests inputs of the first node -------
 
 BLOCKS = pytest.mark.parametrize("is_whole", [True, False], ids=["one block", "by input"])
 HOST = {
@@ -45,7 +45,7 @@ def staged(**settings):
 
 
 def late_steps(runner, ceiling=2, in_place=False, sizes=(32,)):
-    """Run steps while the device lags behind by a sleep before each; return what was wrong."""
+    """Run steps on a device that sleeps before each; return the wrong results."""
     kept = []
     for number in range(STEPS):
         rows = sizes[number % len(sizes)]
@@ -76,7 +76,7 @@ def doubled(tokens, scale):
 @pytest.mark.parametrize("in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("sizes", [(32,), (32, 3, 16, 1)], ids=["one size", "many sizes"])
 def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_place, sizes):
-    """Each step has its own rows, however far the device is behind."""
+    """Each step keeps its rows, however far the device lags."""
     if not is_whole:
         monkeypatch.setattr("dispatchkit.execute.io.staging.WHOLE_BLOCK_BYTES", 0)
     runner = staged()
@@ -243,7 +243,7 @@ def test_inputs_of_several_types_and_layouts(step_in_place):
         same(got[3], want[3] + missing * (-1 + 4 + 3))
 
 
-# -- the copy at the beginning of a graph ------------------------------------------------------
+# -- copies at the start of a graph ---------------------------------------------------------
 
 MANY = tuple(range(1, 40, 2))
 TYPES = ("int64", "int32", "bfloat16", "float16", "float32", "float64", "uint8", "bool")
@@ -261,7 +261,7 @@ def named(count, run=sums):
 
 
 def check_calls(runner, specs, calls, bucket_of):
-    """Compare the sums over whole buckets with the rows and the fill that must be there."""
+    """Compare sums over whole buckets with those of the expected rows and fill."""
     for rows, values in calls:
         got = runner(*values)
         for one, value, spec in zip(got, values, specs.values(), strict=True):
@@ -271,7 +271,7 @@ def check_calls(runner, specs, calls, bucket_of):
 
 
 def small(rows, spec, number, offset=0):
-    """Return small whole numbers, from an odd place in memory if wanted."""
+    """Return small integers, at an unaligned address if requested."""
     shape = spec.sized(rows)
     flat = torch.arange(shape.numel() + offset, device=DEVICE).add(number) % 5
     return flat.to(spec.dtype)[offset:].view(shape)
@@ -301,7 +301,7 @@ def test_the_copy_node_for_every_number_and_type_of_inputs(count):
 
 
 def test_the_copy_node_on_several_streams_and_threads():
-    """Each step reads its own tensors, also such as are let go of before the device reads them."""
+    """Each step reads its own tensors, even if they are dropped before the device reads them."""
     inputs = {
         "x": StaticInput((None, 3), "float32", fill=-1),
         "y": StaticInput((None,), "int64", fill=7),
@@ -314,7 +314,7 @@ def test_the_copy_node_on_several_streams_and_threads():
             with torch.cuda.stream(torch.cuda.Stream() if first else torch.cuda.default_stream()):
                 for number in range(first, first + 60):
                     rows = number * 7 % 32 + 1
-                    # Let go of at once: the device reads it later, in the stream's order.
+                    # Dropped immediately: the device reads it later, in stream order.
                     x = torch.full((rows, 3), float(number), device=DEVICE)
                     y = torch.arange(rows, device=DEVICE) + number
                     torch.cuda._sleep(20_000)

@@ -1,4 +1,4 @@
-"""Swaps while serving on a device: right results, flat memory."""
+"""Swaps while serving on a device: correct results, constant memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LADDERS = [(1, 2, 4, 8, 16, 32), (3, 6, 12, 24, 32), (32,), (5, 20, 32)]
 
 @pytest.fixture
 def served():
-    """Return a runner of three pieces with a counter as state, the counter, and eager."""
+    """Return a runner of three pieces with a counter as state, the counter, and the eager step."""
     torch.manual_seed(0)
     first, second = (torch.randn(WIDTH, WIDTH, device=DEVICE) / WIDTH**0.5 for _ in range(2))
     counter = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -64,12 +64,12 @@ def served():
 def check(runner, eager, rows, seed):
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, WIDTH, device=DEVICE, generator=generator)
-    # TF32 or not, a padded product may sum in another order.
+    # With or without TF32, a padded product may sum in another order.
     torch.testing.assert_close(runner(x), eager(x), rtol=1e-3, atol=1e-3)
 
 
 def test_memory_is_flat_over_ten_thousand_steps_with_swaps(served):
-    """A swap every 50 steps: sizes, policy, mode and limits in turn."""
+    """A swap every 50 steps changes sizes, policy, mode and limits in turn."""
     runner, counter, eager = served
     modes = ["FULL_AND_PIECEWISE", "PIECEWISE", "FULL"]
     taken = []
@@ -89,14 +89,14 @@ def test_memory_is_flat_over_ten_thousand_steps_with_swaps(served):
             else:
                 runner(torch.zeros(rows, WIDTH, device=DEVICE))
             steps += 1
-        if swap % 12 == 11:  # each time round all ladders and modes
+        if swap % 12 == 11:  # each round of all ladders and modes
             torch.cuda.synchronize()
             gc.collect()
             reserved = torch.cuda.memory_reserved()
             taken.append((torch.cuda.memory_allocated(), reserved, outside()))
     assert steps == runner.stats().steps == int(counter) == 10_000
     assert runner.dispatcher.epoch == 200
-    # After two rounds everything that is to be there is; the driver keeps some of its own.
+    # After two rounds everything is allocated; the driver keeps some memory.
     settled = taken[2]
     slack = (1 << 20, 4 << 20, 32 << 20)[: 3 if alone and is_alone() else 2]
     for found, first, more in zip(taken[-1], settled, slack, strict=False):
@@ -125,7 +125,7 @@ def test_swaps_in_one_thread_while_others_serve(served):
 def test_a_step_that_cannot_be_captured_at_a_size_leaves_the_old_sizes():
     def step(x):
         if x.shape[0] == 6:
-            return x * x.sum().item()  # reads a value back: refused in a capture
+            return x * x.sum().item()  # reads a value on the host, which a capture refuses
         return x * 2
 
     runner = GraphRunner(

@@ -1,4 +1,4 @@
-"""Captures beside other threads, and interrupts of captures, on a device."""
+"""Captures concurrent with other threads, and interrupted captures, on a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_CAPTURES = 1000
 
 
 class Worker:
-    """What one thread draws, samples and multiplies while others capture."""
+    """A thread that draws, samples and multiplies while others capture."""
 
     def __init__(self, index):
         self.own = torch.Generator(device="cuda").manual_seed(index)
@@ -49,7 +49,7 @@ class Worker:
         self.is_right &= (self.square @ self.square == self.product).all()
 
     def assert_as_alone(self):
-        """What it drew from a generator of its own is what it draws without captures."""
+        """Check that a generator's draws equal those without captures."""
         own = torch.Generator(device="cuda").manual_seed(self.seed)
         torch.rand(50, device="cuda", generator=own)
         torch.rand(64, 64, device="cuda", generator=own)
@@ -59,7 +59,7 @@ class Worker:
 
 
 def capture_lazily(number):
-    """Have a step that draws nothing captured so often; return whether results are eager's."""
+    """Capture a step without draws several times; return whether results equal eager's."""
     weight = torch.randn(32, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
     def step(x):
@@ -83,7 +83,7 @@ def capture_lazily(number):
 
 
 def test_threads_draw_and_sample_while_steps_are_captured():
-    """No error in any thread, no number twice, and together the numbers that eager draws."""
+    """No thread fails, no number repeats, and together they draw eager's numbers."""
     workers = [Worker(index) for index in range(8)]
     done = threading.Event()
     torch.cuda.manual_seed(5)
@@ -110,7 +110,7 @@ def test_threads_draw_and_sample_while_steps_are_captured():
 
 
 def test_a_draw_that_no_warmup_shows_is_captured_all_the_same():
-    """The capture is refused by torch, and made again with the generator's own state."""
+    """Torch refuses the capture, which is repeated with the generator's own state."""
     backend = CudaBackend(0)
     unwatched = features_of(backend).unwatched_captures
     stream, pool = backend.new_stream(), backend.new_pool()
@@ -130,11 +130,11 @@ def test_a_draw_that_no_warmup_shows_is_captured_all_the_same():
     assert torch.equal(second, run())
 
 
-# torch's own, in the first product of a thread that has made no tensor there.
+# torch's own warning, in the first product of a thread without tensors.
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("draws", [False, True])
 def test_no_interrupt_of_a_capture_stops_others_for_good(draws):
-    """Wherever a signal's exception came, later captures, draws and calls work."""
+    """Wherever a signal's exception comes, later captures, draws and calls work."""
     weight = torch.randn(8, 8, device="cuda")
     x = torch.randn(3, 8, device="cuda")
 
@@ -167,7 +167,7 @@ def test_no_interrupt_of_a_capture_stops_others_for_good(draws):
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("served", [True, False])
 def test_an_engine_in_inference_mode_replays(captured, served):
-    """Its cache was made inside; it is captured and served inside, outside, or in turn."""
+    """Its cache is created inside; it is captured and served inside, outside, or alternately."""
     with torch.inference_mode():
         cache = torch.zeros(16, 2, device="cuda")
         weight = torch.randn(2, 2, device="cuda")

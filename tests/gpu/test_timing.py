@@ -1,4 +1,4 @@
-"""Measured steps on a device: which are, what they are told with, and the runs after a capture."""
+"""Measured steps on a device: selection, outcomes, and runs after a capture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 256
 
 
 class Learning:
-    """The default policy, every step of which is to be timed."""
+    """The default policy, with every step timed."""
 
     name = "learning"
 
@@ -67,7 +67,7 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always():
         torch.testing.assert_close(found, torch.relu(rows[:13] @ weight), rtol=1e-3, atol=1e-3)
     runner.drain(wait=True)
     steps = [(one.step, one.decision.one_shot) for one in learning.heard]
-    # The first step creates the plan, and is not measured.
+    # The first step creates the plan and is not measured.
     assert steps == [(2, False), (10, False), (12, True), (13, True), (21, False), (29, False),
                      (37, False)]  # fmt: skip
     for one in learning.heard:
@@ -89,7 +89,7 @@ def test_a_step_behind_other_work_is_told_as_queued():
 
 
 def test_the_whole_step_is_measured():
-    """Copies of a large input and result are part of it, not the launch alone."""
+    """Includes copies of a large input and result, not only the launch."""
     learning = Learning()
     runner = GraphRunner(
         lambda x: x + 1,
@@ -112,7 +112,7 @@ def test_the_whole_step_is_measured():
     graph_only.launch(len(rows))
     end.record()
     torch.cuda.synchronize()
-    # In, through and out: three times the memory of the graph alone, about.
+    # Copies in, the graph, and copies out: about three times the graph's memory traffic.
     took = sorted(one.elapsed_us for one in learning.heard)[10]
     assert took > 1.5 * start.elapsed_time(end) * 1e3
 

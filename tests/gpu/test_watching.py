@@ -1,4 +1,4 @@
-"""NVTX ranges on a device: steps are as without, and a profiler sees the ranges."""
+"""NVTX ranges on a device: steps are unchanged, and a profiler sees the ranges."""
 
 from __future__ import annotations
 

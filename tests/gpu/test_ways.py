@@ -1,4 +1,4 @@
-"""On a device, the ways that the page on the design lists end at the driver."""
+"""On a device, the ways listed in the page on the design end at the driver."""
 
 from __future__ import annotations
 

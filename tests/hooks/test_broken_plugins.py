@@ -1,4 +1,4 @@
-"""One broken plugin: the others load, it is named with its reason, and nothing of it stays."""
+"""A broken plugin is reported by name and reason, leaves nothing behind, and the others load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatchkit.plugins import PluginError, PluginLoadError, PluginSet, PluginS
 
 MARK = "from dispatchkit.hookspecs import *\n"
 
-# What is wrong -> (entry point's value after the module, source, words of the reason).
+# Fault -> (entry point's value after the module, source, words of the reason).
 BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "import of a missing module": (
         "",
@@ -216,7 +216,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
 def test_broken_plugin_is_left_out_whole_and_named(
     fault: str, site: Any, policy_source: Any, row: Any, caplog: Any
 ) -> None:
-    """Case 41 and 44: isolated, undone, reported at load; the plugins around it are there."""
+    """Cases 41 and 44: isolated, undone and reported at load; other plugins are loaded."""
     value, source, words = BROKEN[fault]
     site.install("acme-first", first=policy_source("first"))
     site.install("acme-mid", {"bad": f"bad_plugin{value}"}, "2.1", bad_plugin=MARK + source)
@@ -234,12 +234,12 @@ def test_broken_plugin_is_left_out_whole_and_named(
     for word in words:
         assert word in bad.reason
     (problem,) = loaded.problems
-    assert str(problem) in caplog.text  # a load failure is never only a debug message
+    assert str(problem) in caplog.text  # a load failure is not only a debug message
     assert problem.__cause__ is not None
 
 
 def test_strict_mode_raises_all_problems_as_a_group(site: Any, policy_source: Any) -> None:
-    """Strict loading names every broken plugin at once."""
+    """Strict loading names every broken plugin in one error."""
     site.install("acme-a", a="import no_such_module_a")
     site.install("acme-b", b="raise SystemExit")
     site.install("acme-c", c=policy_source("c"))
@@ -266,7 +266,7 @@ def test_a_broken_plugin_passed_in_is_reported_like_any_other(site: Any, row: An
 
 
 def test_register_raises_and_a_corrected_plugin_of_that_name_is_taken() -> None:
-    """Nothing of a refused plugin stays behind, not even its name."""
+    """Nothing of a refused plugin remains, including its name."""
 
     class Plugin:
         answer: Any = None

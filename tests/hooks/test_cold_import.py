@@ -1,4 +1,4 @@
-"""Loading plugins starts nothing on a device and runs no property of theirs (case 45)."""
+"""Loading plugins starts nothing on a device and evaluates none of their properties (case 45)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(code: str, *paths: Path) -> str:
-    """Run code in a fresh interpreter that sees this checkout, and return what it prints."""
+    """Run code in a fresh interpreter that sees this checkout; return its output."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
@@ -58,7 +58,7 @@ def test_listing_and_registering_load_no_torch_and_leave_a_forked_process_free(
     assert run(code, site.folders[0]).split() == ["False", "rule", "0"]
 
 
-# Reading any attribute but a hook's function runs code here, and is noted.
+# Reading any attribute except a hook's function runs code, which is recorded.
 NOSY = """
     from dispatchkit.hookspecs import PolicySpec, hookimpl
     touched = []
@@ -95,7 +95,7 @@ NOSY = """
 
 
 def test_no_property_of_a_plugin_is_run(site: Any) -> None:
-    """Up to pluggy 1.6 registering alone would evaluate them all."""
+    """Up to pluggy 1.6, registration alone would evaluate all properties."""
     site.install("acme-nosy", {"nosy": "nosy_rule:plugin"}, nosy_rule=NOSY)
     loaded = site.load(strict=True)
     loaded.describe()
@@ -122,7 +122,7 @@ def test_factories_are_not_called_before_something_is_chosen(site: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.6.0", "1.7.0"])
 def test_all_of_this_holds_with_other_releases_of_pluggy(version: str, tmp_path: Path) -> None:
-    """1.6 evaluates properties, keeps half of refused plugins and treats defaults otherwise."""
+    """1.6 evaluates properties, keeps half of refused plugins and treats defaults differently."""
     target = tmp_path / "pluggy"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
     done = subprocess.run(

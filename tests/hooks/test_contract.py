@@ -1,4 +1,4 @@
-"""The contract is whole: every hook is specified by its rules, tested, and documented exactly."""
+"""Every hook is specified, tested and documented exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each hook does what its spec says: called when, with what, and what its answer is for."""
+"""Each hook is called at the specified time with the specified arguments and result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dispatchkit.plugins import PluginError, PluginSet
 
 
 class Thing:
-    """Stands for whatever a factory makes."""
+    """Stands for the object that a factory returns."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -48,7 +48,7 @@ class Thing:
 
 
 def registering(hook: str, *records: Any) -> SimpleNamespace:
-    """A plugin with one register hook."""
+    """Return a plugin with one register hook."""
 
     @hookimpl(specname=hook)
     def register() -> list[Any]:
@@ -101,7 +101,7 @@ def test_hook_register_observers() -> None:
         registering("dispatchkit_register_observers", ObserverSpec("ear", Listener))
     )
     plugins.notifier.notify(CaptureEvent(key="FULL/8", runtime_mode="FULL", num_tokens=8))
-    assert heard == []  # an observer hears once it is asked for, not because it is installed
+    assert heard == []  # an observer receives events when it is selected, not when it is installed
     assert isinstance(plugins.create_observer("ear"), Listener)
     plugins.notifier.notify(CaptureEvent(key="FULL/16", runtime_mode="FULL", num_tokens=16))
     assert heard == [16]

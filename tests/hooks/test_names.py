@@ -1,4 +1,4 @@
-"""Who has a name: missing ones, claims of two plugins, built-in ones, allow and block lists."""
+"""Owners of names: missing names, conflicts, built-in names, allow and block lists."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dispatchkit.plugins import PluginError, PluginSet, load_plugins
 MARK = "from dispatchkit.hookspecs import *\n"
 
 
-# --- asked for, not there ------------------------------------------------------------------------
+# --- missing names
 
 
 def test_missing_policy_is_an_error_with_the_nearest_names(site: Any, policy_source: Any) -> None:
-    """A policy that was asked for by name is never replaced in silence."""
+    """A policy requested by name is never replaced silently."""
     site.install("acme-greedy", greedy=policy_source("greedy"))
     loaded = site.load()
     with pytest.raises(UnknownNameError) as unknown:
@@ -37,13 +37,13 @@ def test_missing_policy_is_an_error_with_the_nearest_names(site: Any, policy_sou
 
 
 def test_missing_policy_names_the_plugin_that_failed_to_load(site: Any) -> None:
-    """A load failure is never only a debug message."""
+    """A load failure is not only a debug message."""
     site.install("acme-a", a="import no_such_module_a")
     site.install("dispatchkit-greedy", greedy="import no_such_module_g")
     with pytest.raises(UnknownNameError, match="no_such_module_g") as unknown:
         site.load().create_policy("greedy")
     assert "dispatchkit-greedy 1.0" in str(unknown.value)
-    # The one with a name like it comes first.
+    # The most similar name comes first.
     assert str(unknown.value).index("module_g") < str(unknown.value).index("module_a")
 
 
@@ -94,14 +94,14 @@ def test_broken_metadata_of_another_distribution_hides_nothing(
     assert "acme_a-1.0.dist-info" in str(problem)
 
 
-# --- one name twice ------------------------------------------------------------------------------
+# --- conflicting names
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_entry_point_name_of_two_distributions(
     reverse: bool, site: Any, policy_source: Any
 ) -> None:
-    """Both are named, and the order of the path changes nothing."""
+    """Both are named, in any order of the path."""
     other = site.folder("other", first=reverse)
     site.install("beta", {"rule": "rule_b"}, rule_b=policy_source("from-b"))
     site.install("alpha", {"rule": "rule_a"}, folder=other, rule_a=policy_source("from-a"))
@@ -115,7 +115,7 @@ def test_one_entry_point_name_of_two_distributions(
         ("alpha", "loaded"),
         ("beta", "duplicate"),
     ]
-    # The next step that the message gives works.
+    # The next step in the message works.
     assert list(site.load(block=["alpha"], strict=True).policies) == ["from-b"]
 
 
@@ -140,7 +140,7 @@ def test_one_policy_name_of_two_plugins(reverse: bool, site: Any, policy_source:
 def test_the_distribution_named_after_a_policy_keeps_it(
     name: str, site: Any, policy_source: Any
 ) -> None:
-    """No other distribution takes it over by an earlier letter."""
+    """No distribution with an earlier name replaces it."""
     site.install("acme", a_vllm=policy_source(name))
     site.install("dispatchkit-adaptive", b_vllm=policy_source(name))
     site.install("dispatchkit-vllm", z_vllm=policy_source(name))
@@ -150,7 +150,7 @@ def test_the_distribution_named_after_a_policy_keeps_it(
 
 
 def test_one_object_under_two_names(site: Any, policy_source: Any) -> None:
-    """Reported with both names; it is loaded once."""
+    """The object is reported with both names and loaded once."""
     site.install(
         "acme", {"one": "shared_rule", "two": "shared_rule"}, shared_rule=policy_source("r")
     )
@@ -188,7 +188,7 @@ def dispatchkit_register_backends(): return [BackendSpec("tape", Own)]
 
 
 def test_built_in_names_are_kept_unless_replacement_is_asked_for(site: Any) -> None:
-    """A plugin takes no built-in's place by its name alone."""
+    """A plugin does not replace a built-in policy by its name alone."""
     site.install("acme", own_tape=BACKEND)
     loaded = site.load()
     assert loaded.backends["tape"].origin.distribution == "dispatchkit"
@@ -259,7 +259,7 @@ LISTS = [
 def test_lists_of_allowed_and_blocked_names(
     arguments: Any, environ: Any, expected: set[str], site: Any, policy_source: Any
 ) -> None:
-    """What is left out is not even imported, and is told apart in the list."""
+    """Excluded plugins are not imported, and are marked in the list."""
     site.install("acme-a", {"a": "plugin_a"}, plugin_a=policy_source("a"))
     site.install("acme-b", {"b": "plugin_b"}, plugin_b=policy_source("b"))
     loaded = site.load(environ=environ, strict=True, **arguments)
@@ -304,7 +304,7 @@ def test_loading_twice_gives_equal_sets_that_share_nothing(site: Any, policy_sou
     assert "mine" in one.policies
 
 
-# --- making one ----------------------------------------------------------------------------------
+# --- creating objects
 
 
 def test_options_that_a_policy_does_not_take(site: Any, policy_source: Any) -> None:

@@ -1,4 +1,4 @@
-"""Observers are contained: what one raises stops neither the others nor the step."""
+"""Exceptions of observers affect neither other observers nor the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVICT = EvictEvent(key="FULL/8", runtime_mode="FULL", num_tokens=8)
 
 
 def listening(plugins: PluginSet, name: str, fault: BaseException | None = None) -> list[Any]:
-    """Attach an observer of captures, brought by a plugin; return what it hears."""
+    """Attach a plugin's observer of captures; return the list of its events."""
     heard: list[Any] = []
 
     class Listener:
@@ -41,7 +41,7 @@ def listening(plugins: PluginSet, name: str, fault: BaseException | None = None)
 def test_a_raising_observer_is_named_and_the_others_are_told(
     fault: BaseException, caplog: Any
 ) -> None:
-    """Case 46, wherever in the order the broken one is."""
+    """Case 46, at any position of the broken one."""
     plugins = PluginSet()
     first = listening(plugins, "first")
     listening(plugins, "bad", fault)
@@ -53,7 +53,7 @@ def test_a_raising_observer_is_named_and_the_others_are_told(
 
 
 def test_repeated_faults_switch_an_observer_off_and_the_list_says_so(caplog: Any, row: Any) -> None:
-    """After three in a row it is not called any more."""
+    """After three faults in a row it is not called again."""
     plugins = PluginSet()
     heard = listening(plugins, "bad", ValueError("broken"))
     for _ in range(MAX_FAULTS + 2):
@@ -128,7 +128,7 @@ def test_unsubscribing_during_an_event_and_twice() -> None:
 
 
 def test_many_threads_tell_and_subscribe_without_losing_any() -> None:
-    """Each event reaches the subscriber that was there from the start exactly once."""
+    """Each event reaches the first subscriber exactly once."""
     notifier = Notifier()
     heard: list[Any] = []
     notifier.subscribe(CaptureEvent, heard.append, "all")
@@ -149,7 +149,7 @@ def test_many_threads_tell_and_subscribe_without_losing_any() -> None:
 
 
 def test_a_deciding_hook_that_raises_is_named_among_several() -> None:
-    """The error names the plugin that raised, not the first or the last asked."""
+    """The error names the plugin that raised, not the first or last one."""
 
     def chooser(fault: BaseException | None) -> SimpleNamespace:
         @hookimpl
@@ -164,7 +164,7 @@ def test_a_deciding_hook_that_raises_is_named_among_several() -> None:
         plugins.register("first", chooser(None))
         plugins.register("bad", chooser(fault))
         plugins.register("last", chooser(None))
-        # All three share one code object: no traceback tells them apart.
+        # All three share one code object, so tracebacks cannot distinguish them.
         with pytest.raises(PluginError) as raised:
             plugins.select_policy(SimpleNamespace())
         assert raised.value.origin.plugin == "bad"

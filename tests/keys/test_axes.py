@@ -1,4 +1,4 @@
-"""Axes and variants: buckets of values, and one number for buckets and adapters together."""
+"""Axes and variants: buckets of values, and one number for all buckets and adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_name_must_be_one_that_an_argument_could_have(bad):
 
 @pytest.mark.parametrize("lookup", [0, 64, 65], ids=["searched", "searched-just", "looked-up"])
 def test_value_goes_to_the_bucket_that_holds_it(monkeypatch, lookup):
-    """However it is found: small axes have a table, those with large values are searched."""
+    """Small axes have a table; axes with large values are searched."""
     monkeypatch.setattr(axes_module, "_MAX_LOOKUP", lookup)
     upward, exact = Axis("length", (16, 64)), Axis("kind", (16, 64), exact=True)
     assert len(upward._lookup) == (65 if lookup > 64 else 0)
@@ -75,7 +75,7 @@ def test_variant_knows_the_values_it_was_made_of_and_a_plain_number_its_buckets(
 
 @pytest.mark.parametrize("loras", [-1, 2, True, 1.0])
 def test_adapters_beyond_the_limit_have_no_variant(loras):
-    """With axes one more adapter would be the next bucket."""
+    """With axes, one more adapter would be another bucket."""
     variants = Variants(AXES, 1)
     for make in (
         lambda: variants.of_buckets(loras, (16, 1)),

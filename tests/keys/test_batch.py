@@ -1,4 +1,4 @@
-"""What a graph is named by, and which batches it can compute."""
+"""Names of graphs, and the batches that they cover."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def covers(batch, mode=FULL, **facts):
     return GraphKey(mode, BatchDescriptor(**facts)).covers(batch)
 
 
-# -- what is refused ---------------------------------------------------------------------
+# -- refused keys ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, True, None, "8", float("nan")])
@@ -62,7 +62,7 @@ def test_descriptor_refuses_more_requests_than_tokens():
 
 
 def test_query_len_of_a_graph_that_is_not_uniform_is_refused():
-    """Flag and number contradict each other; either alone would be another graph."""
+    """Flag and number contradict each other, and each alone would mean another graph."""
     with pytest.raises(DescriptorError, match="query_len must be 0 for a graph that is not"):
         BatchDescriptor(8, query_len=2)
 
@@ -74,7 +74,7 @@ def test_errors_are_value_errors_and_of_the_project():
 
 @pytest.mark.parametrize("mode", [RuntimeMode.NONE, 2, "FULL", None, CUDAGraphMode.FULL])
 def test_key_takes_a_runtime_mode_that_has_graphs(mode):
-    """A plain 2 equals FULL, and would be found by no look-up that asks for FULL."""
+    """A plain 2 equals FULL, but look-ups for FULL would not find it."""
     with pytest.raises(DescriptorError, match=r"RuntimeMode\.PIECEWISE or RuntimeMode.FULL"):
         GraphKey(mode, BatchDescriptor(8))
 
@@ -101,7 +101,7 @@ def test_batch_refuses_negative_facts(field):
 
 
 def test_uniform_graph_without_a_length_is_of_one_token_per_request():
-    """Equal graphs must be equal keys, or one is captured twice and found half the time."""
+    """Equal graphs must have equal keys; otherwise one is captured twice and often missed."""
     short, long = BatchDescriptor(8, uniform=True), BatchDescriptor(8, uniform=True, query_len=1)
     assert short == long
     assert hash(short) == hash(long)
@@ -110,7 +110,7 @@ def test_uniform_graph_without_a_length_is_of_one_token_per_request():
 
 @given(st.data())
 def test_equal_facts_are_equal_keys_with_equal_text(data):
-    """Capture and look-up build keys by one function."""
+    """Captures and look-ups build keys by one function."""
     config = data.draw(configs())
     one, two = data.draw(graph_keys(config)), data.draw(graph_keys(config))
     assert (one == two) is (str(one) == str(two))
@@ -183,7 +183,7 @@ def test_mixed_graph_serves_uniform_batches_too():
 
 
 def test_varying_decode_graph_needs_a_known_bound():
-    """Where the longest request is not known it may be longer than what was captured."""
+    """An unknown longest request may be longer than the captured one."""
     graph = {"num_tokens": 8, "max_query_len": 4}
     assert covers(Batch(8, max_query_len=4), **graph)
     assert covers(Batch(8, uniform=True, query_len=2, max_query_len=2), **graph)
@@ -199,7 +199,7 @@ def test_axes_must_be_the_same_buckets():
 
 @given(st.data())
 def test_larger_graph_covers_what_a_smaller_one_does(data):
-    """Covering is monotone in every bound; else padding up could lose a batch."""
+    """Covering is monotone in every bound; otherwise padding could lose a batch."""
     config = data.draw(configs())
     key, batch = data.draw(graph_keys(config)), data.draw(batches(config))
     own = key.descriptor
@@ -234,13 +234,13 @@ def test_batch_allows_what_its_code_says(code):
 
 
 def test_ceiling_is_the_runtime_mode_itself():
-    """Cascade attention says "at most PIECEWISE" without a table of codes."""
+    """Cascade attention passes "at most PIECEWISE" without a table of codes."""
     assert Batch(8, allowed=int(PIECEWISE)).allowed_modes == {RuntimeMode.NONE, PIECEWISE}
 
 
 @pytest.mark.parametrize("axes", [0, "ab", {1}, ([1],), ({},), None])
 def test_axes_that_cannot_be_part_of_a_key_are_refused(axes):
-    """Else the first look-up would raise what says nothing about axes."""
+    """Otherwise the first look-up would raise an error that does not mention axes."""
     for kind in (Batch, BatchDescriptor):
         with pytest.raises(DescriptorError, match="axes"):
             kind(8, axes=axes)

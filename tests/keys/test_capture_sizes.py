@@ -1,4 +1,4 @@
-"""Capture sizes: what is refused, what is derived, and what a batch is padded to."""
+"""Capture sizes: validation, derivation and padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dispatchkit.keys.modes import CUDAGraphMode
 size_lists = st.lists(st.integers(1, 300), max_size=12)
 
 
-# -- checking -----------------------------------------------------------------------------
+# -- validation -----------------------------------------------------------------------------
 
 
 @given(size_lists)
@@ -64,7 +64,7 @@ def test_sizes_over_the_limit_are_refused():
 
 
 def test_sizes_over_the_limit_can_be_trimmed_with_a_warning():
-    """Or trimmed, where the caller asks for that, and said."""
+    """They are trimmed with a warning if the caller requests it."""
     with pytest.warns(CaptureSizeWarning, match=r"dropped \[64\], above max_num_tokens"):
         assert check_capture_sizes([8, 32, 64], limit=32, over_limit="trim") == (8, 32)
 
@@ -115,7 +115,7 @@ def test_the_stated_maximum_is_a_size(max_size, max_num_seqs, query_len):
     ],
 )
 def test_default_ladder(max_size, expected):
-    """The maximum is a size, also off the step; a maximum of 1 gives 1, never 0."""
+    """The maximum is always a size; a maximum of 1 gives 1, never 0."""
     assert default_capture_sizes(max_size) == expected
 
 
@@ -240,7 +240,7 @@ def test_tensor_parallel_filter():
     assert derive("newest", **options).sizes == (1, 2, 4, 8, 16)
     assert derive("0.13", **{**options, "tensor_parallel_size": 2}).sizes == (2, 4, 8, 16)
     alone = {"max_num_seqs": 8, "sequence_parallel": True}
-    assert derive("0.13", **alone).sizes == (1, 2, 4, 8, 16)  # one rank unless more are stated
+    assert derive("0.13", **alone).sizes == (1, 2, 4, 8, 16)  # one rank by default
 
 
 def test_maximum_and_list_must_agree():
@@ -375,7 +375,7 @@ def test_ranks_change_no_size_without_sequence_parallelism(generation):
 
 
 def test_sizes_are_rounded_for_one_rank_unless_told():
-    """Of 2 ranks and 3 tokens there would be no common multiple to round to."""
+    """2 ranks and 3 tokens have no common multiple to round to."""
     options = {"generation": "0.11.1", "max_size": 9}
     told = round_sizes_for_query_len([3, 8], 3, tensor_parallel_size=1, **options)
     assert round_sizes_for_query_len([3, 8], 3, **options) == told

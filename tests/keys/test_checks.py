@@ -1,4 +1,4 @@
-"""Whole numbers and flags: the same values are taken, and refused, wherever one is given."""
+"""Integers and flags: every setting accepts and refuses the same values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIANTS = Variants((Axis("length", (4, 16)),), 8)
 
 
 def priority(answer):
-    """The priority of one lane, as a policy answers it."""
+    """The lane priority that a policy returns."""
     policy = type("Answers", (), {"stream_priorities": lambda self, num_lanes: [answer]})()
     return lane_priorities(policy, 1, name="answers")[0]
 
@@ -111,7 +111,7 @@ def test_words_are_flags_only_where_settings_are_text():
     ids=["text", "int", "array", "dictionary", "list", "scalar", "lines", "faulty"],
 )
 def test_a_message_shows_its_value_in_short(value, shown):
-    """The elements of tensors, which may be on a device, are not printed."""
+    """Elements of tensors, which may be on a device, are not printed."""
     with pytest.raises(ConfigError, match=f"^axes must be right, got {shown}\\.$") as caught:
         raise ConfigError("axes", value, "right")
     assert caught.value.value is value

@@ -1,4 +1,4 @@
-"""DispatchConfig: derived limits, text as numbers, and what is refused by name."""
+"""DispatchConfig: derived limits, numbers as text, and refused settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_plain_config_ends_at_its_largest_size():
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 100, 255, 256, 257, 511, 512])
 def test_stated_maximum_is_a_capture_size_too(limit):
-    """A maximum off the step would else leave the largest batches, the usual ones, eager."""
+    """Otherwise a maximum between sizes would run the largest, most common batches eager."""
     config = DispatchConfig(max_num_tokens=limit)
     assert config.sizes[-1] == limit
     assert config.sizes[0] == 1
@@ -50,14 +50,14 @@ def test_given_sizes_set_the_limit():
 
 
 def test_explicit_list_is_kept_and_what_it_leaves_out_is_said():
-    """Nothing is added to it; a warning names the range without a graph."""
+    """Nothing is added; a warning names the range without a graph."""
     with pytest.warns(CaptureSizeWarning, match="17 to 64 tokens run eager .* Add 64"):
         config = DispatchConfig(sizes=(8, 16), max_num_tokens=64)
     assert config.sizes == (8, 16)
 
 
 def test_no_sizes_mean_no_graphs_and_one_warning():
-    """Where no size is left, start-up succeeds without graphs and says so once."""
+    """Without sizes, start-up succeeds without graphs and warns once."""
     with pytest.warns(CaptureSizeWarning) as told:
         config = DispatchConfig(sizes=(), max_num_tokens=64)
     assert len(told) == 1
@@ -69,11 +69,11 @@ def test_no_sizes_and_no_limit_say_nothing_about_batches():
         DispatchConfig(sizes=())
 
 
-# -- values as a user writes them --------------------------------------------------------
+# -- values as users write them -------------------------------------------------------------
 
 
 def test_text_gives_what_numbers_give():
-    """Command line, environment and Python must not differ."""
+    """Command line, environment and Python must agree."""
     text = DispatchConfig(
         mode="full-and-piecewise",
         sizes="8, 16,32",
@@ -120,13 +120,13 @@ def test_zero_is_no_limit(setting):
 
 @pytest.mark.parametrize("sizes", [(0,), (-8, 8), (1.5,), (True,), ("x",), (8, None)])
 def test_bad_capture_size_is_refused(sizes):
-    """Zero, negative, fractional, boolean or no number: named with setting and value."""
+    """Zero, negative, fractional, boolean or not a number: the error names setting and value."""
     with pytest.raises(ConfigError, match=r"^sizes\[[01]\] must be"):
         DispatchConfig(sizes=sizes)
 
 
 def test_size_above_the_limit_is_refused_before_any_memory_is_taken():
-    """What the buffers cannot hold is refused as a setting."""
+    """Sizes beyond the buffers are refused as a setting."""
     with pytest.raises(ConfigError, match=r"at most max_num_tokens \(16\), got 32"):
         DispatchConfig(sizes=(8, 32), max_num_tokens=16)
 
@@ -139,7 +139,7 @@ def test_bad_query_lens_are_refused(lens):
 
 
 def test_unknown_mode_gets_the_nearest_names():
-    """An unknown word is refused, never taken without effect."""
+    """An unknown word is refused, never ignored."""
     with pytest.raises(UnknownNameError) as caught:
         DispatchConfig(mode="full_and_peicewise")
     assert "FULL_AND_PIECEWISE" in caught.value.nearest
@@ -147,7 +147,7 @@ def test_unknown_mode_gets_the_nearest_names():
 
 @pytest.mark.parametrize("flag", ["varlen_decode", "specialize_lora", "specialize_active_loras"])
 def test_flag_is_a_bool(flag):
-    """The text "false" is true to Python."""
+    """The text "false" is true in Python."""
     with pytest.raises(ConfigError, match=f"{flag} must be True or False"):
         DispatchConfig(**{flag: "false"})
 
@@ -160,7 +160,7 @@ def test_uniform_sizes_are_named_in_their_own_error():
 
 
 def test_unknown_setting_is_refused():
-    """A misspelt setting never passes without effect."""
+    """A misspelt setting is never ignored."""
     with pytest.raises(UnknownNameError, match="got 'max_tokens'"):
         DispatchConfig(max_tokens=8)
 
@@ -192,7 +192,7 @@ def test_uniform_argument_counts_query_classes(lens, varlen, expected):
 
 
 def test_true_and_false_are_query_classes():
-    """The usual caller says uniform=True."""
+    """Most callers pass uniform=True."""
     config = DispatchConfig(max_num_tokens=16, query_lens=3)
     assert config.query_class(True) == (True, 3, 3)
     assert config.query_class(False) == (False, 0, None)
@@ -217,7 +217,7 @@ def test_accepted_config_is_in_order_and_within_its_limits(sizes, limit, seqs):
 
 
 def test_derived_sizes_hold_whole_requests_and_a_full_batch():
-    """A ladder for one query length has no size for most batches of another."""
+    """A ladder for one query length lacks sizes for most batches of another."""
     config = DispatchConfig(max_num_tokens=64, max_num_seqs=10, query_lens=(3, 2))
     assert set(config.sizes) >= {3, 6, 12, 24, 30, 2, 4, 8, 16, 20, 64}
     assert DispatchConfig(max_num_tokens=64).sizes == (1, 2, 4, *range(8, 65, 8))

@@ -1,4 +1,4 @@
-"""What holds where a caller says nothing."""
+"""Defaults of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes behave as vLLM's enum does, and every downgrade leaves an account."""
+"""Modes behave as vLLM's enum, and every downgrade has a reason."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_resolve_steps_down(mode, support, options, expected):
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("splits", [True, False])
 def test_a_mode_changes_exactly_when_a_reason_is_given(mode, support, query_len, splits):
-    """No downgrade is silent, and no reason is given for nothing."""
+    """Downgrades always have a reason, and other results never do."""
     try:
         resolution = resolve_mode(mode, support, query_len=query_len, splits_attention=splits)
     except ConfigError:

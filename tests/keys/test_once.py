@@ -1,4 +1,4 @@
-"""What is said once."""
+"""Warnings that are given once."""
 
 from __future__ import annotations
 

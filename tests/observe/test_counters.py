@@ -1,4 +1,4 @@
-"""Counters: added to by steps, and read meanwhile."""
+"""Counters are incremented by steps and read concurrently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.observe import StepCounters
 
 @pytest.fixture
 def restless():
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield

@@ -1,4 +1,4 @@
-"""The names of the room, found on first use."""
+"""Names of the package, loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: steps in a ring, read as a step trace."""
+"""The recorder keeps steps in a ring and returns them as a step trace."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_impossible_capacities_are_refused(capacity):
 
 
 def test_values_of_axes_are_columns_of_their_own():
-    """The value itself where it is known, else one that means the same bucket."""
+    """The value itself if known, otherwise a value of the same bucket."""
     axes = [Axis("length", (4, 16)), Axis("kind", (0, 7), exact=True)]
     config = DispatchConfig(sizes=[1, 2, 4, 8], max_loras=2, axes=axes)
     recorder = StepRecorder(config, capacity=3)
@@ -119,7 +119,7 @@ def test_values_beyond_what_a_trace_holds_stay_outside():
 
 
 def test_a_step_without_tokens_costs_the_others_no_fact():
-    """Nothing of it is unknown: it has no request, and no longest one."""
+    """All its facts are known: it has no request and no longest one."""
     recorder = StepRecorder(CONFIG)
     recorder.add(6, 3, 1, 0)
     recorder.add(0, 0, 1, 0)
@@ -130,7 +130,7 @@ def test_a_step_without_tokens_costs_the_others_no_fact():
 
 
 def test_no_request_is_longer_than_the_step():
-    """The class of requests of at most four tokens holds a step of two."""
+    """A class of requests of at most four tokens includes a step of two."""
     recorder = StepRecorder(DispatchConfig(query_lens=4, varlen_decode=True))
     recorder.add(2, 1, 2, 0)
     recorder.add(6, 2, 2, 0)

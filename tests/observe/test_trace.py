@@ -1,4 +1,4 @@
-"""Step traces: what is read back, and what each kind of damage is called."""
+"""Step traces: reading, writing, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADER = ",".join(TRACE_COLUMNS)
 
 @st.composite
 def steps(draw):
-    """Possible steps, uniform and mixed."""
+    """Draw valid steps, uniform and mixed."""
     uniform = draw(st.booleans())
     num_reqs = draw(st.integers(0, 600))
     longest = draw(st.integers(1, 9)) if num_reqs else 0
@@ -58,7 +58,7 @@ def write(path, text):
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl", "t.jsonl.gz"])
 @given(rows=st.lists(steps(), min_size=1, max_size=30))
 def test_what_was_written_is_read_back(rows, name, tmp_path_factory):
-    """Floats too come back bit for bit, in every format."""
+    """Floats come back bit for bit in every format."""
     path = tmp_path_factory.mktemp("trace") / name
     assert write_trace(path, rows) == len(rows)
     trace = read_trace(path)
@@ -67,7 +67,7 @@ def test_what_was_written_is_read_back(rows, name, tmp_path_factory):
 
 
 def test_shipped_traces_are_read_whole():
-    """Every trace has its steps, and a second copy of them is the same trace."""
+    """Every trace has its steps, and reading them again gives the same trace."""
     files = sorted(TRACES.glob("*.csv.gz"))
     assert len(files) == 9
     for path in files:
@@ -79,7 +79,7 @@ def test_shipped_traces_are_read_whole():
 
 
 def test_a_torn_end_of_line_does_not_matter(tmp_path):
-    """CRLF, a byte order mark, quotes, blank lines and a missing last break are all read."""
+    """CRLF, a byte order mark, quotes, blank lines and a missing last newline are accepted."""
     plain = read_trace(write(tmp_path / "a.csv", f"{HEADER}\n0,0.5,3,3,1,1,0\n1,1,8,2,7,0,2\n"))
     variants = [
         f"\ufeff{HEADER}\r\n0,0.5,3,3,1,1,0\r\n1,1,8,2,7,0,2\r\n",
@@ -92,7 +92,7 @@ def test_a_torn_end_of_line_does_not_matter(tmp_path):
 
 
 def test_only_num_tokens_is_needed(tmp_path):
-    """A recorder that knows sizes only is still useful, and what it lacks has a message."""
+    """A recorder with sizes only is still useful, and missing columns have a message."""
     trace = read_trace(write(tmp_path / "t.csv", "num_tokens,note\n5,hello\n7,x\n"))
     assert [step.num_tokens for step in trace] == [5, 7]
     assert trace[0].uniform_decode is None
@@ -102,7 +102,7 @@ def test_only_num_tokens_is_needed(tmp_path):
 
 
 def test_a_slice_is_a_trace():
-    """Halves keep order and lose nothing."""
+    """Halves keep the order and all steps."""
     trace = StepTrace({"num_tokens": [1, 2, 3, 4, 5]})
     first, second = trace.halves()
     assert [s.num_tokens for s in first] == [1, 2]
@@ -152,7 +152,7 @@ def test_a_slice_is_a_trace():
     ],
 )
 def test_a_damaged_file_is_named_by_line(text, line, message, tmp_path):
-    """The complaint names file, line and what would be right."""
+    """The message names file, line and the expected value."""
     path = write(tmp_path / "trace.csv", text)
     with pytest.raises(TraceError, match=message) as caught:
         read_trace(path)
@@ -161,7 +161,7 @@ def test_a_damaged_file_is_named_by_line(text, line, message, tmp_path):
 
 
 def test_a_bad_value_deep_in_a_long_file_is_named(tmp_path):
-    """The fast way over whole blocks loses no line numbers."""
+    """The fast path over whole blocks keeps line numbers."""
     lines = [HEADER] + [f"{i},{i},8,8,1,1,0" for i in range(20_000)]
     lines[17_000] = "16999,1,8,8,1,1,"
     with pytest.raises(TraceError, match="num_active_loras must be a whole number") as caught:
@@ -194,7 +194,7 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 
 
 def test_a_gzip_bomb_stops_at_the_limit(tmp_path):
-    """Unpacking is bounded: what lies behind the limit is never unpacked."""
+    """Unpacking stops at the limit."""
     row = b"0,0,3,3,1,1,0\n"
     packed = gzip.compress(HEADER.encode() + b"\n" + row * 400_000)
     assert len(packed) < 50_000
@@ -208,7 +208,7 @@ def test_a_gzip_bomb_stops_at_the_limit(tmp_path):
 @pytest.mark.parametrize("packed", [False, True])
 @given(data=st.data())
 def test_any_damage_gives_a_trace_or_a_typed_error(data, packed, tmp_path_factory):
-    """Cut anywhere and overwrite any byte: never another exception, never a hang."""
+    """With any cut and any overwritten byte, there is no other exception and no hang."""
     good = f"{HEADER}\n" + "".join(f"{i},{i}.5,{i + 1},1,{i + 1},0,0\n" for i in range(20))
     raw = gzip.compress(good.encode(), mtime=0) if packed else good.encode()
     cut = data.draw(st.integers(0, len(raw)))
@@ -227,7 +227,7 @@ def test_any_damage_gives_a_trace_or_a_typed_error(data, packed, tmp_path_factor
 
 
 def test_nothing_half_written_is_left(tmp_path):
-    """A step that is not possible leaves the old file as it was, and no part of a new one."""
+    """An invalid step leaves the old file unchanged, and no partial new one."""
     path = tmp_path / "t.csv"
     write_trace(path, [TraceStep(num_tokens=3, num_reqs=3)])
     before = path.read_bytes()
@@ -269,7 +269,7 @@ def test_impossible_columns_are_refused_in_memory():
 
 
 def test_reading_a_trace_loads_no_numpy():
-    """The room of what is observed stays light: a recorder needs no numpy."""
+    """Importing this package stays light: a recorder needs no numpy."""
     code = (
         "import sys\n"
         "from dispatchkit.observe.trace import read_trace\n"
@@ -281,7 +281,7 @@ def test_reading_a_trace_loads_no_numpy():
 
 @pytest.mark.slow
 def test_a_million_steps_are_read(tmp_path):
-    """A trace of a million steps is read whole (how fast is bench/plan.py's business)."""
+    """A trace of a million steps is read whole (bench/plan.py measures the time)."""
     path = tmp_path / "million.csv"
     with path.open("w") as out:
         out.write(HEADER + "\n")
@@ -303,7 +303,7 @@ AXES_ROWS = ["0,0.0,4,4,1,1,0,40,3", "1,0.5,9,2,8,0,1,7,0"]
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl"])
 def test_axes_are_columns_that_come_back(tmp_path, name):
-    """Of a file as it is written by hand, and of one that is written here."""
+    """In a handwritten file and in one written here."""
     path = tmp_path / "by_hand.csv"
     path.write_text("\n".join([AXES_HEADER, *AXES_ROWS]) + "\n")
     trace = read_trace(path)
@@ -371,7 +371,7 @@ def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
 
 
 def test_a_packed_file_of_endless_steps_is_refused(tmp_path, monkeypatch):
-    """Before they fill the memory, however small the file is."""
+    """It is refused before it fills the memory, however small the file is."""
     monkeypatch.setattr(trace_module, "MAX_STEPS", 50_000)
     path = write(tmp_path / "t.csv.gz", gzip.compress(b"num_tokens\n" + b"5\n" * 500_000))
     assert path.stat().st_size < 10_000

@@ -1,4 +1,4 @@
-"""Writing a trace while a program runs: whatever ends the program, the steps are there."""
+"""Writing a trace while a program runs: any end of the program keeps the steps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_exception_before_the_first_step_leaves_an_older_file(tmp_path: Path)
     ids=["exit", "no with", "chdir", "folder gone", "generator", "fork", "fork _exit"],
 )
 def test_a_program_that_ends_leaves_its_trace(tmp_path: Path, body: str) -> None:
-    """Whole, where it was asked for, and said nothing."""
+    """The trace is complete, in the requested file, and nothing is printed."""
     done = run_program(tmp_path / "t.csv.gz", body)
     assert done.stderr == ""
     assert tokens(tmp_path / "t.csv.gz") == [3]
@@ -86,7 +86,7 @@ def test_a_program_that_ends_leaves_its_trace(tmp_path: Path, body: str) -> None
     ("how", "name"), [("SIGTERM", "t.csv.gz"), ("SIGKILL", "t.jsonl"), ("_exit", "t.csv")]
 )
 def test_a_program_that_is_killed_leaves_the_part(tmp_path: Path, how: str, name: str) -> None:
-    """It can be read, and a later program does not write over it."""
+    """It can be read, and a later program does not overwrite it."""
     end = "os._exit(1)" if how == "_exit" else f"os.kill(os.getpid(), signal.{how})"
     done = run_program(tmp_path / name, f"with writer:\n    writer.write(3); {end}")
     assert done.returncode in (1, -signal.SIGTERM, -signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_a_writer_that_is_collected_has_written_its_file(tmp_path: Path) -> None
 
 
 def test_a_forked_process_has_no_part_in_it(tmp_path: Path) -> None:
-    """A step that it writes is an error there, and not a line between the parent's."""
+    """A step written by the child is an error, not a line among the parent's."""
     body = """
 with writer:
     writer.write(3)
@@ -127,11 +127,11 @@ with writer:
     assert tokens(tmp_path / "t.csv") == [3, 5]
 
 
-# -- a disk that is full ------------------------------------------------------------------
+# -- full disk ------------------------------------------------------------------------------
 
 
 class FullDisk:
-    """Room for some bytes; what does not fit is cut, as by a real disk."""
+    """Has room for some bytes and truncates the rest, as a real disk does."""
 
     def __init__(self, room: int) -> None:
         self.room, self._write = room, os.write
@@ -149,7 +149,7 @@ class FullDisk:
 def test_a_full_disk_stops_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, room: int
 ) -> None:
-    """One warning, one error at the end; the steps that had room are a whole trace."""
+    """One warning and a final error; the steps that fit are a complete trace."""
     path = tmp_path / name
     with pytest.raises(TraceError, match="No space left") as caught:  # noqa: PT012, SIM117
         with TraceWriter(path) as writer:
@@ -159,7 +159,7 @@ def test_a_full_disk_stops_no_step(
                 with pytest.warns(TraceWarning, match="No space") as warned:  # noqa: PT031
                     for _ in range(20):
                         writer.write(5)
-            writer.write(6)  # there may be room again, but a trace has no holes
+            writer.write(6)  # there may be room again, but a trace has no gaps
     assert len(warned) == 1
     assert tokens(path) == [3] + [5] * (writer.num_steps - 1)
     assert writer.num_steps + writer.num_lost == 22
@@ -168,7 +168,7 @@ def test_a_full_disk_stops_no_step(
 
 
 def test_a_file_that_cannot_get_its_name_is_told_with_its_steps(tmp_path: Path) -> None:
-    """The folder of that name was made meanwhile."""
+    """Somebody created a folder of that name meanwhile."""
     with pytest.raises(TraceError, match=r"Its 2 steps are in .*t\.csv\.part"):  # noqa: PT012, SIM117
         with TraceWriter(tmp_path / "t.csv") as writer:
             writer.write(3)
@@ -192,7 +192,7 @@ def test_a_trace_that_is_written_at_once_is_whole_or_not_there(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-# -- what is written ----------------------------------------------------------------------
+# -- written traces -------------------------------------------------------------------------
 
 
 def test_a_bare_count_is_a_step(tmp_path: Path) -> None:

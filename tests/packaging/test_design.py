@@ -1,4 +1,4 @@
-"""The page on the design names every room, and no file that is not there."""
+"""The page on the design names every package, and only existing files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each plugin is a distribution of its own, known to the set-up, and uses public names only."""
+"""Each plugin is its own distribution, included in the set-up, and uses only public names."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.n
 
 
 def package_of(plugin: Path) -> str:
-    """The import name of a plugin: one guess finds it."""
+    """Return the import name of a plugin."""
     return plugin.name.replace("-", "_")
 
 
 def project_of(plugin: Path) -> dict[str, object]:
-    """The [project] table of a plugin."""
+    """Return the [project] table of a plugin."""
     return tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
-    """Each import of dispatchkit in a module: line, module, and name (None for `import x`)."""
+    """Yield each import of dispatchkit: line, module, and name (None for `import x`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -40,7 +40,7 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
 
 
 def breaches(source: str) -> list[str]:
-    """What a plugin's module takes from dispatchkit that is not public."""
+    """Return the private names that a plugin's module imports from dispatchkit."""
     found = []
     for line, module, name in imports_of(ast.parse(source)):
         parts = module.split(".")
@@ -61,28 +61,28 @@ def _is_public(module: str, name: str) -> bool:
     except ModuleNotFoundError as missing:
         if missing.name and missing.name.partition(".")[0] == "dispatchkit":
             raise
-        return True  # an extra is not installed here; checked where it is
+        return True  # the extra is not installed here; checked where it is
     if name in getattr(loaded, "__all__", vars(loaded)):
         return True
-    # A room that is reached as `from dispatchkit import keys`.
+    # A package imported as `from dispatchkit import keys`.
     return module == "dispatchkit" and importlib.util.find_spec(f"dispatchkit.{name}") is not None
 
 
 def test_there_are_plugins() -> None:
-    """The parametrised tests below would pass on none."""
+    """The parametrised tests below would pass without any plugin."""
     assert "dispatchkit-vllm" in [plugin.name for plugin in PLUGINS]
 
 
 @each_plugin
 def test_development_set_up_installs_the_plugin(plugin: Path) -> None:
-    """A plugin left out of the one resolver run would be looked for on a package index."""
+    """A plugin missing from the single resolver run would be searched on a package index."""
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     pattern = re.compile(rf"-e \.?/?plugins/{re.escape(plugin.name)}(\[[\w,-]+\])?")
     assert [line for line in lines if pattern.fullmatch(line.strip())], plugin.name
 
 
 def test_products_are_extras_of_the_core_and_all_takes_each() -> None:
-    """`pip install 'dispatchkit[ranks]'` is how the pages install one."""
+    """The pages install plugins by `pip install 'dispatchkit[ranks]'`."""
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = core["optional-dependencies"]
     products = {"compile", "plan", "ranks", "transformers"}
@@ -95,14 +95,14 @@ def test_products_are_extras_of_the_core_and_all_takes_each() -> None:
 
 @each_plugin
 def test_import_contracts_cover_the_plugin(plugin: Path) -> None:
-    """Contracts look only at the packages named as roots."""
+    """Contracts check only the root packages."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert package_of(plugin) in config["tool"]["importlinter"]["root_packages"]
 
 
 @each_plugin
 def test_plugin_is_named_by_one_word(plugin: Path) -> None:
-    """Distribution dispatchkit-x, package dispatchkit_x, entry point x: one guess finds all."""
+    """Distribution dispatchkit-x, package dispatchkit_x and entry point x can be guessed."""
     project = project_of(plugin)
     word = plugin.name.removeprefix("dispatchkit-")
     assert project["name"] == plugin.name
@@ -111,12 +111,12 @@ def test_plugin_is_named_by_one_word(plugin: Path) -> None:
     if (plugin / "src" / package_of(plugin) / "plugin.py").exists():
         assert entries[word].partition(":")[0].split(".")[0] == package_of(plugin)
     else:
-        assert entries == {}  # it registers nothing; its users import it
+        assert entries == {}  # registers nothing; users import it
 
 
 @each_plugin
 def test_plugin_carries_licence_readme_and_its_need_of_the_core(plugin: Path) -> None:
-    """It is published alone, so it says all of this alone."""
+    """It is published alone, so it needs all of these."""
     project = project_of(plugin)
     assert project["license"] == "Apache-2.0"
     assert project["requires-python"] == ">=3.11"
@@ -127,7 +127,7 @@ def test_plugin_carries_licence_readme_and_its_need_of_the_core(plugin: Path) ->
 
 @each_plugin
 def test_plugin_names_its_page_which_is_in_its_section_of_the_docs(plugin: Path) -> None:
-    """Whoever comes from the package finds the page, and whoever reads the pages the package."""
+    """Package and page link to each other."""
     index = (ROOT / "docs" / "index.md").read_text()
     section = re.search(
         rf":caption: {re.escape(plugin.name)}\n:maxdepth: 1\n\n(.*?)```", index, re.DOTALL
@@ -142,7 +142,7 @@ def test_plugin_names_its_page_which_is_in_its_section_of_the_docs(plugin: Path)
 
 @each_plugin
 def test_plugin_uses_public_names_only(plugin: Path) -> None:
-    """A plugin that needs a private name has found a hole in the interface."""
+    """A plugin that needs a private name shows a gap in the public interface."""
     found = {
         str(path.relative_to(plugin)): problems
         for path in sorted((plugin / "src").rglob("*.py"))
@@ -155,7 +155,7 @@ def test_plugin_uses_public_names_only(plugin: Path) -> None:
     "folder", sorted(ROOT.glob("examples/*/src")), ids=lambda path: path.parent.name
 )
 def test_examples_of_distributions_use_public_names_only(folder: Path) -> None:
-    """They are what others copy."""
+    """Users copy the examples."""
     found = {path.name: breaches(path.read_text()) for path in folder.rglob("*.py")}
     assert found
     assert {name: problems for name, problems in found.items() if problems} == {}
@@ -174,17 +174,17 @@ def test_examples_of_distributions_use_public_names_only(folder: Path) -> None:
     ],
 )
 def test_the_check_of_public_names_finds_a_breach(source: str) -> None:
-    """A check that finds nothing must have been seen to find something."""
+    """The check itself must detect a breach."""
     assert len(breaches(source)) == 1
 
 
 def test_the_check_of_public_names_lets_public_ones_pass() -> None:
-    """Rooms and the package itself are what plugins are written against."""
+    """Plugins may use public packages and the package itself."""
     assert breaches("import dispatchkit\nfrom dispatchkit.errors import ConfigError\n") == []
 
 
 def test_the_table_of_distributions_is_what_they_bring() -> None:
-    """A message that names the wrong distribution would send its reader astray."""
+    """A wrong distribution in a message would mislead its reader."""
     from dispatchkit import load_plugins
     from dispatchkit.distributions import DISTRIBUTIONS, load_attribute
 
@@ -199,13 +199,13 @@ def test_the_table_of_distributions_is_what_they_bring() -> None:
         for name, distribution in DISTRIBUTIONS[kind].items():
             assert known[name].origin.distribution == distribution, name
     own = {one.origin.distribution for one in loaded.commands.values()}
-    assert own <= set(DISTRIBUTIONS["command"].values())  # none is left out
+    assert own <= set(DISTRIBUTIONS["command"].values())  # includes all
     for name in DISTRIBUTIONS["attribute"]:
         assert load_attribute(name) is not None
 
 
 def load_release() -> ModuleType:
-    """The script that builds and tests what is released."""
+    """Return the script that builds and tests releases."""
     spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
     assert spec is not None
     assert spec.loader is not None
@@ -221,7 +221,7 @@ def load_release() -> ModuleType:
 def test_a_release_runs_the_slow_tests_of_what_has_no_others(
     quick: int, slow: int, runs: int, passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """pytest's exit code 5: no test was selected, which says nothing of a distribution."""
+    """pytest's exit code 5 (no test selected) does not count as success."""
     release, marks = load_release(), []
 
     def run(name: str, python: Path, folder: Path, which: str) -> int:
@@ -234,7 +234,7 @@ def test_a_release_runs_the_slow_tests_of_what_has_no_others(
 
 
 def test_all_distributions_have_one_version_and_the_changelog_names_it() -> None:
-    """What a release begins with."""
+    """A release starts from these."""
     release = load_release()
     assert set(release.SOURCES) == {"dispatchkit", *(plugin.name for plugin in PLUGINS)}
     assert release.versions_disagree() == ""

@@ -1,4 +1,4 @@
-"""The pages on hazards name tests that exist, and each of them says what must hold."""
+"""The pages on hazards name existing tests, each of which states its requirement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "hazards").glob("*.md")}
-#: An entry: the hazard in bold, what is done about it, a line break, its tests.
+#: An entry: the hazard in bold, the remedy, a line break, its tests.
 ENTRY = re.compile(
     r"^- \*\*(?P<hazard>[^*]+)\*\*\s+(?P<done>.+?)\\\n  Tests: (?P<tests>.+?)\.$",
     re.MULTILINE | re.DOTALL,
@@ -27,13 +27,13 @@ PLACES = (
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, list[tuple[bool, bool]]]:
-    """For each name on the pages, its functions: is it for a device, has it a docstring."""
+    """Return each test's functions: whether for a device, and whether documented."""
     named = set(NAME.findall("".join(PAGES.values())))
     found: dict[str, list[tuple[bool, bool]]] = {}
     for path in (path for place in PLACES for path in ROOT.glob(place)):
         source = path.read_text()
         if named.isdisjoint(re.findall(r"def (test_\w+)", source)):
-            continue  # not worth parsing
+            continue  # skip parsing
         is_gpu = path.parent.name == "gpu"
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and node.name in named:

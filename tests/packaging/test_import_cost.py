@@ -1,4 +1,4 @@
-"""What `import dispatchkit` loads; a subprocess looks, since this one has loaded much already."""
+"""Modules that `import dispatchkit` loads, measured in a subprocess."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ON_FIRST_PLUGIN_USE = ("pluggy", "importlib.metadata")
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Names in sys.modules that a statement added to a bare interpreter's."""
+    """Return the names that a statement adds to a bare interpreter's sys.modules."""
     code = (
         "import sys, json; before = set(sys.modules)\n"
         f"{statement}\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
-    # -S: a bare interpreter; `site` and the .pth files of editable installs load modules too.
+    # -S gives a bare interpreter; `site` and .pth files of editable installs load modules too.
     path = [entry for entry in sys.path if entry]
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
@@ -32,28 +32,28 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
-    """Everything that `import dispatchkit` loads."""
+    """Return everything that `import dispatchkit` loads."""
     return loaded_by("import dispatchkit")
 
 
 def test_the_probe_sees_what_an_import_loads() -> None:
-    """Without this, the tests below would pass on a probe that sees nothing."""
+    """Otherwise the tests below would pass with a probe that detects nothing."""
     assert "pluggy" in loaded_by("import pluggy")
 
 
 @pytest.mark.parametrize("name", HEAVY)
 def test_import_loads_nothing_heavy(loaded: set[str], name: str) -> None:
-    """Import time is part of the interface: decisions must stay cheap to reach anywhere."""
+    """Import time is part of the interface: decisions must be cheap to use anywhere."""
     assert name not in loaded
 
 
 @pytest.mark.parametrize("name", ON_FIRST_PLUGIN_USE)
 def test_import_leaves_discovery_to_the_first_plugin_use(loaded: set[str], name: str) -> None:
-    """Looking for plugins costs more than the rest of the import together."""
+    """Discovering plugins costs more than the rest of the import."""
     assert name not in loaded
 
 
 def test_import_loads_no_plugin(loaded: set[str]) -> None:
-    """A plugin loads when it is asked for, so a broken one cannot break the import."""
+    """Plugins load on demand, so a broken one cannot break the import."""
     assert "dispatchkit" in loaded
     assert {name for name in loaded if name.startswith("dispatchkit_")} == set()

@@ -1,4 +1,4 @@
-"""What the import contracts of pyproject.toml cannot say."""
+"""Rules of imports that the contracts in pyproject.toml cannot express."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ grimp = pytest.importorskip("grimp")
 
 
 def test_no_module_imports_a_package_that_it_lies_in() -> None:
-    """Siblings are kept free of circles by a contract; this leaves none through a package."""
+    """A contract excludes cycles between siblings; this test excludes cycles through a package."""
     graph = grimp.build_graph("dispatchkit", exclude_type_checking_imports=False, cache_dir=None)
     modules = graph.modules
     assert len(modules) > 100

@@ -1,4 +1,4 @@
-"""The layers of the tests: what is fast, slow, for a GPU."""
+"""The layers of the tests: fast, slow, GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_marks_are_in_the_files_that_are_collected() -> None:
-    """One without ``mark.slow`` is not imported for the slow layer, nor the like for a GPU."""
+    """A file without ``mark.slow`` is not imported for the slow layer; GPU tests likewise."""
     helpers = [
         path
         for folder in ("tests", "plugins/*/tests", "examples/*/tests")

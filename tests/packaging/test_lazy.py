@@ -1,4 +1,4 @@
-"""Names of packages that are loaded on first use."""
+"""Names that packages load on first use."""
 
 from __future__ import annotations
 

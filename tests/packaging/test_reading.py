@@ -1,4 +1,4 @@
-"""The page on reading has every file once, in an order that a person chose, with what it is now."""
+"""The reading page lists every file once, in a chosen order, with its current summary."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def entries(page: str) -> list[str]:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Run `make reading` if it is not, and give a new file its place."""
+    """If not, run `make reading` and move new files to their places."""
     assert reading.rewritten(PAGE) == PAGE
     names = [reading.ENTRY.fullmatch(line)[1] for line in entries(PAGE)]
     assert sorted(names) == sorted(reading.files())
 
 
 def test_what_is_out_of_date_is_seen() -> None:
-    """A file too many, one too few, another count, another summary: each is put right."""
+    """An extra or missing file, a wrong count or a wrong summary is corrected."""
     first, second = entries(PAGE)[:2]
     for wrong in (
         PAGE.replace(first, f"{first}\n- `keys/gone.py` (10): It was here."),
@@ -36,7 +36,7 @@ def test_what_is_out_of_date_is_seen() -> None:
     ):
         assert wrong != PAGE
         assert reading.rewritten(wrong) == PAGE
-    *_, tape = (line for line in entries(PAGE) if "`backends/tape/" in line)  # its folder's last
+    *_, tape = (line for line in entries(PAGE) if "`backends/tape/" in line)  # last of its folder
     assert reading.rewritten(PAGE.replace(f"{tape}\n", "")) == PAGE
 
 

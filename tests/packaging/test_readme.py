@@ -1,4 +1,4 @@
-"""What README and docs tell a newcomer to type exists."""
+"""Commands in README and docs for newcomers exist."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ README = (ROOT / "README.md").read_text()
 
 
 def commands(text: str) -> list[str]:
-    """The lines of fenced console blocks that are typed."""
+    """Return the commands in fenced console blocks."""
     blocks = re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL)
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
 def targets() -> set[str]:
-    """The targets that the Makefile declares, by its own help."""
+    """Return the Makefile's targets from its help."""
     return set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, flags=re.MULTILINE))
 
 
 def test_readme_shows_both_set_up_commands_with_their_plain_twins() -> None:
-    """Two commands do all; whoever has no make gets the same by pip."""
+    """Two commands suffice; without make, pip does the same."""
     typed = commands(README)
     assert "make demo" in typed
     assert "make test" in typed
@@ -43,7 +43,7 @@ def test_readme_shows_both_set_up_commands_with_their_plain_twins() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/development.md", ".ci/run"])
 def test_every_make_target_named_exists(page: str) -> None:
-    """A command that fails is the first thing a newcomer would meet."""
+    """Newcomers would meet a failing command first."""
     text = (ROOT / page).read_text()
     named = set(re.findall(r"`make ([a-z-]+)", text))
     for steps in re.findall(r"^step((?: [a-z][a-z-]*)+)", text, re.MULTILINE):
@@ -54,14 +54,14 @@ def test_every_make_target_named_exists(page: str) -> None:
 
 
 def test_every_relative_link_of_the_readme_leads_somewhere() -> None:
-    """Links are how the rest is found."""
+    """Readers find other pages by links."""
     links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_every_figure_of_the_readmes_tables_is_one_of_the_measurements() -> None:
-    """Figures are written down once, with their command; here they are only shown."""
+    """Figures are measured in one place with their command; the README only repeats them."""
     pages = (ROOT / "docs" / "measurements").glob("*.md")
     measured = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     rows = [line for line in README.splitlines() if line.startswith("| ")]
@@ -73,7 +73,7 @@ def test_every_figure_of_the_readmes_tables_is_one_of_the_measurements() -> None
 
 
 def test_the_page_for_operators_explains_every_reason() -> None:
-    """Whoever sees a reason in a counter finds what it means and what to do."""
+    """For any reason in a counter, operators find its meaning and remedy."""
     from dispatchkit import Reason
 
     page = (ROOT / "docs" / "how-to" / "operate.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A machine that lacks something gets one line with the next step, never a traceback."""
+"""If a requirement is missing, set-up prints one line with the next step, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that set-up reads, in a folder with a space in its path and no .venv."""
+    """Copy the files that set-up reads to a folder with a space in its path and no .venv."""
     folder = tmp_path / "a fresh clone"
     (folder / "scripts").mkdir(parents=True)
     for name in ("Makefile", "requirements-dev.txt", "pyproject.toml", "scripts/setup.sh"):
@@ -25,7 +25,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def python_that(tmp_path: Path, script: str) -> Path:
-    """A stand-in for an interpreter, at a path with a space in it."""
+    """Write a stand-in for an interpreter at a path with a space."""
     path = tmp_path / "other python"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -33,8 +33,8 @@ def python_that(tmp_path: Path, script: str) -> Path:
 
 
 def complaint(checkout: Path, python: Path | str, **variables: str) -> str:
-    """Run `make test`, which must fail, and return the one line that set-up said of it."""
-    # Set-up must not see what make or pip were told for the run that these tests are part of.
+    """Run `make test`, which must fail, and return set-up's single line."""
+    # Set-up must not see variables that make or pip set for this test run.
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE", "MFLAGS"))
     }
@@ -55,7 +55,7 @@ def complaint(checkout: Path, python: Path | str, **variables: str) -> str:
 
 
 def test_no_python_at_all(checkout: Path) -> None:
-    """The name that was tried, the version needed, and how to give another."""
+    """The line has the tried name, the required version, and how to use another."""
     line = complaint(checkout, "python-that-is-nowhere")
     assert "there is no 'python-that-is-nowhere'" in line
     assert "Python 3.11 or newer" in line
@@ -63,7 +63,7 @@ def test_no_python_at_all(checkout: Path) -> None:
 
 
 def test_python_too_old(checkout: Path, tmp_path: Path) -> None:
-    """The version found and the version needed."""
+    """The line has the found and the required version."""
     old = python_that(tmp_path, 'test "$1" = --version && echo Python 3.9.2 && exit 0; exit 1')
     line = complaint(checkout, old)
     assert "is Python 3.9.2, 3.11 or newer is needed" in line
@@ -71,7 +71,7 @@ def test_python_too_old(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_python_without_venv_module(checkout: Path, tmp_path: Path) -> None:
-    """Debian ships Python without it: the package that brings it is named."""
+    """Debian ships Python without it; the line names the package to install."""
     bare = python_that(
         tmp_path, f'case "$*" in *ensurepip*) exit 1;; esac; exec "{sys.executable}" "$@"'
     )
@@ -82,7 +82,7 @@ def test_python_without_venv_module(checkout: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_network(checkout: Path) -> None:
-    """pip's own account is long; the line says what to do and where that account is."""
+    """pip's own output is long; the line states the next step and where that output is."""
     line = complaint(
         checkout,
         sys.executable,

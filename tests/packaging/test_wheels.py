@@ -1,4 +1,4 @@
-"""The wheels hold what they should and work where there is no checkout."""
+"""The wheels contain what they should and work without a checkout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.
 
 
 def run(*command: str, **options: object) -> str:
-    """Run a command and return its output; a failure shows both streams."""
+    """Run a command and return its output; on failure show both streams."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -34,7 +34,7 @@ def run(*command: str, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The wheels of core and plugins, built in one process by the hook that pip calls for each."""
+    """Build the wheels of core and plugins in one process, by the hooks that pip calls."""
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("wheels")
     run(sys.executable, "-c", BUILD, str(out), *map(str, SOURCES))
@@ -43,25 +43,25 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that finds the wheels installed, and no checkout."""
+    """Return an environment with the wheels installed and no checkout."""
     target = tmp_path_factory.mktemp("site with a space")
     pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-index", "--no-deps"]
     run(*pip, "--target", str(target), *map(str, wheels))
-    # What the wheels need comes from this environment; -S below leaves its .pth files unread, and
-    # with them the editable install of this checkout.
+    # Dependencies of the wheels come from this environment; -S skips its .pth files, and so the
+    # editable install of this checkout.
     path = os.pathsep.join([str(target), sysconfig.get_paths()["purelib"]])
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
     return {**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TARGET": str(target)}
 
 
 def test_one_wheel_for_each_distribution(wheels: list[Path]) -> None:
-    """Core and every plugin are published separately."""
+    """Core and plugins are published separately."""
     names = {wheel.name.split("-")[0] for wheel in wheels}
     assert names == {"dispatchkit", *(path.name.replace("-", "_") for path in SOURCES[1:])}
 
 
 def test_wheels_hold_their_package_and_nothing_else(wheels: list[Path]) -> None:
-    """Tests, benchmarks and plugins do not travel with the core."""
+    """The core's wheel contains no tests, benchmarks or plugins."""
     for wheel in wheels:
         name = wheel.name.split("-")[0]
         members = zipfile.ZipFile(wheel).namelist()
@@ -72,14 +72,14 @@ def test_wheels_hold_their_package_and_nothing_else(wheels: list[Path]) -> None:
 
 
 def test_core_wheel_holds_the_demo_trace(wheels: list[Path]) -> None:
-    """`dispatchkit demo` works where there is no checkout."""
+    """`dispatchkit demo` works without a checkout."""
     core = next(wheel for wheel in wheels if wheel.name.startswith("dispatchkit-"))
     data = [name for name in zipfile.ZipFile(core).namelist() if "demo/data/" in name]
     assert any(".csv" in name for name in data), data
 
 
 def test_installed_wheels_find_their_policies(installed: dict[str, str], tmp_path: Path) -> None:
-    """Entry points, not the checkout, lead from a name to a policy."""
+    """Names resolve to policies by entry points, not by the checkout."""
     pytest.importorskip("typer", minversion="0.20")
     python = [sys.executable, "-S"]
     where = run(

@@ -1,4 +1,4 @@
-"""The registry: transitions, order of what covers a batch, and who is told."""
+"""The registry: transitions, order of covering keys, and listeners."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_declared_key_has_no_graph(registry):
 
 
 def test_entry_takes_no_memory_and_is_told_without_its_graph():
-    """A graph may be anything: of two, only the keys, states and numbers are compared."""
+    """A graph may be any object; comparisons use only keys, states and numbers."""
     entry = GraphEntry(key(8), graph="something large")
     assert entry.num_bytes == 0
     assert "something large" not in repr(entry)
@@ -69,7 +69,7 @@ def test_declaring_again_keeps_a_graph(registry):
 
 
 def test_failures_are_counted_until_a_capture_succeeds(registry):
-    """Retries are bounded by whoever captures; the count is what bounds them."""
+    """The capturer bounds retries by this count."""
     registry.failed(key(8), "host_sync")
     entry = registry.failed(key(8), "out_of_memory")
     assert (entry.state, entry.attempts, entry.reason) == (KeyState.FAILED, 2, "out_of_memory")
@@ -79,7 +79,7 @@ def test_failures_are_counted_until_a_capture_succeeds(registry):
 
 @pytest.mark.parametrize("lose", ["failed", "evicted"])
 def test_a_lost_graph_is_let_go(registry, lose):
-    """Else an evicted graph would keep its memory through its entry."""
+    """Otherwise an evicted graph would keep its memory through its entry."""
     registry.captured(key(8), object(), num_bytes=10)
     entry = getattr(registry, lose)(key(8), "reason")
     assert (entry.graph, entry.num_bytes, entry.reason) == (None, 0, "reason")
@@ -156,7 +156,7 @@ def test_entries_cannot_be_written(registry):
         registry.get(key(8)).state = KeyState.CAPTURED
 
 
-# -- on and off ---------------------------------------------------------------------------
+# -- switches -------------------------------------------------------------------------------
 
 
 def test_disabled_mode_disables_its_keys_only(registry):
@@ -178,7 +178,7 @@ def test_enabling_a_mode_leaves_a_disabled_key_off(registry):
 
 @pytest.mark.parametrize(("given", "said"), [({}, "nothing"), ({"mode": RuntimeMode.NONE}, "NONE")])
 def test_switching_nothing_is_refused(registry, given, said):
-    """Accepted without effect, it would be taken for done."""
+    """If it were accepted, callers would assume an effect."""
     with pytest.raises(RegistryError, match=f"got {said}; pass mode PIECEWISE or FULL"):
         registry.set_enabled(False, **given)
 
@@ -189,7 +189,7 @@ def test_disabling_an_unknown_key_changes_nothing(registry):
     assert registry.disabled_modes == frozenset()
 
 
-# -- who is told --------------------------------------------------------------------------
+# -- listeners ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_every_change_is_told_with_before_and_after(registry, told):
 
 
 def test_listener_sees_the_new_state(registry):
-    """A table that asks again while it is told must not get the old answer."""
+    """A table that queries during the event must not get the old answer."""
     seen = []
     registry.subscribe(lambda event: seen.append(registry.get(event.key).state))
     registry.captured(key(8), object())
@@ -231,7 +231,7 @@ def test_refused_change_is_not_told(registry, told):
 
 
 def test_switching_a_mode_tells_of_each_key_largest_first(registry, told):
-    """The event of the largest key empties most of a table; the others find little left."""
+    """The event of the largest key empties most of a table, and the others empty the rest."""
     registry.set_enabled(False, mode=PIECEWISE)
     assert told == [
         RegistryEvent(key(16), KeyState.DECLARED, KeyState.DECLARED, "disabled", by_mode=True),
@@ -250,7 +250,7 @@ def test_end_of_subscription_ends_one_listener(registry, told):
 
 
 def test_listener_is_told_under_the_lock(registry):
-    """Nobody else can write in between, so that tables follow in the order of changes."""
+    """No other writer runs in between, so tables follow the order of changes."""
     seen = []
 
     def try_to_write(event):
@@ -272,7 +272,7 @@ def test_listener_is_told_under_the_lock(registry):
     assert registry.get(key(16)).state is KeyState.CAPTURED
 
 
-# -- what covers a batch --------------------------------------------------------------------
+# -- covering keys --------------------------------------------------------------------------
 
 
 def order_of(each, serial):
@@ -283,7 +283,7 @@ def order_of(each, serial):
 
 @given(st.data())
 def test_covering_is_all_that_covers_in_one_total_order(data):
-    """Beside brute force: every covering key of the mode, by size, adapters, kind, age."""
+    """Compared with brute force: all covering keys of the mode, by size, adapters, kind, age."""
     config = data.draw(configs())
     keys = data.draw(st.lists(graph_keys(config), max_size=25, unique=True))
     registry = GraphRegistry()
@@ -319,7 +319,7 @@ def test_covering_prefers_fewer_adapters_then_the_more_special():
 
 
 def test_covering_walk_survives_changes_to_the_registry(registry):
-    """Readers hold no lock: a walk that has begun goes on over what it began with."""
+    """Readers hold no lock: an iteration continues over its initial keys."""
     walk = registry.covering(Batch(1), PIECEWISE)
     assert next(walk) == key(8)
     registry.declare([key(12)])
@@ -330,7 +330,7 @@ def test_covering_walk_survives_changes_to_the_registry(registry):
 
 @given(st.data())
 def test_events_tell_the_whole_story(data):
-    """Whoever only listens knows every state: events are complete and in order."""
+    """Listeners can derive every state: events are complete and in order."""
     config = data.draw(configs())
     keys = data.draw(st.lists(graph_keys(config), min_size=1, max_size=6, unique=True))
     registry = GraphRegistry()
@@ -348,7 +348,7 @@ def test_events_tell_the_whole_story(data):
 
 
 def test_many_writers_lose_no_change():
-    """Transitions read, then write: both under the lock."""
+    """Transitions read and write under the lock."""
     registry = GraphRegistry()
     registry.declare([key(8)])
     threads = [

@@ -1,4 +1,4 @@
-"""Options of a runner: records that print, compare, pickle and change."""
+"""Options of a runner: records that can be printed, compared, pickled and changed."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ FULL = RunnerOptions(
 )
 
 
-# -- what every record can ----------------------------------------------------------------
+# -- common to all records ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [RunnerOptions(), FULL, *map(attrs.evolve, [FULL.memory])])
 def test_options_print_as_the_call_that_makes_them(options: Any) -> None:
-    """What is default is left out, so that the rest can be read."""
+    """Defaults are omitted for readability."""
     assert eval(repr(options), dict(NAMES)) == options  # noqa: S307 - the text is our own
     assert repr(RunnerOptions()) == "RunnerOptions()"
     limited = RunnerOptions(memory=MemoryOptions(max_bytes=2**30))
@@ -69,7 +69,7 @@ def test_options_print_as_the_call_that_makes_them(options: Any) -> None:
 
 
 def test_the_full_example_sets_every_option() -> None:
-    """So that the tests here are about all of them."""
+    """So that the tests here cover all options."""
     for kind, record in [(RunnerOptions, FULL), *((type(one), one) for one in _groups(FULL))]:
         if kind is not DispatchConfig:
             fresh = kind()
@@ -107,7 +107,7 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         with_settings(RunnerOptions(), {"max_byte": 1})
 
 
-# -- what may be given --------------------------------------------------------------------
+# -- accepted values ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(
     assert caught.value.setting == name
 
 
-# -- the configuration: what was asked for, and what follows ------------------------------
+# -- requested and derived configuration ----------------------------------------------------
 
 
 def test_evolve_derives_anew_from_what_was_asked_for() -> None:
-    """Sizes and limits that were not given follow the others, and no warning is told."""
+    """Derived sizes and limits follow the others, and there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = DispatchConfig(max_num_tokens=8)
@@ -177,7 +177,7 @@ def test_configurations_are_equal_if_the_same_holds() -> None:
     assert given == derived
     assert hash(given) == hash(derived)
     assert repr(derived) == "DispatchConfig(max_num_tokens=8)"
-    # Where no limit is stated, a larger batch is no error.
+    # Without a limit, a larger batch is no error.
     assert DispatchConfig(sizes=(1, 2, 4, 8)) != given
     assert attrs.evolve(derived, max_num_seqs=8) != derived
 
@@ -196,7 +196,7 @@ def test_a_moved_keyword_is_refused_with_what_to_write(name: str) -> None:
     group = next(group for group, kind in GROUPS.items() if name in names_of(kind))
     value = getattr(getattr(FULL, group), name)
     if name in ("sizes", "mode", "max_num_tokens", "axes"):
-        refuse_moved({name: value})  # a runner's own arguments
+        refuse_moved({name: value})  # arguments of the runner itself
         return
     wanted = with_settings(RunnerOptions(), {name: value})
     made = eval(f"dict({written_for(**{name: value})})", dict(NAMES))  # noqa: S307
@@ -214,7 +214,7 @@ def test_several_moved_keywords_join_options_that_are_given() -> None:
 
 
 def test_a_moved_keyword_that_is_the_default_is_to_be_left_out() -> None:
-    """There is nothing to write for it; beside another one it is named apart."""
+    """A default needs no replacement; next to another keyword it is named separately."""
     with pytest.raises(ConfigError, match=r" Omit: warmups=1 \(the default\)$"):
         refuse_moved({"warmups": 1})
     text = written_for(warmups=1, strict=True)

@@ -1,4 +1,4 @@
-"""One schema: the same value and the same error, whichever of four places it is written in."""
+"""One schema: the same values and errors in all four places."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ VALUES: list[tuple[str, Any, Any]] = [
 def test_a_value_means_the_same_in_every_place(
     place: Any, name: str, value: Any, meant: Any, tmp_path: Path
 ) -> None:
-    """Text or native, it is one setting; where it came from is told."""
+    """Text or native, a value is the same setting, and its source is reported."""
     settings = place(tmp_path, name, value)
     assert settings[name] == meant
     assert settings.lookup(name).place != "default"
 
 
 def test_axes_are_a_table_of_buckets_in_the_file(tmp_path: Path) -> None:
-    """Native as a table, a plain value or as it is shown; part of what a runner is made of."""
+    """Native as a table, a plain value or as printed; part of a runner's setup."""
     path = tmp_path / "pyproject.toml"
     table = "length = [64, 16]\nkind = {buckets = [1, 3], exact = true}\n"
     path.write_text(f"[tool.dispatchkit.axes]\n{table}")
@@ -118,7 +118,7 @@ MISTAKES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), MISTAKES)
 def test_a_mistake_has_one_text_in_every_place(name: str, value: Any, tmp_path: Path) -> None:
-    """Only the note differs: it says which place to correct."""
+    """Only the note differs, which names the place to correct."""
     texts, notes = [], []
     for place in PLACES:
         folder = tmp_path / place.__name__
@@ -134,7 +134,7 @@ def test_a_mistake_has_one_text_in_every_place(name: str, value: Any, tmp_path: 
 
 
 def test_the_nearest_names_are_told() -> None:
-    """Of a setting, and of a value that is a name."""
+    """Of settings and of values that are names."""
     with pytest.raises(UnknownNameError) as caught:
         load_settings(environ={}, polcy="x")
     assert "policy" in caught.value.nearest
@@ -144,7 +144,7 @@ def test_the_nearest_names_are_told() -> None:
 
 
 def test_call_wins_over_environment_over_file(tmp_path: Path) -> None:
-    """And what is overridden is still known, with its source."""
+    """Overridden values are kept with their sources."""
     (tmp_path / "pyproject.toml").write_text('[tool.dispatchkit]\npolicy = "a"\nlazy = true\n')
     environ = {"DISPATCHKIT_POLICY": "b"}
     settings = load_settings(environ=environ, start=tmp_path, policy="c")
@@ -155,7 +155,7 @@ def test_call_wins_over_environment_over_file(tmp_path: Path) -> None:
 
 
 def test_a_file_further_up_is_found_and_others_are_passed_by(tmp_path: Path) -> None:
-    """The nearest one that speaks of dispatchkit."""
+    """The nearest file that mentions dispatchkit is used."""
     deep = tmp_path / "a" / "b"
     deep.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text("[tool.dispatchkit]\ncheck = 7\n")
@@ -166,7 +166,7 @@ def test_a_file_further_up_is_found_and_others_are_passed_by(tmp_path: Path) -> 
 
 
 def test_file_and_environment_that_differ_are_told_and_a_call_is_meant(tmp_path: Path) -> None:
-    """One of the two may have been forgotten."""
+    """One of the two may be a mistake."""
     (tmp_path / "pyproject.toml").write_text('[tool.dispatchkit]\npolicy = "a"\n')
     environ = {"DISPATCHKIT_POLICY": "b"}
     (said,) = load_settings(environ=environ, start=tmp_path).disagreements()
@@ -179,7 +179,7 @@ def test_file_and_environment_that_differ_are_told_and_a_call_is_meant(tmp_path:
 
 
 def test_settings_that_contradict_each_other_name_both_sources(tmp_path: Path) -> None:
-    """Sizes of the file, a limit of the environment."""
+    """The file has sizes, the environment a limit."""
     (tmp_path / "pyproject.toml").write_text("[tool.dispatchkit]\nsizes = [1, 512]\n")
     settings = load_settings(environ={"DISPATCHKIT_MAX_NUM_TOKENS": "64"}, start=tmp_path)
     with pytest.raises(ConfigError, match="sizes must be at most max_num_tokens") as caught:
@@ -190,7 +190,7 @@ def test_settings_that_contradict_each_other_name_both_sources(tmp_path: Path) -
 
 
 def test_an_empty_variable_is_as_good_as_none_but_an_empty_list_of_plugins_is_one() -> None:
-    """As shells unset for one command; no plugin at all is a wish."""
+    """Shells unset a variable for one command this way; no plugins at all is a valid setting."""
     settings = load_settings(environ={"DISPATCHKIT_POLICY": "", "DISPATCHKIT_PLUGINS": ""})
     assert settings["policy"] is None
     assert settings["plugins"] == ()
@@ -206,7 +206,7 @@ def test_an_empty_variable_is_as_good_as_none_but_an_empty_list_of_plugins_is_on
     ],
 )
 def test_a_file_that_is_named_must_hold_settings(text: str, says: str, tmp_path: Path) -> None:
-    """Broken TOML, a table that is none, nothing of ours in it."""
+    """Broken TOML, a wrong table, or no settings of dispatchkit."""
     path = tmp_path / "settings.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(says)):
@@ -216,7 +216,7 @@ def test_a_file_that_is_named_must_hold_settings(text: str, says: str, tmp_path:
 
 
 def test_defaults_are_those_of_the_classes_they_are_for() -> None:
-    """A setting that nobody gives changes nothing."""
+    """A setting without a value changes nothing."""
     assert load_settings(environ={}).dispatch_config() == DispatchConfig()
     assert load_settings(environ={}, start="/").runner_arguments() == {}
     config = DispatchConfig()
@@ -226,7 +226,7 @@ def test_defaults_are_those_of_the_classes_they_are_for() -> None:
 
 
 def test_runner_arguments_make_a_runner() -> None:
-    """By name; and the defaults told here are the runner's own."""
+    """Arguments have names, and defaults are the runner's own."""
     pytest.importorskip("torch")
     import inspect
 
@@ -263,7 +263,7 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 
 
 def test_every_setting_is_in_the_reference() -> None:
-    """With its default and what it is."""
+    """Each has its default and its description."""
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     for setting in SETTINGS.values():
         default = f"`{shown(setting.default)}`" if setting.default is not None else setting.derived
@@ -293,7 +293,7 @@ values = st.recursive(
 def test_whatever_is_given_is_taken_or_refused_with_a_message(
     given_: dict[str, Any], by_environment: bool
 ) -> None:
-    """Never an error of another kind; what is taken can be shown."""
+    """There is no other error, and accepted values can be printed."""
     try:
         if by_environment:
             environ = {

@@ -1,4 +1,4 @@
-"""Values as they are written in pyproject.toml are read as they were."""
+"""Values as written in pyproject.toml come back unchanged when read."""
 
 from __future__ import annotations
 

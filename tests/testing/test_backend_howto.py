@@ -1,4 +1,4 @@
-"""The page on writing a backend is true: its blocks run, and its tables are the contract's."""
+"""The blocks of the page on writing a backend run, and its tables match the contract."""
 
 from __future__ import annotations
 

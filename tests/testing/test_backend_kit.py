@@ -1,4 +1,4 @@
-"""The kit for backends: every planted fault is rejected with a message that names it."""
+"""The kit for backends rejects every planted fault with a message that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dispatchkit.testing.backend_rig import Rig  # noqa: E402
 
 
 def what_is_said(backend, test, arguments):
-    """Run one test on a backend; return what it says, "" where it passes."""
+    """Run one test on a backend; return its message, or "" if it passes."""
     tests = BackendTests()
     rig = Rig(torch, backend, backend.new_stream(), backend.new_pool())
     state = torch.default_generator.get_state()
@@ -44,7 +44,7 @@ def test_planted_fault_is_rejected_by_name(backend, test, arguments, message):
 
 
 class TestEveryPart(OptionalTests):
-    """A backend that offers each optional part; what all must do is tested on the tape."""
+    """A backend that offers each optional part; the tape tests the required ones."""
 
     @pytest.fixture
     def rig(self):

@@ -1,4 +1,4 @@
-"""The kit for lane policies: every planted fault is rejected by name, correct ones pass."""
+"""The kit for lane policies rejects every planted fault by name; correct policies pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatchkit.testing import (
 
 
 class TestInTurn(LanePolicyTests):
-    """The three lines of a plugin's tests."""
+    """The three lines that a plugin's tests need."""
 
     def make_lane_policy(self):
         return InTurn()

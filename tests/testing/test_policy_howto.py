@@ -1,4 +1,4 @@
-"""The page on writing a policy is true: its class passes the kit, its plugin registers."""
+"""On the page on writing a policy, the class passes the kit and the plugin registers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks() -> list[str]:
 
 
 def test_kits_of_the_page_on_tests_are_kits_and_its_property_holds() -> None:
-    """Each block is run as it is printed."""
+    """Each block runs as printed."""
     pytest.importorskip("torch")
     from dispatchkit import testing
 
@@ -45,7 +45,7 @@ def test_kits_of_the_page_on_tests_are_kits_and_its_property_holds() -> None:
 
 @pytest.fixture
 def made() -> dict[str, Any]:
-    """What the first block defines."""
+    """Return the names that the first block defines."""
     names: dict[str, Any] = {}
     exec(compile(blocks()[0], str(PAGE), "exec"), names)  # noqa: S102 - the page's own code
     return names

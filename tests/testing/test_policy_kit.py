@@ -1,4 +1,4 @@
-"""The kit itself: every planted fault is rejected by name, every correct policy passes."""
+"""The kit rejects every planted fault by name; correct policies pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dispatchkit.testing.conformance import _find
 
 
 class TestSmallest(PolicyTests):
-    """The three lines of a plugin's tests."""
+    """The three lines that a plugin's tests need."""
 
     def make_policy(self):
         return SmallestPolicy()
@@ -35,7 +35,7 @@ class TestSmallest(PolicyTests):
 
 @pytest.mark.slow
 class TestOneBucket(PolicyTests):
-    """In modes whose FULL graphs may serve any batch."""
+    """Uses modes whose FULL graphs may serve any batch."""
 
     max_examples = 10
 
@@ -67,7 +67,7 @@ class TestCounting(PolicyTests):
         return CountingPolicy()
 
 
-# Those that claim to be stateless are asked in two more processes each.
+# Policies that claim to be stateless run in two more processes each.
 @pytest.mark.parametrize(
     "policy",
     [
@@ -95,7 +95,7 @@ def test_correct_policy_passes_whatever_the_seed(policy, is_nightly):
 
 
 def find(policy, finding):
-    """Run the one property that is to find a fault, as the verdict does."""
+    """Run the property that must find a fault, as the verdict does."""
 
     class Tests(PolicyTests):
         max_examples = 120  # some faults need more configurations than a short profile draws
@@ -111,7 +111,7 @@ def find(policy, finding):
     ("policy", "finding", "message"), PLANTED, ids=[policy.__name__ for policy, _, _ in PLANTED]
 )
 def test_planted_fault_is_rejected_by_name(policy, finding, message):
-    """Each is a mistake that people make; the message must lead to it."""
+    """Each is a typical mistake, and the message must lead to it."""
     found = find(policy, finding)
     assert found.holds is False, f"not found: {policy.__doc__}"
     assert re.search(message, found.message), found.message
@@ -124,7 +124,7 @@ def test_no_two_planted_faults_are_one():
 
 
 def test_every_property_has_a_planted_fault():
-    """A property that no fault breaks may be one that tests nothing."""
+    """A property that no fault breaks may test nothing."""
     names = {name for name in vars(PolicyTests) if name.startswith("test_")}
     broken = {"test_" + finding.replace(" ", "_") for _, finding, _ in PLANTED}
     assert names == broken
@@ -203,7 +203,7 @@ def test_policy_may_refuse_some_configurations():
 
 
 def test_policy_that_refuses_everything_fails():
-    """Else it would keep every property by never being asked."""
+    """Otherwise it would satisfy every property by never being asked."""
 
     class Refuses(SmallestPolicy):
         def declare(self, config):
@@ -256,7 +256,7 @@ def test_policy_of_a_local_class_is_not_tried_in_another_process():
 
 
 def test_policy_of_a_script_is_not_tried_in_another_process(monkeypatch):
-    """Typed into a script or a terminal, as a first try is: its rule is not at fault for that."""
+    """A policy typed in a script or terminal is not at fault for that."""
     scripted = type("Scripted", (SmallestPolicy,), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Scripted", scripted, raising=False)
     found = find(scripted, "trait stateless in another process")
@@ -265,7 +265,7 @@ def test_policy_of_a_script_is_not_tried_in_another_process(monkeypatch):
 
 
 def test_kit_for_policies_loads_no_torch():
-    """Whoever writes a rule needs no torch to test it."""
+    """Authors of policies need no torch."""
     code = (
         "import sys; from dispatchkit.testing import run_policy_conformance, PolicyTests, "
         "DispatcherMachine; assert 'torch' not in sys.modules, 'torch was imported'"
@@ -274,7 +274,7 @@ def test_kit_for_policies_loads_no_torch():
 
 
 def test_kit_can_be_looked_at_without_hypothesis():
-    """Names are loaded on first use; what is missing is said with the next step."""
+    """Names are loaded on first use; the error for missing packages states the next step."""
     code = (
         "import sys; sys.modules['hypothesis'] = None\n"
         "import dispatchkit.testing as kit\n"

@@ -1,4 +1,4 @@
-"""The kit for runners: correct parts pass it, planted faults are rejected by name."""
+"""The kit for runners accepts correct parts and rejects planted faults by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TestOwnPolicy(RunnerTests):
 
 
 class TestOwnStep(RunnerTests):
-    """A plain function; only FULL can run."""
+    """A plain function, so only FULL can run."""
 
     num_steps = 12
 
@@ -55,10 +55,10 @@ class TestOwnStep(RunnerTests):
 
 
 class CountsUnseen(RunnerTests):
-    """A step whose result hangs on state that nobody can see in Python."""
+    """A step whose result depends on state invisible to Python."""
 
     def make_step(self):
-        count = Mock(side_effect=itertools.count(1))  # a mock is a library's object
+        count = Mock(side_effect=itertools.count(1))  # a mock is an object of a library
 
         def step(tokens, values):
             return values + count()
@@ -74,7 +74,7 @@ class Folds(RunnerTests):
 
 
 class PolicyOfLostGraphs(RunnerTests):
-    """A policy that chooses graphs that are not there; the dispatcher saves the step."""
+    """A policy that chooses missing graphs; the dispatcher saves the step."""
 
     def make_policy(self):
         return NeverAsksWhetherReadyPolicy()
@@ -89,14 +89,14 @@ class ReplayTwiceBackend(TapeBackend):
 
 
 class NothingReplays(RunnerTests):
-    """A step that the host reads in, which no graph can hold."""
+    """A step that reads on the host, so no graph can contain it."""
 
     def make_step(self):
         return lambda tokens, values: values * (1 + 0 * values.sum().item())
 
 
 class RunsTwice(RunnerTests):
-    """A backend that runs the step twice: state moves twice."""
+    """A backend that runs the step twice, so state changes twice."""
 
     def make_backend(self):
         return ReplayTwiceBackend()
@@ -124,7 +124,7 @@ class RunsTwice(RunnerTests):
 def test_planted_fault_is_rejected_by_name(tests, test, message):
     said = ""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some are warned of as well
+        warnings.simplefilter("ignore")  # some also cause warnings
         try:
             getattr(tests(), test)()
         except AssertionError as error:
@@ -134,7 +134,7 @@ def test_planted_fault_is_rejected_by_name(tests, test, message):
 
 
 def test_sample_step_has_what_goes_wrong_in_practice():
-    """A table, a look across rows, an eager piece between two that are captured."""
+    """A table, a dependence across rows, and an eager piece between two captured ones."""
     step = SampleStep("cpu")
     assert len(step.pieces()) == 3
     mixed = step.mix(torch.ones(3, 4))
