@@ -15,7 +15,13 @@ from typing import Any, Final, ParamSpec, TypeVar
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys.checks import check_count, check_flag, naming_unknown, refuses_unknown_names
+from dispatchkit.keys.checks import (
+    check_count,
+    check_flag,
+    check_instance,
+    naming_unknown,
+    refuses_unknown_names,
+)
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.reading import read_flag, read_options, read_word
 from dispatchkit.keys.records import SettingInfo, or_none, setting, settings_repr
@@ -80,16 +86,14 @@ def _anything(value: Any, name: str) -> Any:
 
 
 def _device(value: Any) -> str | None:
-    return None if value is None else str(value)  # converts a torch.device
+    # A torch.device, because this module does not import torch, is recognized by its type's name.
+    if value is None or isinstance(value, str) or type(value).__name__ == "device":
+        return None if value is None else str(value)
+    raise ConfigError("device", value, "a torch device, such as 'cuda:0'")
 
 
 def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
-    def check(value: Any, name: str) -> Any:
-        if not isinstance(value, kind):
-            raise ConfigError(name, value, f"a {kind.__name__}")
-        return value
-
-    return check
+    return lambda value, name: check_instance(value, kind, name)
 
 
 # -- the records --------------------------------------------------------------------------

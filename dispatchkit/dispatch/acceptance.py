@@ -13,6 +13,7 @@ from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, policy_name
 from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry import GraphRegistry
@@ -69,9 +70,8 @@ def trial_keys(
         PolicyError: A method is missing or raises, a declared key is invalid, or a decision breaks
             a hard constraint although all declared graphs count as captured.
     """
-    if not isinstance(config, DispatchConfig):
-        hint = "Write DispatchConfig(sizes=[8, 16]), for example."
-        raise ConfigError("config", config, "a DispatchConfig", hint)
+    hint = "Write DispatchConfig(sizes=[8, 16]), for example."
+    check_instance(config, DispatchConfig, "config", hint)
     if not any(hasattr(policy, method) for method in ("declare", "decide")):
         hint = ""
         if isinstance(policy, str):

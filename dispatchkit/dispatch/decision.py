@@ -196,9 +196,12 @@ class Decision:
         Raises:
             DescriptorError: There are no parts, or a part is invalid.
         """
+        allowed = "pairs of a GraphKey and a number of rows"
+        if not isinstance(parts, Iterable):
+            raise DescriptorError("parts", parts, allowed)
         found = tuple(map(_part, parts))
         if not found:
-            raise DescriptorError("parts", found, "pairs of a GraphKey and a number of rows")
+            raise DescriptorError("parts", found, allowed)
         key = found[0].key
         return cls(key.mode, key, _check_reason(reason), timed, parts=found)
 
@@ -317,13 +320,25 @@ class CellUpdate:
             otherwise equal batches from the size of ``batch`` to this size. 0 for this batch only.
 
     Raises:
-        DescriptorError: ``up_to`` is not a whole number of at least 0, or is given with a decision.
+        DescriptorError: ``up_to`` is not a whole number of at least 0, or is given with a decision;
+            or another value has the wrong type.
     """
 
-    batch: Batch
-    decision: Decision | None
+    batch: Batch = attrs.field()
+    decision: Decision | None = attrs.field()
     one_shot: bool = False
     up_to: int = attrs.field(default=0)
+
+    @batch.validator
+    def _check_batch(self, attribute: object, value: object) -> None:
+        if not isinstance(value, Batch):
+            raise DescriptorError("batch", value, "a Batch", "Return the batch of the outcome.")
+
+    @decision.validator
+    def _check_decision(self, attribute: object, value: object) -> None:
+        if value is not None and not isinstance(value, Decision):
+            hint = "Create one with Decision.replay(key) or Decision.eager(reason)."
+            raise DescriptorError("decision", value, "a Decision, or None", hint)
 
     @up_to.validator
     def _check_up_to(self, attribute: object, value: object) -> None:

@@ -55,7 +55,7 @@ from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, Polic
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import check_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
+from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode, parse_modes
 from dispatchkit.registry import GraphRegistry, RegistryEvent
 
 _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
@@ -118,7 +118,7 @@ class Dispatcher:
         for name, function in (("bind", bind), ("on_swap", on_swap), ("on_fault", on_fault)):
             if function is not None and not callable(function):
                 raise ConfigError(name, function, "a function, or None")
-        self._modes = _check_modes(modes)
+        self._modes = parse_modes(modes)
         self._readiness = Readiness(lazy=check_flag(lazy, "lazy"))
         self.bind, self._on_swap = bind, on_swap
         # Shared with the registry, which calls listeners under its lock, and which a swap modifies.
@@ -717,18 +717,6 @@ class Dispatcher:
             reason=reason,
             nearest=tuple(near),
         )
-
-
-def _check_modes(modes: Any) -> frozenset[RuntimeMode]:
-    """Return runtime modes given as members, names or values.
-
-    Raises:
-        ConfigError: They are not a list, or one of them does not exist.
-    """
-    if isinstance(modes, str) or not isinstance(modes, Iterable):
-        hint = "For a single mode, write [RuntimeMode.FULL]."
-        raise ConfigError("modes", modes, "a list of runtime modes", hint)
-    return frozenset(map(RuntimeMode.parse, modes))
 
 
 def _most_reqs(parts: Iterable[Part]) -> int:

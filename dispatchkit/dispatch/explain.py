@@ -10,8 +10,9 @@ import attrs
 from dispatchkit.dispatch.cost_model import StepCost
 from dispatchkit.dispatch.decision import Decision, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
-from dispatchkit.errors import ConfigError, DescriptorError, counted
+from dispatchkit.errors import DescriptorError, counted
 from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.modes import RuntimeMode
 
 
@@ -245,9 +246,8 @@ def explain(
         DescriptorError: The description of the batch is invalid.
         ConfigError: ``dispatcher`` is not a Dispatcher.
     """
-    if not isinstance(dispatcher, Dispatcher):
-        hint = "For a GraphRunner, call runner.explain(num_tokens)."
-        raise ConfigError("dispatcher", dispatcher, "a Dispatcher", hint)
+    hint = "For a GraphRunner, call runner.explain(num_tokens)."
+    check_instance(dispatcher, Dispatcher, "dispatcher", hint)
     batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling, any_size=True)
     error, fault = "", None
     try:

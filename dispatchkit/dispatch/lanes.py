@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from dispatchkit.dispatch.policy import policy_name
-from dispatchkit.errors import PolicyError
+from dispatchkit.errors import ConfigError, PolicyError
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.checks import refuses_unknown_names, whole_number
+from dispatchkit.keys.checks import check_count, refuses_unknown_names, whole_number
 
 #: Traits that a lane policy may claim, and that the test kit then checks. ``sticky``: steps of a
 #: key run on a lane that has its graph. ``spreads``: all lanes are used. ``balances``: no lane is
@@ -103,6 +103,10 @@ class PrioritizedLanePolicy(Protocol):
         ...
 
 
+def _check_lanes(count: Any) -> int:
+    return check_count(count, "lanes")
+
+
 @refuses_unknown_names
 @attrs.frozen
 class Lanes:
@@ -113,11 +117,20 @@ class Lanes:
         policy: The lane policy; None for the policy named in the options.
         memory: A ``GraphMemory`` or one of its groups, with a pool, budget and account shared by
             several runners. By default each lane has its own pool.
+
+    Raises:
+        ConfigError: The number or the policy is invalid.
     """
 
-    count: int = 1
-    policy: LanePolicy | None = None
+    count: int = attrs.field(default=1, converter=_check_lanes)
+    policy: LanePolicy | None = attrs.field(default=None)
     memory: Any = None
+
+    @policy.validator
+    def _check_policy(self, attribute: object, value: object) -> None:
+        if value is not None and not callable(getattr(value, "choose", None)):
+            hint = "For a policy by name, set LaneOptions(lane_policy=...) in the options."
+            raise ConfigError("lane policy", value, "an object with choose()", hint)
 
 
 def needs_key(policy: object) -> bool:

@@ -33,6 +33,7 @@ from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.report import progress_display
 from dispatchkit.execute.step.reasons import DOWNGRADES, NEXT_STEPS, PADDED_DRAWS
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
@@ -87,6 +88,7 @@ class Controls:
 
         See ``GraphRunner.capture``.
         """
+        check_flag(again, "again")
         chosen = self._placement.by_lane(_checked(keys))
         with progress_display(progress) as show, self._lock:
             self._turns.wait()
@@ -232,7 +234,13 @@ class Controls:
             return next((key for key in tried if key is not None), None)
 
     def freeze(self, *, strict: bool | None = None) -> None:
-        """Stop capturing: batches without a graph run eager, or raise in strict mode."""
+        """Stop capturing: batches without a graph run eager, or raise in strict mode.
+
+        Raises:
+            ConfigError: ``strict`` is neither a flag nor None.
+        """
+        if strict is not None:
+            check_flag(strict, "strict")
         with self._lock:
             self._turns.wait()
             for member in self._executors:
@@ -254,7 +262,13 @@ class Controls:
         Args:
             score: Function that returns the score of a captured key; the lowest score is evicted
                 first. None restores the order set by ``MemoryOptions.eviction``.
+
+        Raises:
+            ConfigError: ``score`` is neither a function nor None.
         """
+        if score is not None and not callable(score):
+            hint = "For an order by name, use MemoryOptions(eviction=...) or swap(eviction=...)."
+            raise ConfigError("score", score, "a function of a captured key, or None", hint)
         with self._lock:
             for member in self._executors:
                 member.lifecycle.set_eviction(score)
@@ -330,6 +344,9 @@ class Controls:
 
         See ``GraphRunner.invalidate``.
         """
+        given: Any = reason
+        if not isinstance(given, str) or not given:
+            raise ConfigError("reason", given, "a nonempty string, under which steps are counted")
         with self._lock:
             self._turns.wait()
             return sum(member.lifecycle.invalidate(reason) for member in self._executors)
@@ -337,7 +354,13 @@ class Controls:
     def set_enabled(
         self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
     ) -> None:
-        """Enable or disable a runtime mode or a key while serving."""
+        """Enable or disable a runtime mode or a key while serving.
+
+        Raises:
+            ConfigError: ``enabled`` is not a flag.
+            RegistryError: Not exactly one of mode and key is given, or the key is not declared.
+        """
+        check_flag(enabled, "enabled")
         chosen = None if mode is None else RuntimeMode.parse(mode)
         for member in self._executors:
             member.registry.set_enabled(enabled, mode=chosen, key=key)

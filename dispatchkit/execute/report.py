@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dispatchkit.errors import counted
+from dispatchkit.errors import ConfigError, counted
 from dispatchkit.execute.executor import Executor
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import is_flag
 from dispatchkit.observe.counters import RunnerStats
 
 _BAR_WIDTH = 30
@@ -101,9 +102,15 @@ def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]
 
 @contextmanager
 def progress_display(progress: bool | Show) -> Iterator[Show | None]:
-    """Provide the progress display of a capture: a function, a bar, lines or None."""
+    """Provide the progress display of a capture: a function, a bar, lines or None.
+
+    Raises:
+        ConfigError: ``progress`` is neither a flag nor a function.
+    """
     if callable(progress):
         yield progress
+    elif not is_flag(progress):
+        raise ConfigError("progress", progress, "True, False or a function")
     elif not progress:
         yield None
     elif sys.stderr.isatty():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import naming_unknown
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.observe.counters import RunnerStats
@@ -443,6 +445,7 @@ class GraphRunner:
 
     # -- while serving ------------------------------------------------------------------
 
+    @functools.partial(naming_unknown, owner="swap")
     def swap(
         self,
         *,

@@ -345,6 +345,8 @@ def make_policy(
         UnknownNameError: No policy has the given name; the message lists similar names.
         PluginError: The hook that selects the policy raised or did not return a name.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError("policy_options", options, "a dictionary of options by name")
     if options and not isinstance(policy, str):
         hint = "Set the options of a policy object when you create it."
         raise ConfigError("policy_options", options, "given only with a policy name", hint)

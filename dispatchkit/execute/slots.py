@@ -33,6 +33,7 @@ from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.keys.checks import check_count, check_flag, refuses_unknown_names, whole_number
+from dispatchkit.keys.records import setting
 
 _SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
@@ -64,7 +65,7 @@ class RawBank(StaticInput):
     """
 
     positions: int | None = attrs.field(default=None, kw_only=True)
-    is_read_only: bool = attrs.field(default=False, kw_only=True)
+    is_read_only: bool = setting(False, check_flag, kw_only=True)
 
 
 @attrs.frozen
@@ -475,7 +476,7 @@ class SlotState:
         """
         try:
             return self._banks[name]
-        except KeyError:
+        except (KeyError, TypeError):
             known = ", ".join(self._banks)
             hint = "Correct the name, or declare the bank in SlotState(banks=...)."
             raise DescriptorError("bank", name, f"one of: {known}", hint) from None
@@ -788,6 +789,8 @@ def _check_banks(banks: Any) -> None:
             '{"hidden": StaticInput((None, 128), "float32")}.',
         )
     for name, spec in banks.items():
+        if not isinstance(name, str):
+            raise ConfigError("name of a bank", name, "a string")
         if not isinstance(spec, StaticInput) or spec.batch_dim is None or spec.named or spec.host:
             raise ConfigError(
                 f"banks[{name!r}]",

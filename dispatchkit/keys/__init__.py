@@ -14,7 +14,14 @@ from dispatchkit.keys.capture_sizes import (
     round_sizes_for_query_len,
     rounds_for_query_len,
 )
-from dispatchkit.keys.checks import check_count, check_counts, check_flag, read_flag, whole_number
+from dispatchkit.keys.checks import (
+    check_count,
+    check_counts,
+    check_flag,
+    check_instance,
+    read_flag,
+    whole_number,
+)
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import (
     ALLOWED_MODES,
@@ -50,6 +57,7 @@ __all__ = [
     "check_count",
     "check_counts",
     "check_flag",
+    "check_instance",
     "default_capture_sizes",
     "derive_capture_sizes",
     "padded_size",

@@ -118,8 +118,10 @@ class Variants:
             DescriptorError: An axis is missing or unknown, or a value is invalid.
         """
         if values.keys() != self._names:
-            allowed = f"given for exactly the axes {sorted(self._names)}"
-            raise DescriptorError("axes", sorted(values), allowed)
+            names = ", ".join(sorted(self._names))
+            allowed = f"a value for each of: {names}" if names else "omitted without axes"
+            hint = "" if names else "Declare axes in DispatchConfig(axes=...)."
+            raise DescriptorError("axes", sorted(values), allowed, hint)
         loras = self._checked(loras)
         found = []
         for axis, stride in zip(self.axes, self._strides, strict=True):

@@ -14,6 +14,7 @@ __all__ = [
     "check_count",
     "check_counts",
     "check_flag",
+    "check_instance",
     "is_flag",
     "naming_unknown",
     "read_flag",
@@ -122,6 +123,24 @@ def check_flag(value: Any, setting: str) -> bool:
     return bool(value)
 
 
+def check_instance(value: Any, kind: type[_T], setting: str, hint: str = "") -> _T:
+    """Validate the type of an object given for a setting, and return the object.
+
+    Args:
+        value: The object.
+        kind: Its required type.
+        setting: Name of the setting, for the error message.
+        hint: Next step, for the error message.
+
+    Raises:
+        ConfigError: The object has another type.
+    """
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ConfigError(setting, value, f"{article} {kind.__name__}", hint)
+    return value
+
+
 def read_flag(value: Any, setting: str) -> bool:
     """Return a flag read from a file, the environment or the command line.
 
@@ -152,7 +171,7 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
 
     Raises:
         UnknownNameError: Raised by the function returned, for an unknown keyword argument.
-        ConfigError: Raised by it for a missing argument.
+        ConfigError: Raised by it for a missing argument, or too many positional ones.
     """
 
     @functools.wraps(function)
@@ -160,19 +179,23 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            parameters = inspect.signature(function).parameters
+            signature = inspect.signature(function)
+            parameters = signature.parameters
             known = {name for name in parameters if name != "self" and name[0] != "_"}
             for name in kwargs:
                 if name not in known:
                     raise UnknownNameError(f"setting of {owner}", name, known) from None
+            try:
+                bound = signature.bind_partial(*args, **kwargs).arguments
+            except TypeError:  # too many positional arguments, or one given twice
+                names = ", ".join(sorted(known))
+                given = args["self" in parameters :]
+                allowed = f"given by name: {names}"
+                raise ConfigError(f"settings of {owner}", given, allowed) from None
             for name, one in parameters.items():
                 is_named = one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-                if is_named and one.default is one.empty and name not in bound(args, kwargs):
+                if is_named and one.default is one.empty and name not in bound:
                     raise ConfigError(name, None, f"given to {owner}") from None
             raise
-
-    def bound(args: Any, kwargs: Any) -> set[str]:
-        """Return the names of the arguments that were given."""
-        return set(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
 
     return checked

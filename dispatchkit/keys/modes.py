@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
@@ -203,6 +203,19 @@ ALLOWED_MODES: tuple[frozenset[RuntimeMode], ...] = (
 _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
 
 
+def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
+    """Return runtime modes given as members, names or values.
+
+    Raises:
+        ConfigError: They are not a list.
+        UnknownNameError: No mode has one of the names.
+    """
+    if isinstance(modes, str) or not isinstance(modes, Iterable):
+        hint = "For a single mode, write [RuntimeMode.FULL]."
+        raise ConfigError(setting, modes, "a list of runtime modes", hint)
+    return frozenset(map(RuntimeMode.parse, modes))
+
+
 def allowed_modes_code(
     valid: Iterable[object] | None = None, invalid: Iterable[object] = ()
 ) -> int:
@@ -218,11 +231,11 @@ def allowed_modes_code(
         An index into ``ALLOWED_MODES``.
 
     Raises:
-        ConfigError: All modes are excluded.
+        ConfigError: All modes are excluded, or the modes are not a list.
         UnknownNameError: No mode has that name.
     """
-    given = frozenset(RuntimeMode if valid is None else map(RuntimeMode.parse, valid))
-    excluded = frozenset(map(RuntimeMode.parse, invalid))
+    given = parse_modes(RuntimeMode if valid is None else valid, "valid")
+    excluded = parse_modes(invalid, "invalid")
     left = given - excluded
     if not left:
         raise ConfigError(

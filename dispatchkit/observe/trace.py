@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
-from dispatchkit.errors import TraceError, nearest_names
+from dispatchkit.errors import ConfigError, TraceError, nearest_names
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
     MAX_COUNT,
@@ -67,6 +67,7 @@ class StepTrace(Sequence[TraceStep]):
         has_order: Whether the steps are in execution order; False for a histogram.
 
     Raises:
+        ConfigError: ``columns`` is not a dictionary.
         TraceError: A column is missing, unknown or has a different length, or a value is
             impossible.
     """
@@ -79,6 +80,8 @@ class StepTrace(Sequence[TraceStep]):
         ignored_columns: Sequence[str] = (),
         has_order: bool = True,
     ) -> None:
+        if not isinstance(columns, Mapping):
+            raise ConfigError("columns", columns, "values by column name, such as num_tokens")
         self.source, self.has_order = source, has_order
         self.ignored_columns: tuple[str, ...] = tuple(ignored_columns)
         check_header(source, None, tuple(columns), strict=True)

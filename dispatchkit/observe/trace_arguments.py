@@ -10,6 +10,7 @@ from typing import Any
 
 from dispatchkit.errors import TraceError
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.trace import AXIS_PREFIX, StepTrace
 
@@ -23,7 +24,11 @@ def trace_config(
 
     The limits are the maximum values in the trace, but at least 256 requests and as many tokens as
     the largest capture size. The query length is the most frequent one among uniform decode steps.
+
+    Raises:
+        ConfigError: ``trace`` is not a ``StepTrace``, or a size is invalid.
     """
+    check_instance(trace, StepTrace, "trace", "Read a file with read_trace(path).")
     names = trace.columns
     tokens = max(trace.column("num_tokens"), default=1)
     limit = max(tokens, 512 if sizes is None else max(sizes, default=1), 1)

@@ -249,6 +249,8 @@ class _Rows:
         self._num_axes: int | None = None  # None: the columns were given
         self._has_begun = False
         if columns is not None:
+            if isinstance(columns, str) or not isinstance(columns, Iterable):
+                raise ConfigError("columns", columns, "a list of column names, or None")
             check_header(path, None, tuple(columns), strict=True)
             self._header = ordered_columns(columns)
 

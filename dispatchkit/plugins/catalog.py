@@ -55,6 +55,8 @@ class Catalog:
             UnknownNameError: The name is not registered. The message lists similar names, plugins
                 that may provide it but are not loaded, and the distribution to install.
         """
+        if not isinstance(name, str):
+            raise UnknownNameError(kind, name, self.tables[kind])
         found = self.tables[kind].get(name)
         if found is None:
             raise UnknownNameError(kind, name, self.tables[kind], hint=self.hint(kind, name))

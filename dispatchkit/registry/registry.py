@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import RegistryError
+from dispatchkit.errors import DescriptorError, RegistryError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry.entry import GraphEntry, KeyState
@@ -138,7 +138,17 @@ class GraphRegistry:
         return unsubscribe
 
     def declare(self, keys: Iterable[GraphKey]) -> None:
-        """Declare keys; keys that are already declared do not change."""
+        """Declare keys; keys that are already declared do not change.
+
+        Raises:
+            DescriptorError: The value is not a list of keys.
+        """
+        if not isinstance(keys, Iterable):
+            raise DescriptorError("keys", keys, "a list of GraphKeys")
+        keys = tuple(keys)
+        for key in keys:
+            if not isinstance(key, GraphKey):
+                raise DescriptorError("keys", key, "a list of GraphKeys")
         with self.lock:
             grown: dict[_Family, list[_Member]] = {}
             new = [key for key in dict.fromkeys(keys) if key not in self._entries]

@@ -902,6 +902,18 @@ def test_ask_again_asks_again():
     assert dispatcher.dispatch(5).key == mixed(8)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((3, None), "batch must be a Batch, got 3. Return the batch of the outcome"),
+        ((Batch(3), 8), "decision must be a Decision, or None, got 8. Create one with Decision"),
+    ],
+)
+def test_an_update_is_of_a_batch_and_a_decision(values, message):
+    with pytest.raises(DescriptorError, match=message):
+        CellUpdate(*values)
+
+
 def test_one_shots_that_wait_can_be_dropped():
     dispatcher = make()
     steady = dispatcher.dispatch(5)

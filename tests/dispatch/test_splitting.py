@@ -83,8 +83,8 @@ def test_a_part_that_cannot_run_and_rows_that_are_not_independent_are_refused() 
     assert "rows_independent=True" in found
 
 
-@pytest.mark.parametrize("parts", [[], [(key(8), 0)], [("key", 4)], [key(8)], [4]])
-def test_what_is_no_part_is_refused_where_it_is_made(parts: list[object]) -> None:
+@pytest.mark.parametrize("parts", [3, [], [(key(8), 0)], [("key", 4)], [key(8)], [4]])
+def test_what_is_no_part_is_refused_where_it_is_made(parts: object) -> None:
     with pytest.raises(DescriptorError):
         Decision.split(parts)  # type: ignore[arg-type]
 

@@ -137,7 +137,7 @@ WRONG = {
     "outputs": ["viw", 3],
     "mode": ["FUL", 3],
     "lazy": ["yes", 1],
-    "lanes": [0, "2", Lanes(0)],
+    "lanes": [0, "2"],
     "sizes": ["x", 1.5, [0], []],
     "max_num_tokens": [0, "x"],
     "axes": [3, ["length"]],
@@ -163,6 +163,23 @@ def test_a_wrong_value_is_refused_at_once_by_both_front_doors(name, value):
             wrong()
         problems.append(str(caught.value))
     assert len(set(problems)) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: RunnerOptions(3), r"settings of RunnerOptions must be given by name: .* \(3,\)"),
+        (lambda: GraphMemory(4), "settings of GraphMemory must be given by name: max_bytes, sl"),
+        (lambda: make().swap("vllm"), r"settings of swap must be given by name: .* \('vllm',\)"),
+        (lambda: RunnerOptions(device=3), "device must be a torch device, such as 'cuda:0', got 3"),
+        (lambda: Lanes(0), "lanes must be a whole number of at least 1, got 0"),
+        (lambda: Lanes("x"), "lanes must be a whole number of at least 1, got 'x'"),
+        (lambda: Lanes(2, "by-key"), r"an object with choose\(\), .*LaneOptions\(lane_policy="),
+    ],
+)
+def test_a_record_refuses_what_it_cannot_hold(made, message):
+    with pytest.raises(ConfigError, match=message):
+        made()
 
 
 @pytest.mark.parametrize("value", ["rows", 1.5, {"x": "0"}, [0]])
@@ -204,6 +221,7 @@ def test_lanes_of_graphed_may_be_an_object():
             "device",
         ),
         (lambda **typo: attrs.evolve(RunnerOptions(), **typo), "strickt", "strict"),
+        (lambda **typo: make().swap(**typo), "polcy", "policy"),
     ],
 )
 def test_a_misspelt_keyword_is_refused_with_the_nearest(made_with, typo, nearest):

@@ -733,6 +733,12 @@ def test_bad_declarations_are_refused():
         SlotState({"k": RawBank((None, 5), "float32", positions=1, is_read_only=True)}, 4)
     with pytest.raises(ConfigError, match=r"without RawBanks, got .*state=slots\.step_state"):
         runner_of(SlotState(RAW, 4))
+    with pytest.raises(ConfigError, match="is_read_only must be True or False"):
+        RawBank((None, 5), "float32", is_read_only="no")
+    with pytest.raises(ConfigError, match="name of a bank must be a string, got 3"):
+        SlotState({3: ROWS}, 4)
+    with pytest.raises(DescriptorError, match="bank must be one of: total"):
+        state_of().get_bank(["total"])
     with pytest.raises(ConfigError, match="num_slots"):
         state_of(0)
     assert state_of("4").num_slots == 4

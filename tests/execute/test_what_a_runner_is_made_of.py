@@ -278,7 +278,27 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
     runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=[4], policy=policy)
     with pytest.raises(ConfigError, match="sizes must be a list"):
         runner.swap(sizes=4)
-    with pytest.raises(ConfigError, match="watcher must be None, or an object with methods enter"):
-        runner.taps.watch_steps(print)
+    for call, message in (
+        (
+            lambda: runner.swap(policy="threshold", policy_options=3),
+            "policy_options must be a dict",
+        ),
+        (lambda: runner.swap(policy=3), "policy must be an object with the methods declare"),
+        (lambda: runner.capture(progress=3), "progress must be True, False or a function, got 3"),
+        (lambda: runner.capture(again="x"), "again must be True or False"),
+        (lambda: runner.freeze(strict="x"), "strict must be True or False"),
+        (lambda: runner.invalidate(3), "reason must be a nonempty string"),
+        (lambda: runner.controls.set_enabled("x"), "enabled must be True or False"),
+        (
+            lambda: runner.controls.set_eviction("lru"),
+            r"score must be a function .* swap\(eviction",
+        ),
+        (lambda: runner.taps.on_decision(3), "listener must be a function of a decision, or None"),
+        (lambda: runner.taps.watch_steps(print), "watcher must be None, or an object with methods"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    with pytest.raises(UnknownNameError, match=r"input must be one of: tokens, got \['x'\]"):
+        runner.buffers[["x"]]
     with pytest.raises(ConfigError, match="decision must be a decision from this runner's"):
         runner.decisions.run(None, {})

@@ -34,6 +34,9 @@ def test_missing_policy_is_an_error_with_the_nearest_names(site: Any, policy_sou
     assert unknown.value.kind == "policy"
     with pytest.raises(LookupError):
         loaded.get_policy("nothing-like-it")
+    for wrong in (3, ["greedy"], None):
+        with pytest.raises(UnknownNameError, match="policy must be one of: greedy, got"):
+            loaded.create_policy(wrong)
 
 
 def test_missing_policy_names_the_plugin_that_failed_to_load(site: Any) -> None:

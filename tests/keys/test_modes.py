@@ -117,6 +117,11 @@ def test_code_of_valid_less_invalid_leaves_the_callers_set_alone():
     assert valid == {"FULL", "NONE"}
     assert allowed_modes_code() == 2
     assert allowed_modes_code(invalid=[RuntimeMode.NONE]) == 5
+    for wrong in (3, "FULL"):
+        with pytest.raises(ConfigError, match=r"(in)?valid must be a list of runtime modes, got"):
+            allowed_modes_code(wrong)
+        with pytest.raises(ConfigError, match="invalid must be a list of runtime modes"):
+            allowed_modes_code(invalid=wrong)
 
 
 @pytest.mark.parametrize(

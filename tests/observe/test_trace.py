@@ -160,6 +160,18 @@ def test_a_damaged_file_is_named_by_line(text, line, message, tmp_path):
     assert caught.value.path == str(path)
 
 
+@pytest.mark.parametrize("columns", [3, ["num_tokens"], "num_tokens"])
+def test_columns_are_values_by_name(columns):
+    with pytest.raises(ConfigError, match="columns must be values by column name, such as num_t"):
+        StepTrace(columns)
+
+
+@pytest.mark.parametrize("columns", [3, "num_tokens"])
+def test_columns_to_write_are_a_list(columns, tmp_path):
+    with pytest.raises(ConfigError, match="columns must be a list of column names, or None, got"):
+        TraceWriter(tmp_path / "trace.csv", columns)
+
+
 def test_a_bad_value_deep_in_a_long_file_is_named(tmp_path):
     """The fast path over whole blocks keeps line numbers."""
     lines = [HEADER] + [f"{i},{i},8,8,1,1,0" for i in range(20_000)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatchkit.errors import RegistryError
+from dispatchkit.errors import DescriptorError, RegistryError
 from dispatchkit.keys import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState, RegistryEvent
 from dispatchkit.testing import apply_change, batches, changes, configs, graph_keys
@@ -37,6 +37,14 @@ def test_declared_key_has_no_graph(registry):
     assert entry.attempts == 0
     assert list(registry) == [key(8), key(16), key(8, FULL)]
     assert len(registry) == 3
+
+
+@pytest.mark.parametrize("keys", [3, [3], "FULL"])
+def test_only_keys_are_declared(keys):
+    registry = GraphRegistry()
+    with pytest.raises(DescriptorError, match="keys must be a list of GraphKeys, got"):
+        registry.declare(keys)
+    assert len(registry) == 0
 
 
 def test_entry_takes_no_memory_and_is_told_without_its_graph():

@@ -81,7 +81,7 @@ def graphed_module(calls: GraphedCalls) -> Any:
     kind: Any = type(module)
     if isinstance(module, _Graphed):
         hint = "Use it as it is, or graph the original module."
-        raise ConfigError("module", kind.__name__, "a module that is not graphed", hint)
+        raise ConfigError("module", module, "a module that is not graphed", hint)
     if hasattr(module, OWN_NAME):
         raise ConfigError(
             "module",

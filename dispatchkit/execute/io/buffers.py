@@ -284,7 +284,7 @@ class StaticBuffers:
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
             found = self._tensors[name]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UnknownNameError("input", name, self._tensors) from None
         self._buffers.are_shared = True
         return found

@@ -12,6 +12,7 @@ import torch
 
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
 from dispatchkit.keys.checks import check_flag, refuses_unknown_names, whole_number
+from dispatchkit.keys.records import setting
 
 
 def parse_dtype(value: Any) -> torch.dtype:
@@ -71,10 +72,6 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
     return shape
 
 
-def _host(value: Any) -> bool:
-    return check_flag(value, "host")
-
-
 def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
     """Return whether a dtype can hold a fill value; rounding is allowed, truncation is not."""
     try:
@@ -107,7 +104,7 @@ class StaticInput:
     shape: tuple[Any, ...] = attrs.field(converter=_shape)
     dtype: torch.dtype = attrs.field(converter=parse_dtype)
     fill: float | int | bool | str = 0
-    host: bool = attrs.field(default=False, converter=_host)
+    host: bool = setting(False, check_flag)
 
     #: Next step that is appended to errors about values of a wrong kind; may be empty.
     next_step: ClassVar[str] = ""

@@ -69,7 +69,12 @@ class StepTaps:
 
         It is called under the runner's lock and must be fast. Its exceptions propagate to the
         caller of the step.
+
+        Raises:
+            ConfigError: The listener is neither a function nor None.
         """
+        if listener is not None and not callable(listener):
+            raise ConfigError("listener", listener, "a function of a decision, or None")
         with self._lock:
             self._listener = listener
             self._connect()

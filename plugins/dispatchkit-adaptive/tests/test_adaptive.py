@@ -459,7 +459,15 @@ def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"history_size": 4}, {"margin": 2}, {"promise": -0.1}, {"explore": "much"}, {"max_sizes": 0}],
+    [
+        {"history_size": 4},
+        {"margin": 2},
+        {"promise": -0.1},
+        {"explore": "much"},
+        {"max_sizes": 0},
+        {"base": 3},
+        {"state": 3},
+    ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -470,6 +470,12 @@ def test_rules_of_another_kind_are_refused(at):
         splitting.SplitRules(at)
 
 
+@pytest.mark.parametrize("example", [3, torch.zeros(4, 2), [torch.zeros(4, 2)]])
+def test_example_without_names_is_refused(example):
+    with pytest.raises(ConfigError, match="example must be a dict of tensors by the names of the"):
+        splitting.split_module(double, example)
+
+
 def test_step_that_is_all_eager_is_refused():
     """Without a graph piece there is nothing to run."""
     with pytest.raises(ConfigError, match="leave at least one operation to capture"):

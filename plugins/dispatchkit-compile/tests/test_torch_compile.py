@@ -679,6 +679,11 @@ def test_option_that_has_another_place_says_where(name):
         ({"strict": True}, "Write: options=RunnerOptions(strict=True)"),
         ({"support": "SOMETIMES"}, "UNIFORM_BATCH"),
         ({"piece_compiler": "inducter"}, "inductor"),
+        ({"sizes": 8}, "sizes must be a list of whole numbers, got 8"),
+        ({"sizes": [4, "x"]}, "sizes[1] must be a whole number of at least 1, got 'x'"),
+        ({"max_num_tokens": 0}, "max_num_tokens must be a whole number of at least 1, got 0"),
+        ({"outputs": "copy"}, "outputs must be 'owned' or 'view', got 'copy'"),
+        ({"name": 3}, "name must be a str, got 3"),
     ],
 )
 def test_option_with_a_wrong_value_is_refused(options, words):

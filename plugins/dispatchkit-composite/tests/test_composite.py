@@ -321,6 +321,20 @@ def test_a_file_without_members_is_refused(tmp_path: Path, text: str) -> None:
         members_from_pyproject(file)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pyproject": 3}, "pyproject must be the path of a file"),
+        ({"pyproject": "absent.toml"}, r"pyproject must be a readable file \(No such file"),
+        ({"plugins": 3}, r"plugins must be a PluginSet, got 3. load_plugins\(\) returns one"),
+        ({"members": [{"name": "vllm", "options": 3}]}, "options of member 'vllm' must be a dict"),
+    ],
+)
+def test_settings_of_the_wrong_kind_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CompositePolicy(**settings)
+
+
 @pytest.mark.parametrize("members", ["a:b", "vllm,vllm", "a/b=vllm", [{"nam": "vllm"}], [3], ":4"])
 def test_members_that_cannot_be_read_are_refused(members: Any) -> None:
     with pytest.raises(ConfigError):

@@ -14,6 +14,7 @@ from dispatchkit.observe import StepTrace, read_trace
 from dispatchkit_predictive import (
     CapturePlanner,
     KeyPredictor,
+    Predictive,
     fewest_eager_steps,
     keys_of_trace,
     simulate_prediction,
@@ -187,6 +188,16 @@ def test_a_trace_without_steps_is_refused() -> None:
         (lambda: CapturePlanner(KeyPredictor(KEYS), least_used=2.0), "least_used"),
         (lambda: simulate_prediction([], KEYS, max_graphs=1, idle_every=0), "idle_every"),
         (lambda: simulate_prediction([], [], max_graphs=1), "declared"),
+        (lambda: KeyPredictor(KEYS, decay="x"), "decay"),
+        (lambda: CapturePlanner(3), "predictor"),
+        (lambda: CapturePlanner(KeyPredictor(KEYS), margin="x"), "margin"),
+        (lambda: CapturePlanner(KeyPredictor(KEYS), least_used=True), "least_used"),
+        (lambda: Predictive(order="x"), "order"),
+        (lambda: Predictive(decay="x"), "decay"),
+        (lambda: Predictive(margin=0), "margin"),
+        (lambda: Predictive(least_used="x"), "least_used"),
+        (lambda: Predictive().attach(3), "runner"),
+        (lambda: keys_of_trace(3), "trace"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, setting) -> None:

@@ -119,6 +119,10 @@ def test_several_runners_are_told_apart_and_one_that_is_gone_is_not_reported(
     assert watch(first, name="a", registry=registry) is collector
     with pytest.raises(ConfigError, match="no other runner has"):
         watch(second, name="a", registry=registry)
+    with pytest.raises(ConfigError, match="runner must be a GraphRunner, got 3"):
+        watch(3, registry=registry)
+    with pytest.raises(ConfigError, match="registry must be a CollectorRegistry, got 3"):
+        watch(first, registry=3)
 
     def names() -> set[str]:
         families = {family.name: family for family in collector.collect()}
@@ -301,6 +305,10 @@ def test_the_account_of_a_memory_is_scraped(address: str, registry: CollectorReg
     assert value("dispatchkit_memory_max_bytes") == 1 << 30
     with pytest.raises(ConfigError, match="no other memory has"):
         watch_memory(GraphMemory(), registry=registry)
+    with pytest.raises(ConfigError, match="memory must be a GraphMemory, got 3"):
+        watch_memory(3, registry=registry)
+    with pytest.raises(ConfigError, match="registry must be a CollectorRegistry, got 3"):
+        watch_memory(memory, registry=3)
     del memory, runners, runner
     gc.collect()
     assert not any(name.startswith("dispatchkit_memory") for name, _ in scrape(address))

@@ -573,6 +573,11 @@ def test_a_policy_that_learns_on_every_rank_is_refused():
     assert any(isinstance(error, ConfigError) and "LeaderPolicy" in str(error) for error in found)
 
 
+def test_only_a_dispatcher_is_ranked():
+    with pytest.raises(ConfigError, match=r"a Dispatcher, got 3\. For a GraphRunner, use R"):
+        RankedDispatcher(3, None)
+
+
 def test_a_lazy_dispatcher_is_refused():
     """A capture in the middle of a step may fail on one rank alone."""
 

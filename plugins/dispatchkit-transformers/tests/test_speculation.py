@@ -532,6 +532,15 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
     decoder = decoder_of(model)
     with pytest.raises(ConfigError, match=r"from 1 to the decoder's num_draft_tokens \(3\), got 4"):
         SpeculativeDecoder(decoder, PromptLookup(decoder, 4))
+    for wrong, message in (
+        (lambda: SpeculativeDecoder(3, PromptLookup(decoder)), "decoder must be a GraphDecoder"),
+        (lambda: SpeculativeDecoder(decoder, 3), r"a Drafter, got 3. Pass PromptLookup\(decoder\)"),
+        (lambda: PromptLookup(3), "decoder must be a GraphDecoder, got 3"),
+        (lambda: DraftModel(decoder, model), r"small must be a GraphDecoder, got <Llama.* Create"),
+        (lambda: DraftModel(3, decoder), "decoder must be a GraphDecoder, got 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            wrong()
     for settings, message in (
         ({"max_length": 39, "lengths": [39]}, r"small.max_length must be at least.*40"),
         ({"max_batch_size": 2}, "small.max_batch_size must be at least"),

@@ -16,7 +16,7 @@ from dispatchkit import (
     allowed_modes_code,
     load_plugins,
 )
-from dispatchkit.errors import DescriptorError, NoGraphError, UnknownNameError
+from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, UnknownNameError
 
 from dispatchkit_vllm import DIALECTS, VllmPolicy
 
@@ -263,3 +263,5 @@ def test_an_unknown_dialect_names_the_nearest():
     with pytest.raises(UnknownNameError) as caught:
         VllmPolicy("vllm@0.31")
     assert "vllm@0.13" in caught.value.nearest
+    with pytest.raises(ConfigError, match="dialect must be a Dialect, got 3"):
+        VllmPolicy(3)

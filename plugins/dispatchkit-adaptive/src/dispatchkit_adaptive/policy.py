@@ -122,6 +122,8 @@ class AdaptivePolicy:
             base = plugins.create_policy(base, **(base_options or {}))
         elif base_options:
             raise ConfigError("base_options", base_options, "omitted if base is an object")
+        elif not isinstance(base, Policy):
+            raise ConfigError("base", base, "the name of a policy, or a policy object")
         self.base: Policy = base
         self.fingerprint = dict(fingerprint or {})
         self.ledger = Ledger(self.promise, _share(explore, "explore"))

@@ -8,7 +8,14 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys import AttentionSupport, CUDAGraphMode, check_flag
+from dispatchkit.keys import (
+    AttentionSupport,
+    CUDAGraphMode,
+    check_capture_sizes,
+    check_count,
+    check_flag,
+    check_instance,
+)
 from dispatchkit.options import RunnerOptions, refuse_moved
 
 from dispatchkit_compile.split import SplitRules
@@ -118,7 +125,12 @@ class CompileOptions:
         if fill is not None and not isinstance(fill, Mapping):
             raise ConfigError("fill", fill, "a dict of values by argument name")
         if self.sizes is not None:
-            set_(self, "sizes", tuple(self.sizes))
+            set_(self, "sizes", check_capture_sizes(self.sizes))
+        if self.max_num_tokens is not None:
+            set_(self, "max_num_tokens", check_count(self.max_num_tokens, "max_num_tokens"))
+        if self.outputs not in ("owned", "view"):
+            raise ConfigError("outputs", self.outputs, "'owned' or 'view'")
+        check_instance(self.name, str, "name")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, mode: Any = None) -> CompileOptions:

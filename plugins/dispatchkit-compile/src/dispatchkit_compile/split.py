@@ -79,6 +79,9 @@ def split_module(
         CaptureError: The step cannot be traced as one graph for all sizes.
     """
     rules = SplitRules(at)
+    if not isinstance(example, Mapping):
+        hint = "Write {'x': torch.zeros(4, 16)}, for example."
+        raise ConfigError("example", example, "a dict of tensors by the names of the inputs", hint)
     given = dict(example)
     tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
     specs = {name: one for name, one in given.items() if isinstance(one, StaticInput)}

@@ -12,6 +12,7 @@ import attrs
 
 from dispatchkit import Policy
 from dispatchkit.errors import ConfigError
+from dispatchkit.files import check_path
 from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
 
@@ -40,6 +41,10 @@ class Member:
         if not isinstance(name, str) or not name or set(name) & set("/,:= "):
             allowed = "a non-empty string without spaces or any of '/,:='"
             raise ConfigError("member name", self.name, allowed)
+        options: Any = self.options
+        if not isinstance(options, Mapping):
+            allowed = "a dictionary of options by name"
+            raise ConfigError(f"options of member {self.name!r}", options, allowed)
         setting = f"priority of member {self.name!r}"
         object.__setattr__(self, "priority", check_count(self.priority, setting, minimum=None))
 
@@ -133,16 +138,19 @@ def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
     Raises:
         ConfigError: The file cannot be read, or lists no members.
     """
+    name = check_path(path, "pyproject")
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("pyproject", str(path), "a TOML file", f"{error}.") from error
+        table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("pyproject", name, f"a readable file ({error.strerror})") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("pyproject", name, "a TOML file", f"{error}.") from error
     where: Any = table
     for part in ("tool", "dispatchkit", "composite", "members"):
         where = where.get(part) if isinstance(where, dict) else None
     if not isinstance(where, list) or not where:
         allowed = "a file with tables [[tool.dispatchkit.composite.members]]"
-        raise ConfigError("pyproject", str(path), allowed)
+        raise ConfigError("pyproject", name, allowed)
     return read_members(where)
 
 

@@ -22,7 +22,7 @@ from dispatchkit import (
 )
 from dispatchkit.dispatch import broken_constraint, policy_name, policy_traits
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_instance
 from dispatchkit.plugins import PluginSet, load_plugins
 
 from dispatchkit_composite.members import (
@@ -72,6 +72,8 @@ class CompositePolicy:
         if members is not None and pyproject is not None:
             raise ConfigError("pyproject", pyproject, "omitted if members are given")
         self.max_faults = check_count(max_faults, "max_faults")
+        if plugins is not None:
+            check_instance(plugins, PluginSet, "plugins", "load_plugins() returns one.")
         self._members: tuple[MemberState, ...] = ()
         self._graphs: GraphView | None = None
         if pyproject is not None:

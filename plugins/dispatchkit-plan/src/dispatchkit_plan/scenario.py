@@ -16,6 +16,7 @@ from dispatchkit.keys import (
     check_capture_sizes,
     check_count,
     check_flag,
+    check_instance,
 )
 
 from dispatchkit_plan.costs import CostModel, load_cost_model
@@ -108,9 +109,8 @@ class Scenario:
         check_flag(self.rows_independent, "rows_independent")
         CUDAGraphMode.parse(self.mode)
         for setting, kind in _KINDS.items():
-            value = getattr(self, setting)
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(setting, value, f"a {kind.__name__}")
+            if getattr(self, setting) is not None:
+                check_instance(getattr(self, setting), kind, setting)
         if self.eviction not in ("lru", "benefit"):
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:

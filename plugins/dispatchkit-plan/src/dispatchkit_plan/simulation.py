@@ -21,7 +21,7 @@ import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, Policy
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.keys import DispatchConfig, RuntimeMode
+from dispatchkit.keys import DispatchConfig, RuntimeMode, check_instance
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.plugins import PluginSet, load_plugins
 
@@ -132,8 +132,7 @@ def simulate(
     """
     check_trace(trace)
     scenario = scenario or Scenario()
-    if not isinstance(scenario, Scenario):
-        raise ConfigError("scenario", scenario, "a Scenario", "Write Scenario(policy='vllm').")
+    check_instance(scenario, Scenario, "scenario", "Write Scenario(policy='vllm'), for example.")
     model = scenario.model
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
     axis = model.axis if model.axis in [axis.name for axis in config.axes] else ""

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.keys import check_instance
 from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.optimal import BoolArray, FloatArray, IntArray
@@ -94,10 +95,8 @@ def check_trace(trace: Any) -> StepTrace:
     Raises:
         ConfigError: The value is of another type, such as a path.
     """
-    if not isinstance(trace, StepTrace):
-        hint = "Read a file with dispatchkit_plan.read_steps(path)."
-        raise ConfigError("trace", trace, "a StepTrace", hint)
-    return trace
+    hint = "Read a file with dispatchkit_plan.read_steps(path)."
+    return check_instance(trace, StepTrace, "trace", hint)
 
 
 def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -63,9 +64,9 @@ class Predictive:
     def __init__(
         self, order: int = 2, decay: float = 0.98, margin: float = 1.3, least_used: float = 0.01
     ) -> None:
-        self._order, self._decay = check_count(order, "order"), float(decay)
-        self._margin, self._least_used = float(margin), float(least_used)
-        KeyPredictor([], order=self._order, decay=self._decay)  # raises for invalid settings
+        self._order, self._decay = check_count(order, "order"), decay
+        self._margin, self._least_used = margin, least_used
+        self._make_planner((), None)  # raises for invalid settings
         self._lock = threading.RLock()
         self._runner: GraphRunner | None = None
         self._planner: CapturePlanner | None = None
@@ -89,16 +90,26 @@ class Predictive:
         if self._runner is not None:
             hint = "Create one Predictive for each runner."
             raise ConfigError("runner", runner, "attached to a new Predictive", hint)
+        if not hasattr(runner, "taps"):
+            raise ConfigError("runner", runner, "a GraphRunner")
         keys = tuple(runner.registry)
-        self._planner = CapturePlanner(
+        self._planner = self._make_planner(keys, max_graphs)
+        self._keys = {str(key): key for key in keys}
+        self._runner = runner
+        runner.taps.on_decision(self._on_decision)
+
+    def _make_planner(self, keys: Sequence[GraphKey], max_graphs: int | None) -> CapturePlanner:
+        """Return a planner for keys.
+
+        Raises:
+            ConfigError: A setting or the limit is invalid.
+        """
+        return CapturePlanner(
             KeyPredictor(keys, order=self._order, decay=self._decay),
             max_graphs=max_graphs,
             margin=self._margin,
             least_used=self._least_used,
         )
-        self._keys = {str(key): key for key in keys}
-        self._runner = runner
-        runner.taps.on_decision(self._on_decision)
 
     def detach(self) -> None:
         """Stop recording, and discard the learned predictions."""

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_instance
 
-from dispatchkit_predictive.predictor import KeyPredictor
+from dispatchkit_predictive.predictor import KeyPredictor, is_number
 
 # Number of recent prefetches that are evaluated, and length of a pause in key changes.
 _LOOK_BACK, _REST = 100, 100
@@ -44,10 +44,11 @@ class CapturePlanner:
     ) -> None:
         if max_graphs is not None:
             check_count(max_graphs, "max_graphs")
-        if not margin >= 1.0:
-            raise ConfigError("margin", margin, "at least 1")
-        if not 0.0 <= least_used <= 1.0:
-            raise ConfigError("least_used", least_used, "0 to 1")
+        check_instance(predictor, KeyPredictor, "predictor")
+        if not is_number(margin) or not margin >= 1.0:
+            raise ConfigError("margin", margin, "a number of at least 1")
+        if not is_number(least_used) or not 0.0 <= least_used <= 1.0:
+            raise ConfigError("least_used", least_used, "a share from 0 to 1")
         self.predictor = predictor
         self._max_graphs, self._margin, self._least_used = max_graphs, margin, least_used
         self._wanted: dict[GraphKey, None] = {}  # keys that steps have missed, latest last

@@ -44,6 +44,11 @@ _MAX_PENDING = 10_000
 T = TypeVar("T", bound=Hashable)
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, and not a boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class KeyPredictor:
     """Learns the order in which steps need keys.
 
@@ -61,8 +66,8 @@ class KeyPredictor:
 
     def __init__(self, keys: Iterable[GraphKey], *, order: int = 2, decay: float = 0.98) -> None:
         self._order = check_count(order, "order")
-        if not 0.0 < decay <= 1.0:
-            raise ConfigError("decay", decay, "above 0 and at most 1")
+        if not is_number(decay) or not 0.0 < decay <= 1.0:
+            raise ConfigError("decay", decay, "a number above 0 and at most 1")
         self._decay = decay
         ladders: dict[Hashable, list[GraphKey]] = defaultdict(list)
         for key in sorted(keys, key=lambda one: one.num_tokens):

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_instance
 
 __all__ = ["RunnerCollector", "watch"]
 
@@ -152,6 +153,9 @@ def watch(
     Raises:
         ConfigError: Another runner is watched under this name.
     """
+    if not hasattr(runner, "stats"):
+        raise ConfigError("runner", runner, "a GraphRunner")
+    check_instance(registry, CollectorRegistry, "registry")
     with _COLLECTORS_LOCK:
         known = _COLLECTORS.get(registry)
         collector = RunnerCollector() if known is None else known

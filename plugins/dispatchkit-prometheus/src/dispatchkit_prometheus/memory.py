@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_instance
 
 __all__ = ["MemoryCollector", "watch_memory"]
 
@@ -108,6 +109,9 @@ def watch_memory(
     Raises:
         ConfigError: Another memory is watched under this name.
     """
+    if not hasattr(memory, "account"):
+        raise ConfigError("memory", memory, "a GraphMemory")
+    check_instance(registry, CollectorRegistry, "registry")
     with _COLLECTORS_LOCK:
         known = _COLLECTORS.get(registry)
         collector = MemoryCollector() if known is None else known

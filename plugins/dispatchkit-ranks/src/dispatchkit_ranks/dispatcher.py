@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dispatchkit.dispatch import Decision, Dispatcher, policy_name, policy_traits
 from dispatchkit.errors import ConfigError, NoGraphError, PolicyError, RankError
-from dispatchkit.keys import GraphKey, RuntimeMode, check_count
+from dispatchkit.keys import GraphKey, RuntimeMode, check_count, check_instance
 from dispatchkit.registry import KeyState
 
 from dispatchkit_ranks.axis_facts import AxisFacts
@@ -80,6 +80,7 @@ class RankedDispatcher:
         switches: Sequence[str] = (),
         facts: Mapping[str, object] | None = None,
     ) -> None:
+        check_instance(dispatcher, Dispatcher, "dispatcher", "For a GraphRunner, use RankedRunner.")
         self.dispatcher, self.ranks = dispatcher, ranks
         self.step = self.epoch = 0
         self._last_epoch, self._epoch_steps = 0, epoch_steps

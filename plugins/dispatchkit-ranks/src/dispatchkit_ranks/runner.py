@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
-from dispatchkit.execute import flatten, pad_input
-from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode
+from dispatchkit.execute import GraphRunner, flatten, pad_input
+from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode, check_instance
 
 from dispatchkit_ranks.dispatcher import RankedDispatcher
 from dispatchkit_ranks.facts import ALL_ON, AgreedBatch
@@ -48,6 +48,7 @@ class RankedRunner:
         inputs: Mapping[str, StaticInput],
         **options: Any,
     ) -> None:
+        check_instance(runner, GraphRunner, "runner")
         if not any(spec.batch_dim is not None for spec in inputs.values()):
             error = ConfigError("inputs", list(inputs), "a dict with at least one batched input")
             ranks.fail(error)

@@ -186,7 +186,11 @@ class GraphDecoder:
                 "Its position embeddings need a hook that cannot be compiled.",
             )  # fmt: skip
         self._compile = compile_for_any_size if compile is True else compile or None
+        if forward is not None and not callable(forward):
+            raise ConfigError("forward", forward, "a function, or None for the model")
         options = RunnerOptions() if options is None else options
+        if not isinstance(options, RunnerOptions):
+            raise ConfigError("options", options, "RunnerOptions")
         if backend == "auto" and options.device is None:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:

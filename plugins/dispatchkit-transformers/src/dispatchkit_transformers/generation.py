@@ -457,11 +457,13 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
     rows, width = input_ids.shape
     if attention_mask is None:
         return [0] * rows
-    if attention_mask.shape != input_ids.shape:
+    shape = getattr(attention_mask, "shape", None)
+    if shape != input_ids.shape:
+        got = type(attention_mask).__name__ if shape is None else tuple(shape)
         raise InputError(
             "attention_mask",
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
-            f"got {tuple(attention_mask.shape)}.",
+            f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}, "
+            f"got {got}.",
         )
     counts = attention_mask.sum(-1)
     # With padding only on the left, the ones of each row are at its end.

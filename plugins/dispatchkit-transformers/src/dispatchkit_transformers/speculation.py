@@ -21,7 +21,7 @@ import torch
 
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute import GraphRunner, StaticInput, StepState
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_instance, whole_number
 from dispatchkit.options import RunnerOptions
 
 from dispatchkit_transformers.decoder import GraphDecoder
@@ -82,6 +82,10 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, decoder: GraphDecoder, drafter: Drafter) -> None:
+        check_instance(decoder, GraphDecoder, "decoder")
+        if whole_number(getattr(drafter, "num_draft_tokens", None)) is None:
+            hint = "Pass PromptLookup(decoder), for example."
+            raise ConfigError("drafter", drafter, "a Drafter", hint)
         if not 1 <= drafter.num_draft_tokens <= decoder.num_draft_tokens:
             raise ConfigError(
                 "drafter.num_draft_tokens",
@@ -187,6 +191,7 @@ class PromptLookup:
     def __init__(
         self, decoder: GraphDecoder, num_draft_tokens: int | None = None, *, max_ngram: int = 3
     ) -> None:
+        check_instance(decoder, GraphDecoder, "decoder")
         if num_draft_tokens is None:
             decoder.check_has_drafts()
             num_draft_tokens = decoder.num_draft_tokens
@@ -271,6 +276,9 @@ class DraftModel:
     """
 
     def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
+        check_instance(decoder, GraphDecoder, "decoder")
+        hint = "Create GraphDecoder(small_model, ..., num_draft_tokens=3)."
+        check_instance(small, GraphDecoder, "small", hint)
         for name in ("max_batch_size", "max_length"):
             given, least = getattr(small, name), getattr(decoder, name)
             if given < least:
@@ -282,10 +290,7 @@ class DraftModel:
                 "Use a model with the same tokenizer.",
             )  # fmt: skip
         if not small.num_draft_tokens:
-            raise ConfigError(
-                "small.num_draft_tokens", 0, "at least 1",
-                "Create GraphDecoder(small_model, ..., num_draft_tokens=3).",
-            )  # fmt: skip
+            raise ConfigError("small.num_draft_tokens", 0, "at least 1", hint)
         if small.cache.has_sources:
             raise ConfigError("small", type(small.model).__name__, "a model without an encoder")
         if small is decoder or small.num_rows:

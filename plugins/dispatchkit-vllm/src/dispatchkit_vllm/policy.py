@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 
 from dispatchkit import Batch, Decision, DispatchConfig, GraphKey, GraphView, Reason
 from dispatchkit.errors import UnknownNameError
-from dispatchkit.keys import CUDAGraphMode
+from dispatchkit.keys import CUDAGraphMode, check_instance
 
 from dispatchkit_vllm.dialects import DIALECTS, Dialect
 from dispatchkit_vllm.ladder import Ladder
@@ -27,6 +27,7 @@ class VllmPolicy:
 
     Raises:
         UnknownNameError: No dialect has the given name.
+        ConfigError: ``dialect`` is neither a name nor a ``Dialect``.
     """
 
     def __init__(self, dialect: Dialect | str = "vllm", *, ladder: Ladder | None = None) -> None:
@@ -34,7 +35,7 @@ class VllmPolicy:
             if dialect not in DIALECTS:
                 raise UnknownNameError("dialect", dialect, DIALECTS)
             dialect = DIALECTS[dialect]
-        self.dialect = dialect
+        self.dialect = check_instance(dialect, Dialect, "dialect")
         self.name = dialect.name
         self.traits = dialect.traits
         self._fixed = ladder
