@@ -73,8 +73,8 @@ def _shown(value: Any) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 token``, ``2 tokens``."""
-    return f"{number} {noun}" + "s" * (number != 1)
+    """Return a number with its noun: ``1 token``, ``2,000 tokens``."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
@@ -131,7 +131,10 @@ class ConfigError(DispatchkitError, ValueError):
 
     def __init__(self, setting: str, value: Any, allowed: str, hint: str = "") -> None:
         self.setting, self.value, self.allowed = setting, value, allowed
-        text = f"{setting} must be {allowed}, got {_shown(value)}."
+        # A value that must be given and is not needs no mention.
+        is_missing = value is None and allowed.startswith("given")
+        got = "" if is_missing else f", got {_shown(value)}"
+        text = f"{setting} must be {allowed}{got}."
         super().__init__(f"{text} {hint}" if hint else text)
 
 
@@ -152,7 +155,9 @@ class UnknownNameError(ConfigError, LookupError):
     def __init__(self, kind: str, name: Any, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
         self.nearest: tuple[str, ...] = nearest_names(name, self.known)
-        listing = f"one of: {', '.join(self.known) or 'none'}"
+        listing = f"one of: {', '.join(self.known)}"
+        if not self.known:
+            listing = "omitted, because none is available"
         if len(self.known) > _MOST_NAMES:
             listing = f"one of {len(self.known)} names"
         guess = did_you_mean(name, self.known)

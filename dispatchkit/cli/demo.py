@@ -29,7 +29,7 @@ from dispatchkit.cli.output import (
     table,
 )
 from dispatchkit.demo.traffic import DEFAULT_STEPS
-from dispatchkit.errors import BackendUnavailableError
+from dispatchkit.errors import BackendUnavailableError, counted
 
 if TYPE_CHECKING:
     from dispatchkit.demo.report import DemoReport
@@ -135,21 +135,31 @@ def _facts(report: DemoReport) -> Table:
     rows = [
         ("policy", f"{report.policy} ({distribution})"),
         ("backend", f"{report.backend}: {device}"),
-        ("trace", f"{report.trace}; {len(traffic.steps)} steps, {traffic.num_requests} requests"),
+        (
+            "trace",
+            (
+                f"{report.trace}; {counted(len(traffic.steps), 'step')}, "
+                f"{counted(traffic.num_requests, 'request')}"
+            ),
+        ),
         ("model", sizes),
     ]
     if traffic.cut_tokens:
         whole = traffic.num_tokens + traffic.cut_tokens
         cut = (
-            f"{traffic.cut_tokens:,} of {whole:,} tokens, in {traffic.cut_steps} steps: prompts "
-            f"longer than {traffic.max_prompt} tokens exceed the cache"
+            f"{traffic.cut_tokens:,} of {whole:,} tokens, in "
+            f"{counted(traffic.cut_steps, 'step')}: prompts "
+            f"longer than {counted(traffic.max_prompt, 'token')} exceed the cache"
         )
         rows.append(("cut", cut))
     if traffic.cut_requests:
         rows.append(
             (
                 "cut",
-                (f"{traffic.cut_requests:,} requests in steps with more requests than cache slots"),
+                (
+                    f"{counted(traffic.cut_requests, 'request')} in steps with more requests than "
+                    "cache slots"
+                ),
             )
         )
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -163,7 +173,7 @@ def _capture_lines(report: DemoReport) -> Iterator[str]:
     failed = capture["failed"]
     when = "on first use" if capture["lazy"] else f"in {capture['seconds']:.1f} s"
     yield (
-        f"{capture['num_graphs']} graphs {when}, "
+        f"{counted(capture['num_graphs'], 'graph')} {when}, "
         f"{capture['num_bytes'] / MIB:.1f} MiB in total, {len(failed)} failed"
     )
     for key, reason in list(failed.items())[:MAX_SHOWN]:
@@ -193,7 +203,7 @@ def _times(report: DemoReport) -> Table:
 def _step_lines(report: DemoReport) -> Iterator[str]:
     real = sum(row.num_tokens for row in report.times if row.mode != "NONE")
     share = report.padding / real if real else 0.0
-    yield f"padding: {report.padding:,} rows, {share:.1%} of the replayed real tokens"
+    yield f"padding: {counted(report.padding, 'row')}, {share:.1%} of the replayed real tokens"
     reasons = ", ".join(f"{count} {reason}" for reason, count in report.eager_reasons.items())
     yield f"eager steps by reason: {reasons or 'none'}"
 
@@ -206,7 +216,7 @@ def _comparison_lines(report: DemoReport) -> Iterator[str]:
         f"difference {compared.worst:.2g}"
     )
     for each in compared.different[:MAX_SHOWN]:
-        where = f"step {each.step} ({each.num_tokens} tokens, {_runs_as(each.mode)})"
+        where = f"step {each.step} ({counted(each.num_tokens, 'token')}, {_runs_as(each.mode)})"
         yield f"differs: {where}, by {each.worst:.2g}"
     yield (
         f"final caches {'DIFFER' if compared.caches_differ else 'agree'}; largest difference "

@@ -17,7 +17,7 @@ from dispatchkit.cli import facts
 from dispatchkit.cli.options import load_installed_plugins, settings_of
 from dispatchkit.cli.output import JsonOption, console, print_json
 from dispatchkit.distributions import DEFAULT_POLICY, distribution_of
-from dispatchkit.errors import DispatchkitError
+from dispatchkit.errors import DispatchkitError, counted
 from dispatchkit.settings import Settings
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def _show(findings: list[Finding]) -> None:
             out.print(Padding(Text(f"Next: {one.next_step}"), (0, 0, 0, 8), expand=False))
     counts = {level: sum(one.level is level for one in findings) for level in Level}
     out.print(
-        f"\n{counts[Level.PROBLEM]} problems, {counts[Level.SLOW]} slow, "
-        f"{counts[Level.NOTE]} notes, {counts[Level.OK]} ok."
+        f"\n{counted(counts[Level.PROBLEM], 'problem')}, {counts[Level.SLOW]} slow, "
+        f"{counted(counts[Level.NOTE], 'note')}, {counts[Level.OK]} ok."
     )
 
 

@@ -107,15 +107,13 @@ def explain_batch(
 
     Example: dispatchkit explain --trace trace.csv.gz --policy vllm
     """
-    if (num_tokens is None) == (trace is None):
-        raise ConfigError(
-            "N",
-            num_tokens,
-            "a number of tokens, or omitted with --trace FILE",
-            "Next: dispatchkit explain --help.",
-        )
+    if num_tokens is None and trace is None:
+        hint = "Next: dispatchkit explain --help."
+        raise ConfigError("N, a number of tokens, or --trace FILE", None, "given", hint)
+    if num_tokens is not None and trace is not None:
+        raise ConfigError("N", num_tokens, "omitted with --trace, which contains the batches")
     batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)
-    highest = RuntimeMode.parse(ceiling)
+    highest = RuntimeMode.parse(ceiling, "--ceiling")
     settings = settings_of(
         {
             "policy": policy,

@@ -30,7 +30,7 @@ from dispatchkit.cli.output import (
     print_stderr,
 )
 from dispatchkit.dispatch import Decision, Dispatcher
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 from dispatchkit.files import check_output
 from dispatchkit.observe import TraceStep, TraceWriter
 from dispatchkit.observe.trace import MAX_COUNT
@@ -147,10 +147,10 @@ def _report(
             }
         )
     elif steps:
-        console().print(Text(f"{steps:,} steps written to {output}."))
+        console().print(Text(f"{counted(steps, 'step')} written to {output}."))
     if left_out:
         print_stderr(
-            f"Note: {sum(left_out.values()):,} steps are omitted: their axes "
+            f"Note: omitted {counted(sum(left_out.values()), 'step')}, whose axes "
             f"({', '.join(left_out)}) differ from those of the first step, and a trace has one "
             "set of columns."
         )

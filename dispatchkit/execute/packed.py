@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from dispatchkit.dispatch.packing import Packer, PackingLimits, pack_items
-from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.errors import ConfigError, InputError, counted
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
@@ -162,7 +162,9 @@ class PackedRunner:
                     raise InputError(name, f"Item {item} has no tokens; omit it.")
                 if length != lengths[item]:
                     raise InputError(
-                        name, f"Item {item} has {length} tokens, but {lengths[item]} in {lead!r}."
+                        name,
+                        f"Item {item} has {counted(length, 'token')}, but {lengths[item]} in "
+                        f"{lead!r}.",
                     )
         return lengths
 
@@ -209,8 +211,8 @@ class PackedRunner:
                 "results",
                 self._results,
                 "'token' or 'item' for each output, according to its dimension 0 "
-                f"({num_rows['token']} tokens, {num_rows['item']} items, output shapes "
-                f"{[tuple(shape) for shape in shapes]})",
+                f"({counted(num_rows['token'], 'token')}, {counted(num_rows['item'], 'item')}, "
+                f"output shapes {[tuple(shape) for shape in shapes]})",
             )
         parts = [
             leaf.split(list(lengths)) if kind == "token" else leaf.unbind(0)

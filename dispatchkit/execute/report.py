@@ -32,10 +32,10 @@ def format_runner(executors: Sequence[Executor]) -> str:
     lines = [
         f"GraphRunner: policy {policy}, mode {mode}{resolved}",
         f"backend {first.work.backend.name}; can run {pieces}",
-        f"{stats.steps} steps: {modes}; padding {stats.padding:.1%}; {num_bytes} bytes",
+        f"{counted(stats.steps, 'step')}: {modes}; padding {stats.padding:.1%}; {num_bytes} bytes",
     ]
     if len(executors) > 1:
-        lines.append(f"{len(executors)} lanes")
+        lines.append(counted(len(executors), "lane"))
     lines += [f"mode {reason}" for reason in first.mode_reasons]
     rows = []
     for key in sorted(first.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
@@ -86,7 +86,8 @@ def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
-            return f"replays only {key.num_tokens} rows, {step.rows.reason}: {step.rows.finding}"
+            rows = counted(key.num_tokens, "row")
+            return f"replays only {rows}, {step.rows.reason}: {step.rows.finding}"
         if step is not None and step.rows.min_rows > 1:
             return f"replays at least {step.rows.min_rows} rows: outputs of fewer rows differ"
         if step is not None and step.rows.coupling:

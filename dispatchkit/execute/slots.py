@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import free_in_children
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
-from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, InputError
+from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, InputError, counted
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.state import StepState, storage_of
@@ -328,7 +328,7 @@ class SlotState:
                 raise DescriptorError(
                     "session",
                     session,
-                    f"one of at most {self.num_slots} sessions (num_slots)",
+                    f"one of at most {counted(self.num_slots, 'session')} (num_slots)",
                     "No slot is free. Call leave() for another session, or raise num_slots.",
                 )
             slot = self._free.pop()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.errors import ConfigError, UnknownNameError, counted
 
 __all__ = [
     "ALLOWED_MODES",
@@ -50,12 +50,13 @@ class RuntimeMode(enum.IntEnum):
         return self.name
 
     @classmethod
-    def parse(cls, value: object) -> RuntimeMode:
+    def parse(cls, value: object, setting: str = "mode") -> RuntimeMode:
         """Return the runtime mode for a member, a name or a value.
 
         Args:
             value: A RuntimeMode, a CUDAGraphMode, a member of another enum with the same name (such
                 as vLLM's), a name in any case, or 0, 1 or 2.
+            setting: Name of the setting, for the error message.
 
         Raises:
             ModeError: The value is a pair of two runtime modes.
@@ -66,7 +67,7 @@ class RuntimeMode(enum.IntEnum):
         try:
             return CUDAGraphMode.parse(value).runtime_mode
         except UnknownNameError as error:
-            raise UnknownNameError("mode", error.name, cls.__members__) from None
+            raise UnknownNameError(setting, error.name, cls.__members__) from None
 
 
 class CUDAGraphMode(enum.Enum):
@@ -358,7 +359,7 @@ def resolve_mode(
         and level < AttentionSupport.UNIFORM_BATCH
     ):
         resolved = step_down(
-            pieces, f"attention is not captured for {query_len} tokens per request"
+            pieces, f"attention is not captured for {counted(query_len, 'token')} per request"
         )
     if resolved.requires_piecewise_compilation() and not captures_piecewise:
         resolved = step_down(resolved.without_piecewise(), "the runner has no pieces to capture")

@@ -54,6 +54,7 @@ __all__ = [
 
 MAX_STEPS = 5_000_000
 """Maximum number of steps in a trace; protects against files that would exhaust the memory."""
+_RECORD = "Record a trace with `dispatchkit record`."
 
 
 class StepTrace(Sequence[TraceStep]):
@@ -230,9 +231,9 @@ def parse_trace(name: str, blocks: Blocks) -> StepTrace:
                 f"has more than {MAX_STEPS:,} steps. Shorten it, or keep only every tenth step.",
             )
     if builder is None:
-        raise TraceError(name, None, "is empty. A step trace starts with a line of column names.")
+        raise TraceError(name, None, f"is empty. {_RECORD}")
     if not builder.num_rows:
-        raise TraceError(name, None, "has a header but no steps. Record at least one step.")
+        raise TraceError(name, None, f"has a header but no steps. {_RECORD}")
     return StepTrace._of(builder.columns, name, ignored)  # noqa: SLF001 - same module
 
 

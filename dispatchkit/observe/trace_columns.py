@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import TraceError
+from dispatchkit.errors import TraceError, counted
 from dispatchkit.keys.checks import is_flag, whole_number
 
 __all__ = [
@@ -333,8 +333,8 @@ def contradictions(row: Mapping[str, Any]) -> Iterator[str]:
     for column in ("num_reqs", "max_query_len"):
         if column in row and row[column] > tokens:
             yield (
-                f"{column} is {row[column]}, but the step has only {tokens} tokens. Each request "
-                "has at least one token."
+                f"{column} is {row[column]}, but the step has only {counted(tokens, 'token')}. "
+                "Each request has at least one token."
             )
     if row.get("uniform_decode") and "num_reqs" in row and "max_query_len" in row:
         if row["num_reqs"] * row["max_query_len"] != tokens:

@@ -56,7 +56,7 @@ def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -
         if not raw.peek(2).startswith(_GZIP_MAGIC):
             return cast("IO[bytes]", raw)
     except FileNotFoundError:
-        raise TraceError(name, None, "does not exist. Check the path of the trace.") from None
+        raise TraceError(name, None, "does not exist. Check the path.") from None
     except IsADirectoryError:
         raise TraceError(name, None, "is a folder. Pass the path of a trace file.") from None
     except (OSError, ValueError) as error:

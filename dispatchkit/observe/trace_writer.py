@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.files import check_output, create_part, is_special, real_target, rename_over
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
@@ -111,14 +111,15 @@ class TraceWriter:
             raise TraceError(
                 self.path,
                 None,
-                f"cannot be written: {why}. Its {self.num_steps} steps are in {part.path}.",
+                f"cannot be written: {why}. Its {counted(self.num_steps, 'step')} are in "
+                f"{part.path}.",
             ) from error
         if self.num_lost:
             raise TraceError(
                 self.path,
                 None,
-                f"is incomplete: {part.failure}. It has the first {self.num_steps} steps; "
-                f"{self.num_lost} later steps are lost.",
+                f"is incomplete: {part.failure}. It has the first "
+                f"{counted(self.num_steps, 'step')}; {self.num_lost} later steps are lost.",
             )
 
     def discard(self) -> None:

@@ -361,7 +361,7 @@ def test_batched_inputs_of_different_rows_are_refused(make_runner):
     inputs = {"a": StaticInput((None,), "int64"), "b": StaticInput((None,), "int64")}
     runner = make_runner(lambda a, b: a + b, inputs)
     runner.capture()
-    with pytest.raises(InputError, match="'b' has 1 rows, but 'a' has 3"):
+    with pytest.raises(InputError, match="'b' has 1 row, but 'a' has 3"):
         runner(torch.arange(3), torch.arange(1))
 
 

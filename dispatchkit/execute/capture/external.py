@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.errors import ConfigError, InputError, counted
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import copied_path
@@ -61,7 +61,7 @@ def external_step(
     if rows != key.num_tokens:
         raise InputError(
             inputs.names[0],
-            f"The input tensors of {key} must have {key.num_tokens} rows, got {rows}.",
+            f"The input tensors of {key} must have {counted(key.num_tokens, 'row')}, got {rows}.",
         )
     layout = declared_layout(outputs, key.num_tokens, output_batch_dims)
     leaves = tuple(leaves_of(outputs))

@@ -10,7 +10,7 @@ import torch
 from dispatchkit.backends.capture_errors import capture_error, origin_of
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.dispatch import Reason
-from dispatchkit.errors import CaptureError
+from dispatchkit.errors import CaptureError, counted
 from dispatchkit.keys.batch import GraphKey
 
 
@@ -34,7 +34,8 @@ class CaptureReport:
 
     def __str__(self) -> str:
         """Return a summary with the first failed key and the first skipped key."""
-        text = f"{self.num_graphs} graphs captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
+        graphs = counted(self.num_graphs, "graph")
+        text = f"{graphs} captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
         for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
             for key, reason in list(keys.items())[:1]:
                 text += f"\n{len(keys)} {what}, first {key}: {reason}"

@@ -14,7 +14,7 @@ import torch
 
 from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
-from dispatchkit.errors import CaptureError
+from dispatchkit.errors import CaptureError, counted
 from dispatchkit.execute.capture.effects import PythonChangedError, PythonEffects
 from dispatchkit.execute.capture.pacing import paced_warmup
 from dispatchkit.execute.io.inputs import InputSet
@@ -530,8 +530,8 @@ class Warmups:
             outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
-                f"The step failed in a run with {other} rows, which measures its outputs. Declare "
-                "output_batch_dims to skip this run, or fix the step. It raised "
+                f"The step failed in a run with {counted(other, 'row')}, which measures its "
+                "outputs. Declare output_batch_dims to skip this run, or fix the step. It raised "
                 f"{type(error).__name__}: {error}",
                 key=str(key),
                 reason="output_layout",

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from dispatchkit.dispatch import Lanes, Reason
-from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.errors import ConfigError, InputError, counted
 from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.call_cache import MAX_CACHED_CALLS, CallCache
 from dispatchkit.execute.graphed.forms import Form
@@ -97,7 +97,7 @@ class GraphedStats:
 
     def __str__(self) -> str:
         replayed = sum(count for mode, count in self.steps_by_mode.items() if mode != "NONE")
-        lines = [f"{self.calls} calls, {replayed} replayed"]
+        lines = [f"{counted(self.calls, 'call')}, {replayed} replayed"]
         lines += [f"plain, {reason}: {count}" for reason, count in self.plain.items()]
         for form, one in self.runners.items():
             eager = "".join(f", eager {why} {n}" for why, n in one.eager_by_reason.items())

@@ -17,7 +17,7 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
-from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+from dispatchkit.errors import ConfigError, InputError, UnknownNameError, counted
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.staging import StagingBuffers
@@ -137,8 +137,8 @@ class InputBuffers:
         if not 0 <= num_rows <= self.num_rows:
             raise InputError(
                 self.inputs.names[0],
-                f"An in-place step can have at most {self.num_rows} rows, the size of the largest "
-                f"graph, got {num_rows}. Call the runner with tensors instead.",
+                f"An in-place step can have at most {counted(self.num_rows, 'row')}, the size of "
+                f"the largest graph, got {num_rows}. Call the runner with tensors instead.",
             )
         sources = self.views(num_rows)
         for index, rows in self.host_rows(num_rows):

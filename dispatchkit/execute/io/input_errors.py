@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dispatchkit.errors import InputError
+from dispatchkit.errors import InputError, counted
 from dispatchkit.execute.io.host_arrays import array_dtype, numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 
@@ -26,8 +26,8 @@ def bind_or_raise(
     if len(args) > len(names):
         raise InputError(
             "",
-            f"The call has {len(args)} positional inputs, but the runner has only {len(names)} "
-            f"inputs. Pass each of them once: {listing}.",
+            f"The call has {len(args)} positional inputs, but the runner has only "
+            f"{counted(len(names), 'input')}. Pass each of them once: {listing}.",
         )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
@@ -125,8 +125,8 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif have != rows:
             raise InputError(
                 name,
-                f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched inputs "
-                "must have the same number of rows.",
+                f"Input {name!r} has {counted(have, 'row')}, but {first!r} has {rows}; all "
+                "batched inputs must have the same number of rows.",
             )
     return rows or 0
 

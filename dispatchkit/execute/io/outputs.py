@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError, ConfigError, counted
 from dispatchkit.execute.io.static_input import Allocate, allocate_default
 from dispatchkit.execute.io.structure import (
     Structure,
@@ -123,8 +123,8 @@ class OutputLayout:
         for index, one in enumerate(self.leaves):
             if not fits or not one.fits(leaves[index], size):
                 raise CaptureError(
-                    f"Output {index} at {size} rows has a different structure than at other sizes. "
-                    "Return the same structure at all sizes.",
+                    f"Output {index} at {counted(size, 'row')} has a different structure than at "
+                    "other sizes. Return the same structure at all sizes.",
                     reason="output_layout",
                 )
         return {
@@ -150,8 +150,9 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
     others, other_structure = flatten(second)
     if structure != other_structure:
         raise CaptureError(
-            f"The structure of the outputs depends on the batch: {structure} at {size} rows, "
-            f"{other_structure} at {other_size}. Return the same structure at all sizes.",
+            f"The structure of the outputs depends on the batch: {structure} at "
+            f"{counted(size, 'row')}, {other_structure} at {other_size}. Return the same "
+            "structure at all sizes.",
             reason="output_layout",
         )
     structure = structure.with_kept_objects(first, second)
@@ -165,9 +166,9 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
         if not isinstance(leaf, torch.Tensor):
             if type(leaf) is not type(other):
                 raise CaptureError(
-                    f"Output {index} is a {type(leaf).__name__} at {size} rows and a "
-                    f"{type(other).__name__} at {other_size} rows. Return the same type at all "
-                    "sizes.",
+                    f"Output {index} is a {type(leaf).__name__} at {counted(size, 'row')} and a "
+                    f"{type(other).__name__} at {counted(other_size, 'row')}. Return the same "
+                    "type at all sizes.",
                     reason="output_layout",
                 )
             is_object = leaf is other and not is_immutable(leaf)  # an object that the step keeps
@@ -234,7 +235,7 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
         if dim is not None:
             if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != size:
                 raise CaptureError(
-                    f"Output {index} has shape {tuple(leaf.shape)} at {size} rows, but "
+                    f"Output {index} has shape {tuple(leaf.shape)} at {counted(size, 'row')}, but "
                     f"output_batch_dims declares dimension {dim} as the batch. Declare the "
                     f"dimension of size {size}, or None.",
                     reason="output_layout",
@@ -344,7 +345,9 @@ def cut(
         elif (dim := one.batch_dim) is None:  # includes open outputs, which are never cut
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
-            raise _undeclared(index, f"has {leaf.shape[dim]} rows in a call with {num_rows}")
+            raise _undeclared(
+                index, f"has {counted(leaf.shape[dim], 'row')} in a call with {num_rows}"
+            )
         else:
             result.append(leaf.narrow(dim, 0, num_rows))
     return result

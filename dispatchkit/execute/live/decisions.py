@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dispatchkit.dispatch import Decision
-from dispatchkit.errors import ConfigError, InputError, ReplayError
+from dispatchkit.errors import ConfigError, InputError, ReplayError, counted
 from dispatchkit.execute.executor import Executor, run_again
 from dispatchkit.execute.io.axes import AxisCut
 from dispatchkit.execute.io.calls import CallReader
@@ -110,7 +110,7 @@ class DecisionRunner:
         if num_tokens != decision.num_tokens:
             raise InputError(
                 "",
-                f"The inputs have {num_tokens} rows, but the decision is for "
+                f"The inputs have {counted(num_tokens, 'row')}, but the decision is for "
                 f"{decision.num_tokens}. Decide again for these inputs.",
             )
         stream = backend.current_stream_handle()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from dispatchkit.errors import counted
+
 _MIB = 1 << 20
 
 
@@ -110,7 +112,7 @@ class MemoryAccount:
             if name == "pools":
                 rows += [
                     f"    {pool.name:<22}{_mib(pool.num_bytes):>14}"
-                    f"   {pool.num_graphs} graphs, {pool.num_lanes} lanes"
+                    f"   {counted(pool.num_graphs, 'graph')}, {counted(pool.num_lanes, 'lane')}"
                     for pool in self.pools
                 ]
         return "\n".join(rows)

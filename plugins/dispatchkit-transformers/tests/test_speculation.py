@@ -430,7 +430,7 @@ def test_rows_of_an_interrupted_step_go_on_only_from_where_they_were(name, monke
         for call in (decoder.step, decoder.logits, partial(decoder.verify, drafts)):
             with pytest.raises(InputError, match=r"may be incomplete.*truncate"):
                 call()
-        with pytest.raises(InputError, match="A step of the 1 rows was interrupted"):
+        with pytest.raises(InputError, match="A step of the 1 row was interrupted"):
             decoder.admit(prompt_of(4))
         decoder.truncate(decoder.row_lengths)
         decoder.tokens = torch.tensor(said[-1:])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from dispatchkit import Batch
+from dispatchkit.errors import counted
 
 from dispatchkit_adaptive.arms import Arm
 from dispatchkit_adaptive.buckets import Bucket
@@ -81,7 +82,7 @@ class BucketReport:
             gap = "" if one.margin is None else f", {one.margin:+.1%}"
             lines.append(
                 f"   {one.arm}: {one.median_us:.0f} µs ±{one.error:.1%}{gap}; "
-                f"{one.samples} samples, last {one.age} steps ago"
+                f"{counted(one.samples, 'sample')}, last {counted(one.age, 'step')} ago"
             )
         return "\n".join(lines)
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from dispatchkit.backends import GraphBackend
-from dispatchkit.errors import ConfigError, InputError, NoGraphError
+from dispatchkit.errors import ConfigError, InputError, NoGraphError, counted
 from dispatchkit.execute import (
     EagerStepWarning,
     GraphRunner,
@@ -138,7 +138,7 @@ class CompiledGraph:
             return self._run_plainly(
                 PlainReason.INPUT_CHANGED,
                 args,
-                f"it was compiled for {self._arguments.num_rows} rows",
+                f"it was compiled for {counted(self._arguments.num_rows, 'row')}",
             )
         facts = current_facts()
         if facts is not None:
@@ -296,8 +296,10 @@ class CompiledGraph:
         if self.plain is not None:
             lines.append(f"runs eager, {self.plain[0]}: {self.plain[1]}")
         if self._arguments.num_rows is not None:
-            lines.append(f"compiled for {self._arguments.num_rows} rows only")
-        lines += [f"{count} steps eager, {why}" for why, count in self._plain_steps.items()]
+            lines.append(f"compiled for {counted(self._arguments.num_rows, 'row')} only")
+        lines += [
+            f"{counted(count, 'step')} eager, {why}" for why, count in self._plain_steps.items()
+        ]
         for piece in self.pieces:
             failed_at = getattr(piece.fn, "failed_at", "")
             if failed_at:

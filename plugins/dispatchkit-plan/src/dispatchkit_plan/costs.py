@@ -367,6 +367,9 @@ class CostModel:
         return found
 
 
+_WRITES = "`dispatchkit calibrate` writes one."
+
+
 def check_cost_model(model: Any, setting: str) -> CostModel:
     """Validate a cost model given as an object, and return it.
 
@@ -402,13 +405,11 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
     except OSError as error:
         raise ConfigError("cost model", name, f"a readable file ({error.strerror})") from error
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(
-            name, f"over {_MAX_FILE_BYTES} bytes", "a cost model file of at most 16 MiB"
-        )
+        raise ConfigError("cost model", name, "a file of at most 16 MiB", _WRITES)
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(name, "invalid JSON", f"a JSON file ({error})") from error
+        raise ConfigError("cost model", name, f"a JSON file ({error})", _WRITES) from error
     return CostModel.from_json(data, where=name)
 
 

@@ -231,7 +231,9 @@ class _Batches:
         values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)
         some = sizes > 0
         if not some.any():
-            raise TraceError(trace.source, None, "has no step with tokens, so there is no plan.")
+            raise TraceError(
+                trace.source, None, "has no step with tokens to plan on. Use another trace."
+            )
         return cls(sizes[some], values[some], trace.source, trace.has_order)
 
     def __len__(self) -> int:

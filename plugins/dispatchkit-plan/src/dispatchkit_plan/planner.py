@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.errors import ConfigError, TraceError, counted
 from dispatchkit.keys import check_count, check_flag
 from dispatchkit.observe import StepTrace
 
@@ -226,8 +226,8 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
         )
     if usable < MIN_STEPS:
         warnings.append(
-            f"The trace is short: {usable} steps of at most {max_size} tokens to plan on, fewer "
-            f"than {MIN_STEPS}. Record a longer trace before you rely on the plan."
+            f"The trace is short: {counted(usable, 'step')} of at most {max_size} tokens to plan "
+            f"on, fewer than {MIN_STEPS}. Record a longer trace before you rely on the plan."
         )
     if usable < total / 2:
         warnings.append(
@@ -299,7 +299,8 @@ class _Planner:
         distinct = int((self.fit.demand(self.max_size)[1:] > 0).sum())
         if num_graphs > distinct * len(families):
             warnings.append(
-                f"There are {num_graphs} graphs for {distinct} distinct sizes in the planning "
+                f"There are {counted(num_graphs, 'graph')} for "
+                f"{counted(distinct, 'distinct size')} in the planning "
                 "steps; the others serve sizes that have not occurred yet."
             )
         over = self.judged.num_tokens > self.max_size
@@ -387,7 +388,7 @@ class _Planner:
             raise ConfigError(
                 self.budget.setting,
                 self.budget.limit,
-                f"enough for {joint.fewest} graphs, one for each kind of step",
+                f"enough for {counted(joint.fewest, 'graph')}, one for each kind of step",
                 "Raise it, or plan without keyed.",
             )
         return within, curve

@@ -85,7 +85,9 @@ class Workload:
             )
         middle = len(self.num_tokens) // 2
         if not middle:
-            raise TraceError(self.source, None, "has one step, which cannot be split into halves.")
+            raise TraceError(
+                self.source, None, "has one step, which cannot be split. Use fit_on='all'."
+            )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
 
@@ -149,5 +151,7 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
         )
     work = work.chosen((work.num_tokens > 0) & (work.counts > 0))
     if not len(work.num_tokens):
-        raise TraceError(work.source, None, "has no step with tokens, so there is no plan.")
+        raise TraceError(
+            work.source, None, "has no step with tokens to plan on. Use another trace."
+        )
     return work

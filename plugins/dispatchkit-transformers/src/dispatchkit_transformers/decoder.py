@@ -29,6 +29,7 @@ from dispatchkit.errors import (
     DescriptorError,
     InputError,
     UnknownNameError,
+    counted,
 )
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
 from dispatchkit.keys import Axis, check_count, whole_number
@@ -605,7 +606,7 @@ class GraphDecoder:
         if rows != input_ids.shape[0] or not least <= length <= self._source_length:
             raise InputError(
                 "encoder_outputs",
-                f"encoder_outputs must have {input_ids.shape[0]} rows and {least} to "
+                f"encoder_outputs must have {counted(input_ids.shape[0], 'row')} and {least} to "
                 f"{self._source_length} positions (max_source_length), got shape "
                 f"{tuple(states.shape)}.",
             )
@@ -644,8 +645,9 @@ class GraphDecoder:
         if self._is_amid_step:
             raise InputError(
                 "rows",
-                f"A step of the {self.num_rows} rows was interrupted or raised an error, and may "
-                "be incomplete. Call reset() and admit the rows again. Without recurrent layers, "
+                f"A step of the {counted(self.num_rows, 'row')} was interrupted or raised an "
+                "error, and may be incomplete. Call reset() and admit the rows again. Without "
+                "recurrent layers, "
                 "you can instead call truncate(row_lengths) and assign the tokens before the step.",
             )
 

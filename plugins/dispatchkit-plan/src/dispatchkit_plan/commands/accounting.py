@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dispatchkit.cli import console, dispatcher_of, print_json, print_stderr, progress, table
+from dispatchkit.errors import counted
 from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.settings import Settings
@@ -71,8 +72,8 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
 def show_account(account: Account, out: Console, limit: int | None) -> None:
     """Print an account of a trace, readable at 80 columns."""
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
-    out.print(Text(f"Trace    {account.source}, {account.num_steps:,} steps"))
-    out.print(Text(f"Policy   {account.policy}, {account.num_graphs} graphs"))
+    out.print(Text(f"Trace    {account.source}, {counted(account.num_steps, 'step')}"))
+    out.print(Text(f"Policy   {account.policy}, {counted(account.num_graphs, 'graph')}"))
     out.print(
         Text(
             f"Cost     {account.time_s:.4g} s, {speed:.2f} times as fast as eager; padding "

@@ -19,7 +19,7 @@ from dispatchkit.cli import (
     progress,
     table,
 )
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 from dispatchkit.keys import check_counts
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
 
 def show(made: Plan, out: Console) -> None:
     """Print a plan, readable at 80 columns."""
-    graphs = "1 graph" if made.num_graphs == 1 else f"{made.num_graphs} graphs"
+    graphs = counted(made.num_graphs, "graph")
     out.print(Text(f"Sizes to capture ({graphs}, up to {made.max_size} tokens)", style="bold"))
     for family in made.families:
         listed = ", ".join(map(str, family.sizes))
@@ -296,7 +296,7 @@ def show(made: Plan, out: Console) -> None:
     out.print(
         Text(
             f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
-            f"({made.num_steps:,} steps); {over:.1%} of these are larger and run eager."
+            f"({counted(made.num_steps, 'step')}); {over:.1%} of these are larger and run eager."
         )
     )
     if made.objective != "padding":
@@ -352,7 +352,7 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
     out.print(
         f"{made.before_us / 1e3:,.1f} ms without them, {made.after_us / 1e3:,.1f} ms with them "
         f"({made.saved_pct:.1f}% less), {made.objective}; judged on {made.judged_on} "
-        f"({made.num_steps:,} steps), {over:.1%} of these too large to be considered."
+        f"({counted(made.num_steps, 'step')}), {over:.1%} of these too large to be considered."
     )
     if made.max_waste < 1:
         out.print(f"For the policy threshold with max_waste={made.max_waste:g}.")
@@ -373,7 +373,7 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
         print_json(value)
         return
     out = console()
-    graphs = "1 graph" if made.num_graphs == 1 else f"{made.num_graphs} graphs"
+    graphs = counted(made.num_graphs, "graph")
     title = (
         f"Sizes to capture for each bucket of {made.axis} ({graphs}, up to {made.max_size} rows)"
     )
@@ -383,8 +383,8 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     out.print()
     out.print(
         f"Padding {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
-        f"{made.judged_on} ({made.num_steps:,} steps); {over:.1%} of these are beyond the limits "
-        "and run eager."
+        f"{made.judged_on} ({counted(made.num_steps, 'step')}); {over:.1%} of these are beyond "
+        "the limits and run eager."
     )
     out.print(
         f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned separately "

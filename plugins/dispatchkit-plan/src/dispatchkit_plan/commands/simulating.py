@@ -26,7 +26,7 @@ from dispatchkit.cli import (
     settings_of,
     table,
 )
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 
 from dispatchkit_plan.commands.accounting import config_for, note_unused_axes
 
@@ -161,7 +161,10 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
     """Print simulations side by side, readable at 80 columns."""
     first = found[0]
     out.print(
-        Text(f"{trace}: {first.num_steps:,} steps; costs from {first.cost_model}", style="bold")
+        Text(
+            f"{trace}: {counted(first.num_steps, 'step')}; costs from {first.cost_model}",
+            style="bold",
+        )
     )
     lines: list[_Line] = [
         ("graphs", lambda one: f"{one.num_graphs:,}"),
@@ -185,7 +188,9 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
 def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
     """Print simulations of ranks side by side, readable at 80 columns."""
     first = found[0]
-    title = f"{trace}: {first.num_steps:,} steps on {first.ranks} ranks; costs from"
+    title = (
+        f"{trace}: {counted(first.num_steps, 'step')} on {counted(first.ranks, 'rank')}; costs from"
+    )
     out.print(Text(f"{title} {first.cost_model}", style="bold"))
 
     def share(seconds: float, one: RankSimulation) -> str:

@@ -205,7 +205,7 @@ def account_for(
     config = dispatcher.config
     rows = list(_arguments(trace, config))
     if not rows:
-        raise TraceError(trace.source, None, "has no step with tokens.")
+        raise TraceError(trace.source, None, "has no step with tokens. Use another trace.")
     most = max(row[0] for row in rows)
     if most > config.max_num_tokens:
         raise ConfigError(

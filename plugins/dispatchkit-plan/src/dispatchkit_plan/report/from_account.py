@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from dispatchkit.errors import DispatchkitError
+from dispatchkit.errors import DispatchkitError, counted
 
 from dispatchkit_plan.report.account import Account, AccountedDecision
 from dispatchkit_plan.report.charts import (
@@ -110,7 +110,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     return Report(
         title=f"{PurePath(account.source).name} under {account.policy.partition(' ')[0]}",
         summary=(
-            f"Of {steps:,} steps, {replayed:.1%} replay a graph, with padding of "
+            f"Of {counted(steps, 'step')}, {replayed:.1%} replay a graph, with padding of "
             f"{account.waste_pct:.2f}% of their real tokens. The other steps run eager, for the "
             "reasons below."
         ),
@@ -122,7 +122,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
             ("Cost model", account.cost_model),
         ),
         tiles=(
-            Tile("Steps", f"{steps:,}", f"{account.num_graphs} graphs declared"),
+            Tile("Steps", f"{steps:,}", f"{counted(account.num_graphs, 'graph')} declared"),
             Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} eager steps"),
             Tile("Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} padding tokens"),
             Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x the speed of eager"),
@@ -144,7 +144,7 @@ def _brief(sizes: Sequence[int]) -> str:
     if len(sizes) <= 12:
         return ", ".join(map(str, sizes)) or "none"
     head = ", ".join(map(str, sizes[:5]))
-    return f"{head}, … {sizes[-1]} ({len(sizes)} sizes)"
+    return f"{head}, … {sizes[-1]} ({counted(len(sizes), 'size')})"
 
 
 def _own_point(account: Account) -> list[tuple[str, int, float]]:
@@ -294,7 +294,9 @@ def _reasons(account: Account) -> Figure:
         share = steps / account.num_steps
         why = account.explain(group[0]).because
         bands.append(
-            Band(f"{name}: {reason}", ((css, float(steps), f"{steps:,} steps"),), f"{share:.1%}")
+            Band(
+                f"{name}: {reason}", ((css, float(steps), counted(steps, "step")),), f"{share:.1%}"
+            )
         )
         rows.append((name, reason, f"{steps:,}", why))
     colors = tuple((css, name) for name, css in MODE_NAMES.values())
@@ -355,7 +357,7 @@ def _notes(account: Account) -> list[str]:
     over = sum(one.steps for one in account.decisions if one.num_tokens > account.covered_to)
     if over:
         notes.append(
-            f"{over:,} steps have more than {account.covered_to} tokens, the largest measured "
-            "size. Their times are extrapolated linearly."
+            f"Times of {counted(over, 'step')} above {account.covered_to} tokens, the largest "
+            "measured size, are extrapolated linearly."
         )
     return notes

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, counted
 from dispatchkit.files import write_whole
 from dispatchkit.keys import whole_number
 
@@ -128,8 +128,8 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     return Report(
         title=f"Live statistics of {policy}",
         summary=(
-            f"Of {last['steps']:,} steps, {replayed:.1%} replayed a graph, with padding of "
-            f"{share:.2f}% of their real tokens."
+            f"Of {counted(last['steps'], 'step')}, {replayed:.1%} replayed a graph, with padding "
+            f"of {share:.2f}% of their real tokens."
         ),
         facts=(
             ("Source", source),
@@ -139,7 +139,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         ),
         tiles=(
             Tile("Steps", f"{last['steps']:,}", f"{last['failed_steps']:,} failed"),
-            Tile("Replayed", f"{replayed:.1%}", f"{len(last['hits'])} graphs used"),
+            Tile("Replayed", f"{replayed:.1%}", f"{counted(len(last['hits']), 'graph')} used"),
             Tile("Padding", f"{share:.2f}%", f"{padding:,} padding tokens"),
             Tile(
                 "Captures",
@@ -331,7 +331,7 @@ def _reasons(last: Mapping[str, Any]) -> Figure:
         if steps:
             band = Band(
                 f"{name}: {reason}",
-                ((css, float(steps), f"{steps:,} steps"),),
+                ((css, float(steps), counted(steps, "step")),),
                 f"{steps / total:.1%}",
             )
             bands.append(band)

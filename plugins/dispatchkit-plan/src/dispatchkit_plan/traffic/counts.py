@@ -254,7 +254,9 @@ def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
     if not seen_header:
         return None
     if not rows:
-        raise TraceError(name, None, "has a CUDA graph statistics table without rows.")
+        raise TraceError(
+            name, None, "has a CUDA graph statistics table without rows. Log more steps."
+        )
     return CudagraphStats(tuple(rows), config_mode, sizes, name)
 
 
