@@ -143,7 +143,7 @@ class Bank:
             tensor, rows = tensor.view(torch.uint8), rows.view(torch.uint8)
         tensor.index_copy_(self.dim, index, rows)
 
-    def is_row_write(self, written: torch.Tensor, operation: str) -> bool:
+    def may_change_other_rows(self, written: torch.Tensor, operation: str) -> bool:
         """Return whether a write may change rows of other sessions.
 
         In-place torch operations that take no index write every row of the tensor. Operations of
@@ -668,7 +668,7 @@ class RowWatch:
         """
         storage = storage_of(written)
         name, bank = self._banks.get(storage, ("", None))
-        if bank is not None and bank.is_row_write(written, operation):
+        if bank is not None and bank.may_change_other_rows(written, operation):
             raise CaptureError(
                 f"The step writes rows of {name!r} in place, with {operation}. In a padded step, "
                 "some of these rows may belong to other sessions. Assign whole rows with "

@@ -484,7 +484,7 @@ class GraphedCalls:
         if isinstance(found, str):
             raise InputError(
                 found,
-                f"This call has no graphs, for reason {found}. Call the function directly to run "
+                f"This call has no graphs, reason {found}. Call the function directly to run "
                 "it eager.",
             )
         return found
