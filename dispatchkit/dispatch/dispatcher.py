@@ -594,7 +594,7 @@ class Dispatcher:
                 return Decision.eager(Reason.POLICY_ERROR), fault
             return decision, None
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _activate(self, epoch: Epoch) -> None:
         """Make steps use the table of an epoch."""

@@ -585,7 +585,7 @@ class SlotState:
         """Return a context that watches a step's writes to rows that it has read."""
         return RowWatch(self._banks, self._watches)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _put(self, session: Hashable, slot: int) -> None:
         self._slots[session], self._sessions[slot] = slot, session

@@ -241,7 +241,7 @@ class GraphRegistry:
                     state = self._entries[each].state
                     self._notify(each, state, state, reason, by_mode=each != key)
 
-    # -- inside -----------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------
 
     def _largest_first(self) -> list[GraphKey]:
         # The event of a key empties all cells that the key could serve. With the largest key first,

@@ -161,7 +161,7 @@ class CaseRunner:
         """
         return strategies.configs()
 
-    # -- inside ---------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------
 
     def skip_unless(self, trait: str | None, *, learning: bool) -> None:
         """Skip the test if the policy does not claim the trait or does not learn."""

@@ -297,7 +297,7 @@ class LanePolicyTests:
                     if fewer and other.unfinished_tokens < own.unfinished_tokens:
                         self._fail(f"chose {own}, but {other} has less work", step)
 
-    # -- inside ---------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------
 
     def _schedules(self) -> Iterator[Schedule]:
         for number in range(self.max_examples):

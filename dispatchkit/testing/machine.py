@@ -238,7 +238,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if hasattr(self, "dispatcher"):
             assert self.dispatcher.num_policy_errors == 0
 
-    # -- inside -----------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------
 
     def _cell(self, batch: Batch) -> _Cell:
         config = self.config

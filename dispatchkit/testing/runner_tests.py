@@ -209,7 +209,7 @@ class RunnerTests:
                 pair.runner.clear()
             assert max(held[1:]) <= held[0], f"Memory grew; bytes after each capture: {held}"
 
-    # -- inside ---------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------
 
     @contextmanager
     def _pair(self, fail_captures: Callable[[int], bool] = lambda number: False) -> Iterator[_Pair]:

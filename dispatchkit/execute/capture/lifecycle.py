@@ -551,7 +551,7 @@ class Lifecycle:
             if self._budget.has_slot() and self.may_capture(key):
                 self._try(key, evict=False)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _check_not_frozen(self) -> None:
         if self.is_frozen:

@@ -314,7 +314,7 @@ class GraphedCalls:
             made = tuple(form.runner for form in self._forms.values())
         return tuple(runner for runner in made if runner is not None)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _reuse_route(
         self,

@@ -403,7 +403,7 @@ class LaneSet(Sequence[Executor]):
                 for way, lanes in ways
             )
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _ready_queues(self) -> tuple[LaneQueue, ...]:
         if not self._queues:

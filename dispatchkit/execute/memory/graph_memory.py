@@ -251,7 +251,7 @@ class GraphMemory:
         finally:
             device.note(part, device.outside() - before)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _sleeper(self, backend: GraphBackend) -> SleepingBackend | None:
         """Return the backend's support for sleeping memory; None if ``sleeps`` is not set.

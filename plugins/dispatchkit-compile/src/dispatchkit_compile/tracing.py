@@ -177,7 +177,7 @@ def example_of(node: fx.Node) -> Any:
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
-# -- inside -------------------------------------------------------------------------------
+# -- internals ----------------------------------------------------------------------------
 
 
 def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -305,7 +305,7 @@ class RankAgreement:
         else:
             self.fail(error)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _collect(self, data: bytes, num_rows: int, row: int) -> list[bytes]:
         """Return one row of bytes from each rank, or the row of rank 0 only."""

@@ -281,7 +281,7 @@ class RankedDispatcher:
         """Unsubscribe from the registry; the caller must close the agreement separately."""
         self._keys.close()
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _pending_changes(self) -> int:
         """Return the code of the changes that this rank must exchange before the step."""

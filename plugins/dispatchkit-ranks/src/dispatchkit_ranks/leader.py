@@ -147,7 +147,7 @@ class LeaderPolicy:
                     self._published[update.batch] = update.decision
         return served
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _call_learner(self, method: str, *args: Any, read: Callable[[Any], Any]) -> Any:
         """Return the validated result of a learner's method; None if it fails."""

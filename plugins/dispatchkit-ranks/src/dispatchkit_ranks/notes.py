@@ -133,7 +133,7 @@ class Notes:
         notes = {number: Note(**json.loads(value)) for number, value in found.items()}
         return verdict(notes, self._members, self._me, where)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     @property
     def _me(self) -> int:

@@ -153,7 +153,7 @@ class RankedRunner:
             self._run(agreed, lambda _: self._padded({}, 0, rows))
         return True
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _ceiling(self, ceiling: int) -> int:
         """Return the code of the modes that this rank allows in this step.

@@ -87,7 +87,7 @@ class SharedKeys:
             for key in tuple(self.withheld):
                 self._restore(key)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     @contextmanager
     def _merging(self) -> Iterator[None]:

@@ -565,7 +565,7 @@ class GraphDecoder:
             f"{states.count(KeyState.CAPTURED)} of {len(states)} keys captured>"
         )
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _check_source_length(self, given: int | None) -> int:
         if not self._probe.cross:
