@@ -110,7 +110,11 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
             size is None or size == have for size, have in zip(spec.shape, got, strict=True)
         )
         if not fits:
-            raise InputError(name, f"Input {name!r} must have shape {want}, got {got}.")
+            raise InputError(
+                name,
+                f"Input {name!r} must have shape {want}, got {got}. Reshape it before the call, or "
+                "declare a different shape.",
+            )
         if not spec.host and tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 name,
@@ -125,8 +129,8 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif have != rows:
             raise InputError(
                 name,
-                f"Input {name!r} has {counted(have, 'row')}, but {first!r} has {rows}; all "
-                "batched inputs must have the same number of rows.",
+                f"Input {name!r} has {counted(have, 'row')}, but {first!r} has {rows}. Pass the "
+                "same number of rows in all batched inputs.",
             )
     return rows or 0
 
