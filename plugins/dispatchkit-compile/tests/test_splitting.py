@@ -1,4 +1,4 @@
-"""A step split into pieces gives what the whole gives, wherever it is split."""
+"""A split step computes what the whole step computes, for any split."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attend(
     memory: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Add each row to its slot's memory, then weigh the whole memory by the query."""
+    """Add each row to its slot's memory, then weight the whole memory by the query."""
     memory.index_add_(0, slots, value)
     weights = torch.softmax(query @ memory[:SLOTS].T, dim=-1)
     torch.mm(weights, memory[:SLOTS], out=out)
@@ -125,10 +125,10 @@ INPUTS = {
 
 
 def make_decoder(layers=1):
-    """Return a decoder of doubles.
+    """Return a decoder in double precision.
 
-    Other numbers of rows are computed by other kernels, and what they round differently adds up
-    in the memory: in doubles that stays far below what is allowed.
+    Other kernels compute other numbers of rows, and rounding errors accumulate in the memory; in
+    double precision these stay far below the tolerance.
     """
     torch.manual_seed(3)
     return Decoder(layers).double().requires_grad_(False)
@@ -153,7 +153,7 @@ def traced():
     return tracing.trace(make_decoder(layers=2), example, {"tokens": 0, "slots": 0})
 
 
-# -- the same results ------------------------------------------------------------------------
+# -- equal results --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("largest", [8, pytest.param(64, marks=pytest.mark.slow)])
@@ -184,7 +184,7 @@ def test_pieces_and_full_equal_eager_for_all_sizes_with_one_trace(largest):
 
 @pytest.mark.slow
 def test_plain_run_of_pieces_equals_the_model():
-    """Eager steps run the pieces at the exact size, sizes in the code included."""
+    """Eager steps run the pieces at the exact size, which the code reads."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     pieces = splitting.split_module(model, INPUTS, at=[Attention])
@@ -197,7 +197,7 @@ def test_plain_run_of_pieces_equals_the_model():
 
 
 def test_weights_are_read_at_every_step():
-    """A weight changed in place shows in graphs; the pieces hold no copies of weights."""
+    """Changes of weights in place reach graphs, because pieces do not copy weights."""
     model = make_decoder()
     pieces = splitting.split_module(model, INPUTS, at=[attend])
     runner = make_runner(pieces, lazy=True, state=list(model.buffers()))
@@ -209,7 +209,7 @@ def test_weights_are_read_at_every_step():
 
 
 def test_tracing_runs_nothing_and_leaves_the_example_as_it_was():
-    """Neither state nor the caller's tensors bear traces of a split."""
+    """A split changes neither state nor the caller's tensors."""
     model = make_decoder()
     batch = make_batch(4)
     before = [dict(vars(tensor)) for tensor in batch.values()]
@@ -218,7 +218,7 @@ def test_tracing_runs_nothing_and_leaves_the_example_as_it_was():
     assert [dict(vars(tensor)) for tensor in batch.values()] == before
 
 
-# -- what is copied between pieces -----------------------------------------------------------
+# -- copies between pieces ------------------------------------------------------------------
 
 
 def _copies(runner, mode=RuntimeMode.PIECEWISE):
@@ -228,7 +228,7 @@ def _copies(runner, mode=RuntimeMode.PIECEWISE):
 
 
 def test_operator_that_writes_into_given_memory_costs_no_copy(traced):
-    """Its result lies where the graph before it allocated it, so that its address stays."""
+    """Its result keeps the address that the preceding graph allocated."""
     pieces = splitting.split_graph(traced, splitting.SplitRules(["layers.*.attention"]))
     eager = [piece for piece in pieces if not piece.is_graph]
     assert len(eager) == 2
@@ -239,7 +239,7 @@ def test_operator_that_writes_into_given_memory_costs_no_copy(traced):
 
 
 def test_operator_that_returns_fresh_memory_costs_one_copy_for_each_result():
-    """What moved is brought to where the next graph reads it; nothing else is."""
+    """Results that moved are copied to the next graph's address; others are not."""
 
     def step(x):
         left = x + 1
@@ -255,7 +255,7 @@ def test_operator_that_returns_fresh_memory_costs_one_copy_for_each_result():
     assert torch.equal(runner(x=x), step(x))
 
 
-# -- where it is split -----------------------------------------------------------------------
+# -- split points ---------------------------------------------------------------------------
 
 
 def eager_nodes(pieces):
@@ -277,7 +277,7 @@ def eager_nodes(pieces):
     ],
 )
 def test_operator_is_found_by_any_of_its_names(traced, rule):
-    """A name, a packet, an overload and a definition mean the same operator."""
+    """A name, a packet, an overload and a definition denote the same operator."""
     pieces = splitting.split_graph(traced, splitting.SplitRules([rule]))
     assert [piece.is_graph for piece in pieces] == [True, False, True, False, True]
     assert eager_nodes(pieces) == [["attend_default"], ["attend_default_1"]]
@@ -287,7 +287,7 @@ def test_operator_is_found_by_any_of_its_names(traced, rule):
     "rule", ["layers.*.attention", "attention", "Attention", Attention, "layers.[01].attention"]
 )
 def test_module_is_found_by_path_pattern_or_class(traced, rule):
-    """All operations of the module run eager, but for what it allocates last."""
+    """All operations of the module run eager, except its last allocation."""
     pieces = splitting.split_graph(traced, splitting.SplitRules([rule]))
     assert [piece.is_graph for piece in pieces] == [True, False, True, False, True]
     assert all(len(names) == 4 for names in eager_nodes(pieces))
@@ -301,7 +301,7 @@ def test_one_module_of_several_is_found_by_its_path(traced):
 
 @pytest.mark.parametrize("rule", [torch.relu, "relu"])
 def test_function_is_found_by_object_or_name(traced, rule):
-    """Plain functions can be split at too."""
+    """Functions are possible split points too."""
     pieces = splitting.split_graph(traced, splitting.SplitRules([rule]))
     assert len(eager_nodes(pieces)) == 2
 
@@ -316,7 +316,7 @@ def marked(x):
 
 
 def test_marks_in_plain_code_split_and_do_nothing_elsewhere():
-    """A break separates graphs, a region runs eager; called plainly both vanish."""
+    """A break separates graphs, and a region runs eager; both do nothing in plain calls."""
     x = torch.randn(4, 3)
     plain = ((x + 1) * 2).cumsum(-1) - 1
     assert torch.equal(marked(x), plain)
@@ -331,7 +331,7 @@ def test_marks_in_plain_code_split_and_do_nothing_elsewhere():
 
 
 def test_part_that_launches_nothing_is_not_a_graph():
-    """Taking results apart between two eager operators is the host's work."""
+    """The host unpacks results between two eager operators."""
 
     def step(x):
         first, _ = torch.ops.splitting_test.double(x).chunk(2, dim=-1)
@@ -383,14 +383,14 @@ PROGRAMS = st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=9)
 @settings(max_examples=15)
 @given(names=PROGRAMS, data=st.data())
 def test_any_split_of_any_program_equals_the_whole(names, data):
-    """Whatever runs eager: same results, same state, in FULL, PIECEWISE and NONE."""
+    """For any eager parts, results and state are equal in FULL, PIECEWISE and NONE."""
     check_any_split(names, data)
 
 
 @pytest.mark.slow
 @given(names=PROGRAMS, data=st.data())
 def test_any_split_of_many_programs_equals_the_whole(names, data):
-    """The same property, as often as the profile says."""
+    """The same property, with the profile's number of examples."""
     check_any_split(names, data)
 
 
@@ -443,7 +443,7 @@ def check_any_split(names, data):
 
 
 def test_unknown_split_point_names_the_nearest(traced):
-    """A misspelt operator, or module, is told with what there is."""
+    """A misspelt operator or module is refused with the similar names."""
     for name, nearest in (
         ("splitting_test::atend", "splitting_test::attend"),
         ("layers.*.atention", "attention"),
@@ -456,7 +456,7 @@ def test_unknown_split_point_names_the_nearest(traced):
 
 
 def test_operator_that_the_step_does_not_call_is_refused():
-    """An operator that exists elsewhere splits nothing here, and says so."""
+    """An operator that the step does not call cannot split it."""
     with pytest.raises(
         ConfigError, match=r"called by the step, which calls .*splitting_test::attend"
     ):
@@ -465,7 +465,7 @@ def test_operator_that_the_step_does_not_call_is_refused():
 
 @pytest.mark.parametrize("at", ["splitting_test::attend", 3, [3], [make_decoder()]])
 def test_rules_of_another_kind_are_refused(at):
-    """A text in place of a list, or an instance of a module, names nothing."""
+    """A string instead of a list, or an instance of a module, is refused."""
     with pytest.raises(ConfigError, match="at must be"):
         splitting.SplitRules(at)
 
@@ -477,13 +477,13 @@ def test_example_without_names_is_refused(example):
 
 
 def test_step_that_is_all_eager_is_refused():
-    """Without a graph piece there is nothing to run."""
+    """There must be a graph piece."""
     with pytest.raises(ConfigError, match="leave at least one operation to capture"):
         splitting.split_module(double, {"x": torch.zeros(4, 2)}, at=[double])
 
 
 def test_branch_on_data_is_refused_with_its_line():
-    """A graph holds one branch; which would be right depends on the data."""
+    """A graph contains one branch, but the data select the correct one."""
 
     def step(x):
         return x * 2 if x.sum() > 0 else x * 3
@@ -496,7 +496,7 @@ def test_branch_on_data_is_refused_with_its_line():
 
 
 def test_branch_on_the_size_is_refused():
-    """A graph that had settled it at the example's size would be wrong at another."""
+    """A graph specialized for the example's size would be wrong for another."""
 
     def step(x):
         return x * 2 if x.shape[0] > 8 else x * 3
@@ -506,7 +506,7 @@ def test_branch_on_the_size_is_refused():
 
 
 def test_python_effects_are_refused_and_undone():
-    """What is set in Python would be set once, at the split, and never by a step."""
+    """A Python effect would happen only once, at the split."""
 
     class Counts(nn.Module):
         def __init__(self):
@@ -525,7 +525,7 @@ def test_python_effects_are_refused_and_undone():
 
 
 def test_result_of_unknown_structure_is_refused():
-    """What torch cannot take apart cannot be cut to the real rows."""
+    """A structure that torch cannot unpack cannot be cut to the real rows."""
 
     class Box:
         def __init__(self, value):
@@ -539,7 +539,7 @@ def test_result_of_unknown_structure_is_refused():
 
 
 def test_error_in_a_piece_says_which_operation_it_was():
-    """Deep in generated code, the note leads back to the user's own line."""
+    """In generated code, a note names the user's line."""
 
     def step(x):
         return torch.gather(x, 1, x.long())
@@ -551,7 +551,7 @@ def test_error_in_a_piece_says_which_operation_it_was():
 
 
 def test_inputs_that_the_step_does_not_use_are_accepted():
-    """They are declared all the same, and simply not read."""
+    """They are declared but not read."""
 
     def step(x, unused):
         return x + 1
@@ -568,7 +568,7 @@ def test_inputs_that_the_step_does_not_use_are_accepted():
 
 
 def test_results_that_are_inputs_or_constants_come_back():
-    """An input handed through, a weight and a Python value are results too."""
+    """A returned input, a weight and a Python value are results too."""
     weight = torch.ones(2)
 
     def step(x):
@@ -582,12 +582,12 @@ def test_results_that_are_inputs_or_constants_come_back():
     assert got["weight"] is weight
 
 
-# -- what operators support ------------------------------------------------------------------
+# -- support by operators -------------------------------------------------------------------
 
 
 @pytest.fixture
 def declared():
-    """Put the table of declared levels back after the test."""
+    """Restore the table of declared levels after the test."""
     before = dict(support._declared)
     yield
     support._declared.clear()
@@ -596,7 +596,7 @@ def declared():
 
 @pytest.mark.usefixtures("declared")
 def test_operator_that_cannot_always_be_captured_is_split_at_by_itself(traced):
-    """Its statement is enough; nobody has to name it again."""
+    """Its declaration suffices; users need not name it."""
     support.declare_support(attend, "UNIFORM_BATCH")
     pieces = splitting.split_graph(traced, splitting.SplitRules())
     assert [piece.is_graph for piece in pieces] == [True, False, True, False, True]
@@ -618,7 +618,7 @@ def test_operator_that_cannot_always_be_captured_is_split_at_by_itself(traced):
 def test_mode_is_lowered_visibly_to_what_the_operator_supports(
     traced, level, asked, query_len, resolved
 ):
-    """The runner takes the closest mode, warns, and shows why in print."""
+    """The runner chooses the closest mode, warns, and prints the reason."""
     support.declare_support("splitting_test::attend", level)
     pieces = splitting.split_graph(traced, splitting.SplitRules([attend]))
     with warnings.catch_warnings(record=True) as told:
@@ -637,7 +637,7 @@ def test_mode_is_lowered_visibly_to_what_the_operator_supports(
 
 @pytest.mark.usefixtures("declared")
 def test_full_for_what_is_never_captured_is_refused_by_name(traced):
-    """No mixed batch can run FULL, so the request itself is wrong; it says what to ask for."""
+    """No mixed batch can run FULL, so the request is wrong; the error suggests a mode."""
     support.declare_support(attend, "NEVER")
     pieces = splitting.split_graph(traced, splitting.SplitRules())
     with pytest.raises(ConfigError, match="NONE or PIECEWISE") as caught:
@@ -646,7 +646,7 @@ def test_full_for_what_is_never_captured_is_refused_by_name(traced):
 
 
 def test_pieces_by_hand_state_their_support_too():
-    """A hand-made eager piece takes part in the same resolution."""
+    """Eager pieces made by hand are considered too."""
     pieces = [
         graph_piece(lambda x: x + 1),
         eager_piece(lambda x: x * 2, support="UNIFORM_BATCH"),
@@ -658,7 +658,7 @@ def test_pieces_by_hand_state_their_support_too():
 
 
 def test_backend_without_graphs_runs_nothing_but_eager():
-    """What cannot capture at all lowers every mode to NONE."""
+    """A backend that cannot capture lowers every mode to NONE."""
     found = support.mode_for_pieces([graph_piece(len)], "FULL", captures=False)
     assert str(found.mode) == "NONE"
     assert "does not capture graphs" in found.reasons[0]
@@ -666,12 +666,12 @@ def test_backend_without_graphs_runs_nothing_but_eager():
 
 @pytest.mark.parametrize("op", ["attend", 3, None])
 def test_support_is_declared_for_operators_alone(op):
-    """A name without a namespace could be anything."""
+    """A name without a namespace is ambiguous."""
     with pytest.raises(ConfigError, match="op must be an operator"):
         support.declare_support(op, "NEVER")
 
 
 def test_unknown_level_of_support_names_the_nearest():
-    """Levels are words, and misspelt ones are told."""
+    """Levels are words; misspelt ones are refused with the similar names."""
     with pytest.raises(UnknownNameError, match="UNIFORM_BATCH"):
         support.declare_support("a::b", "UNIFORM_BACH")

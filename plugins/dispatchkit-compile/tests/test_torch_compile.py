@@ -1,4 +1,4 @@
-"""A model compiled with the backend gives what the model gives, whatever is asked of it."""
+"""A model compiled with the backend computes what the model computes, for any call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attend(
     memory: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Add each row to its slot's memory, then weigh the whole memory by the query."""
+    """Add each row to its slot's memory, then weight the whole memory by the query."""
     memory.index_add_(0, slots, value)
     weights = torch.softmax(query @ memory[:SLOTS].T, dim=-1)
     torch.mm(weights, memory[:SLOTS], out=out)
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, 32)
 
     def forward(self, tokens, slots):
-        # Slot 0 stands for no slot, since rows without a token hold zeros.
+        # Slot 0 means no slot, because rows without a token hold zeros.
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = layer(hidden, (slots + SLOTS) % (SLOTS + 1))
@@ -95,10 +95,10 @@ def _fresh_dynamo():
 
 
 def make_decoder(layers=1):
-    """Return a decoder of doubles.
+    """Return a decoder in double precision.
 
-    Other numbers of rows are computed by other kernels, and what they round differently adds up
-    in the memory: in doubles that stays far below what is allowed.
+    Other kernels compute other numbers of rows, and rounding errors accumulate in the memory; in
+    double precision these stay far below the tolerance.
     """
     torch.manual_seed(3)
     return Decoder(layers).double().requires_grad_(False)
@@ -116,14 +116,14 @@ def x_of(rows, width=3):
     return torch.randn(rows, width)
 
 
-# -- the same results ------------------------------------------------------------------------
+# -- equal results --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("largest", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_decoder_equals_eager_for_all_sizes_with_one_compile(largest):
-    """One compilation serves all numbers of rows, in PIECEWISE and FULL; the memory agrees too.
+    """One compilation serves all numbers of rows in PIECEWISE and FULL; the memory is equal too.
 
-    Graph pieces lie around each call of the operator, all named after their graph.
+    Graph pieces surround each call of the operator and are named after their graph.
     """
     model = make_decoder(layers=2)
     reference = copy.deepcopy(model)
@@ -155,7 +155,7 @@ def test_decoder_equals_eager_for_all_sizes_with_one_compile(largest):
 
 
 def test_backend_is_found_by_name_with_options():
-    """The entry point is all that torch.compile needs; batches without marks are right too."""
+    """torch.compile needs only the entry point; unmarked batches are correct too."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     before = len(torch_compile.compiled_graphs())
@@ -173,7 +173,7 @@ def test_backend_is_found_by_name_with_options():
 
 @pytest.mark.slow
 def test_batch_marked_by_the_user_is_compiled_once():
-    """Whoever marks the batch alone gets the same from plain torch.compile."""
+    """A user who marks only the batch gets the same from plain torch.compile."""
     from torch._dynamo.decorators import mark_unbacked
 
     counts = []
@@ -194,7 +194,7 @@ def test_batch_marked_by_the_user_is_compiled_once():
 
 
 def test_graph_breaks_make_several_graphs_each_right():
-    """Data-dependent control flow ends a graph; both sides have names of their own."""
+    """Data-dependent control flow ends a graph; both parts have their own names."""
 
     def step(x):
         y = x.cumsum(-1)
@@ -213,7 +213,7 @@ def test_graph_breaks_make_several_graphs_each_right():
 
 
 def test_fullgraph_refuses_data_dependent_control_flow():
-    """Who asks for one graph gets an error of Dynamo's that names the line."""
+    """With fullgraph, Dynamo's error names the line."""
 
     def step(x):
         return x * 2 if x.sum() > 0 else x * 3
@@ -251,7 +251,7 @@ def test_results_are_the_callers_own():
 
 @pytest.mark.parametrize("compiler", [pytest.param("aot_eager", marks=pytest.mark.slow), "eager"])
 def test_pieces_may_be_compiled_by_another_backend(compiler):
-    """Each graph piece goes through it once, for all sizes."""
+    """The backend compiles each graph piece once, for all sizes."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     compiled = torch_compile.compile(
@@ -267,7 +267,7 @@ def test_pieces_may_be_compiled_by_another_backend(compiler):
 @pytest.mark.slow
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor cannot link in a path with a space")
 def test_pieces_may_be_compiled_by_inductor():
-    """Its kernels cannot be put on the tape, so that here they run eager; values agree."""
+    """The tape cannot record its kernels, so they run eager here; values are equal."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     compiled = torch_compile.compile(
@@ -280,7 +280,7 @@ def test_pieces_may_be_compiled_by_inductor():
 
 
 def test_kernels_of_inductor_are_refused_on_the_tape():
-    """The tape records operators of torch; what it cannot see it would leave out."""
+    """The tape records torch operators and would omit other kernels."""
     compiled = torch_compile.compile(lambda x: x + 1, piece_compiler="inductor", **TAPE)
     failure = torch._dynamo.exc.BackendCompilerFailed
     with pytest.raises(failure, match="piece_compiler must be") as caught:
@@ -288,11 +288,11 @@ def test_kernels_of_inductor_are_refused_on_the_tape():
     assert "tape" in str(caught.value)
 
 
-# -- what runs plainly -----------------------------------------------------------------------
+# -- plain runs -----------------------------------------------------------------------------
 
 
 def run_and_see_reason(compiled, *args):
-    """Return a call's result and the reason it was told to run plainly for."""
+    """Return a call's result and the reason why it ran plainly."""
     with pytest.warns(EagerStepWarning) as told:
         result = compiled(*args)
     text = str(told[0].message)
@@ -300,7 +300,7 @@ def run_and_see_reason(compiled, *args):
 
 
 def test_training_runs_plainly_with_right_gradients():
-    """Graphs carry no gradients, so that a step that needs them gets none of theirs."""
+    """Graphs carry no gradients, so a step that needs them runs without graphs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     reference = copy.deepcopy(model)
@@ -319,7 +319,7 @@ def test_training_runs_plainly_with_right_gradients():
 
 
 def test_input_that_is_written_is_written():
-    """The caller's own tensor changes, which a graph's private copy would hide."""
+    """The caller's tensor changes, which a graph's private copy would hide."""
 
     def step(x):
         x.add_(1)
@@ -338,7 +338,7 @@ def test_input_that_is_written_is_written():
 
 
 def test_result_that_is_part_of_an_input_stays_part_of_it():
-    """Writing to the result changes the input, as it does eagerly."""
+    """Writing to the result changes the input, as in eager."""
     compiled = torch_compile.compile(lambda x: (x[:, 1:], x + 1), **TAPE)
     x = torch.zeros(3, 2)
     (part, _), text = run_and_see_reason(compiled, x)
@@ -350,7 +350,7 @@ def test_result_that_is_part_of_an_input_stays_part_of_it():
 
 @pytest.mark.slow
 def test_two_unknown_sizes_in_one_tensor_run_plainly():
-    """One dimension is the batch; a graph for every pair of sizes is nobody's wish."""
+    """One dimension is the batch; graphs for every pair of sizes would be too many."""
     from torch._dynamo.decorators import mark_unbacked
 
     def step(x):
@@ -365,7 +365,7 @@ def test_two_unknown_sizes_in_one_tensor_run_plainly():
 
 
 def test_model_that_is_all_eager_runs_plainly():
-    """Nothing to capture is a reason like any other."""
+    """Nothing to capture is one of the reasons."""
 
     def step(x):
         return torch.relu(x)
@@ -378,7 +378,7 @@ def test_model_that_is_all_eager_runs_plainly():
 
 
 def test_batch_above_the_limit_runs_plainly():
-    """Above the largest size nothing is padded, and nothing fails."""
+    """Above the largest size there is no padding and no error."""
     compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
     compiled(x_of(4))
     x = x_of(65)
@@ -388,14 +388,14 @@ def test_batch_above_the_limit_runs_plainly():
 
 
 def test_empty_batch_gives_an_empty_result():
-    """No rows are no step to capture."""
+    """Without rows there is no step to capture."""
     compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
     compiled(x_of(4))
     assert compiled(x_of(0)).shape == (0, 3)
 
 
 def test_strict_raises_in_place_of_running_plainly():
-    """Who wants to know at once is told by an error."""
+    """The strict option raises an error instead."""
     compiled = torch_compile.compile(lambda x: x[:, 1:], options=RunnerOptions(strict=True), **TAPE)
     with pytest.raises(NoGraphError, match="output_aliases_input") as caught:
         compiled(x_of(4))
@@ -403,7 +403,7 @@ def test_strict_raises_in_place_of_running_plainly():
 
 
 def test_step_that_cannot_be_captured_runs_eager_and_says_where():
-    """The reason names the operation; splitting there makes graphs of the rest."""
+    """The reason names the operation; with a split there, the other parts have graphs."""
 
     @torch.library.custom_op("compile_test::read_on_host", mutates_args=())
     def read_on_host(x: torch.Tensor) -> torch.Tensor:
@@ -430,7 +430,7 @@ def test_step_that_cannot_be_captured_runs_eager_and_says_where():
 
 @pytest.mark.slow
 def test_writing_state_for_rows_without_a_token_is_not_guessed_at():
-    """Padding might write slot 0; until the user says what it holds, nothing is padded."""
+    """Padding might write slot 0, so nothing is padded until the user declares a fill."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     compiled = torch_compile.compile(model, at=["compile_test::attend"], **TAPE)
@@ -466,7 +466,7 @@ def test_rows_that_depend_on_padding_run_eager(step, reason):
 
 
 def test_rows_without_a_token_hold_the_fill():
-    """A mean over all rows shows what the others hold."""
+    """A mean over all rows shows their values."""
 
     def step(x):
         return x + x.sum(0)
@@ -480,11 +480,11 @@ def test_rows_without_a_token_hold_the_fill():
         torch_compile.compile(step, fill=1.0, **TAPE)
 
 
-# -- what changes ----------------------------------------------------------------------------
+# -- changes --------------------------------------------------------------------------------
 
 
 def test_weights_changed_in_place_show_and_replaced_ones_are_captured_anew():
-    """Neither is ever computed with old values."""
+    """No step uses old values."""
     model = nn.Linear(3, 3).requires_grad_(False)
     compiled = torch_compile.compile(model, **TAPE)
     x = x_of(4)
@@ -499,7 +499,7 @@ def test_weights_changed_in_place_show_and_replaced_ones_are_captured_anew():
 
 
 def test_tensors_that_keep_being_replaced_end_in_plain_steps():
-    """Capturing anew at every step would be slower than no graph."""
+    """A new capture at every step would be slower than no graph."""
 
     class Cache(nn.Module):
         def forward(self, x):
@@ -524,7 +524,7 @@ def test_tensors_that_keep_being_replaced_end_in_plain_steps():
 
 @pytest.mark.slow
 def test_buffers_that_a_step_writes_count_each_step_once():
-    """Warmups and captures leave no trace in them."""
+    """Warmups and captures leave them unchanged."""
 
     class Counts(nn.Module):
         def __init__(self):
@@ -544,7 +544,7 @@ def test_buffers_that_a_step_writes_count_each_step_once():
 
 
 def test_other_type_is_compiled_anew():
-    """Dynamo guards the type; each has its own graphs."""
+    """Dynamo guards the type, and each type has its own graphs."""
     compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
     assert compiled(x_of(4)).dtype is torch.float32
     assert compiled(x_of(4).double()).dtype is torch.float64
@@ -552,7 +552,7 @@ def test_other_type_is_compiled_anew():
 
 
 def test_skipped_guards_are_stood_in_for():
-    """Sizes, types and Python arguments still get what the model gives."""
+    """Other sizes, types and Python arguments still get the model's results."""
 
     def step(x, negate=False):
         return -x if negate else x + 1
@@ -569,11 +569,11 @@ def test_skipped_guards_are_stood_in_for():
     assert compiled.stats()[0].runner.steps == 3
 
 
-# -- deciding --------------------------------------------------------------------------------
+# -- decisions ------------------------------------------------------------------------------
 
 
 def test_the_facts_of_a_batch_limit_the_mode():
-    """A step that is to be eager, or at most PIECEWISE, is."""
+    """A step limited to eager or PIECEWISE obeys the limit."""
     compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **ATTENTION)
     with batch_facts(ceiling="NONE"):
         compiled(*make_batch(4))
@@ -602,7 +602,7 @@ def test_facts_of_a_batch_end_with_their_block_and_are_a_thread_s_own():
 
 
 def test_all_sizes_are_captured_in_the_first_call_if_asked():
-    """Largest first, as a server wants it before it opens."""
+    """Captures run largest first, before a server starts."""
     compiled = torch_compile.compile(lambda x: x + 1, lazy=False, **TAPE)
     compiled(x_of(3))
     (stats,) = compiled.stats()
@@ -611,7 +611,7 @@ def test_all_sizes_are_captured_in_the_first_call_if_asked():
 
 
 def test_support_lowers_the_mode_visibly():
-    """An operator that cannot be captured for mixed batches is split at and warned of."""
+    """An operator that cannot be captured for mixed batches splits the step with a warning."""
     declare_support("compile_test::attend", "UNIFORM_BATCH")
     try:
         compiled = torch_compile.compile(make_decoder(), mode="FULL", **ATTENTION)
@@ -625,7 +625,7 @@ def test_support_lowers_the_mode_visibly():
 
 @pytest.mark.slow
 def test_support_can_be_told_for_the_whole():
-    """What the operators do not say, the user may."""
+    """The user may declare what the operators do not."""
     compiled = torch_compile.compile(
         make_decoder(), support="UNIFORM_BATCH", mode="FULL", **ATTENTION
     )
@@ -635,13 +635,13 @@ def test_support_can_be_told_for_the_whole():
 
 
 def test_compiled_model_inside_a_runner_is_passed_through():
-    """One layer acts: inside a capture the inner one computes plainly."""
+    """Only one layer captures: inside a capture the inner model computes plainly."""
     compiled = torch_compile.compile(lambda x: x * 2, **TAPE)
     x = x_of(5)
     compiled(x)
     example = {"x": torch.zeros(8, 3)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where Dynamo declines the capture, steps run eager
+        warnings.simplefilter("ignore")  # where Dynamo refuses the capture, steps run eager
         runner = GraphRunner(lambda x: compiled(x) + 1, example=example, backend="tape", lazy=True)
         for rows in (5, 8, 2):
             x = x_of(rows)
@@ -663,7 +663,7 @@ def test_unknown_option_names_the_nearest():
 
 @pytest.mark.parametrize("name", ["fullgraph", "dynamic", "skip_guards", "backend"])
 def test_option_that_has_another_place_says_where(name):
-    """Options of torch.compile itself are often put among those of the backend."""
+    """Users often put torch.compile's own options among the backend's."""
     with pytest.raises(UnknownNameError, match=r"torch\.compile|device_backend"):
         torch_compile.CompileOptions.parse({name: True})
 
@@ -687,14 +687,14 @@ def test_option_that_has_another_place_says_where(name):
     ],
 )
 def test_option_with_a_wrong_value_is_refused(options, words):
-    """With the option's name and what it may be."""
+    """The error names the option and its allowed values."""
     with pytest.raises(ConfigError) as caught:
         torch_compile.CompileOptions.parse(options)
     assert words in str(caught.value)
 
 
 def test_mode_may_be_given_once():
-    """As an argument of torch.compile, or among the options."""
+    """It is an argument of torch.compile or one of the options."""
     assert str(torch_compile.CompileOptions.parse({}, "full").mode) == "FULL"
     with pytest.raises(ConfigError, match="passed only once"):
         torch_compile.CompileOptions.parse({"mode": "FULL"}, "PIECEWISE")
@@ -703,7 +703,7 @@ def test_mode_may_be_given_once():
 
 
 def test_batch_of_an_unknown_parameter_is_refused():
-    """A batch dimension that names nothing would be no mark at all."""
+    """A batch dimension of an unknown parameter would have no effect."""
     with pytest.raises(ConfigError, match="tokens, slots"):
         torch_compile.compile(make_decoder(), batch={"token": 0})
     compiled = torch_compile.compile(lambda x: x + 1, batch={"x": 2}, **TAPE)
@@ -714,7 +714,7 @@ def test_batch_of_an_unknown_parameter_is_refused():
 
 
 def test_nothing_compiled_yet_is_said():
-    """Looking before the first call is no error."""
+    """Queries before the first call are no error."""
     compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
     assert str(compiled) == "not compiled yet"
     assert compiled.stats() == []
@@ -722,7 +722,7 @@ def test_nothing_compiled_yet_is_said():
 
 @pytest.mark.slow
 def test_a_compiled_model_inside_a_runner_is_captured_and_its_weights_are_watched():
-    """What the backend counts and binds is no state of the step; what it compiled is reached."""
+    """The backend's counters are no state of the step, but its compiled code is followed."""
     model = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     compiled = torch_compile.compile(model, **TAPE)
     x = torch.randn(5, WIDTH)

@@ -42,7 +42,7 @@ def piecewise(size: int) -> GraphKey:
 
 @attrs.define(eq=False)
 class Scripted:
-    """Answers a fixed bucket for up to so many tokens, or does what it is told to."""
+    """Returns a fixed bucket up to a number of tokens, or runs a script."""
 
     name: str = "scripted"
     bucket: int = 32
@@ -117,7 +117,7 @@ def test_nobody_answers() -> None:
 
 @hypothesis.given(st.data())
 def test_composite_of_one_is_that_one(data: st.DataObject) -> None:
-    """Same keys and same decisions, also nested, whatever the state of the graphs."""
+    """Keys and decisions are equal, for nested composites and any states of graphs."""
     config = data.draw(configs())
     alone = PLUGINS.create_policy("vllm")
     nested = CompositePolicy([Member("outer", CompositePolicy([Member("only", alone)]))])
@@ -148,7 +148,7 @@ def test_a_member_that_raises_is_named_counted_and_passed_over(
         table = serve(policy)
         before = policy.members[0].faults
         assert table.dispatch(3).policy == "good"
-        assert table.dispatch(3).policy == "good"  # from the table: nobody is asked
+        assert table.dispatch(3).policy == "good"  # from the table, without asking the policy
     assert policy.members[0].faults == before + 1
     assert policy.members[0].last_fault == "decide: LookupError: no such thing"
     assert len(caplog.messages) == 1
@@ -274,7 +274,7 @@ def test_members_come_and_go_while_serving() -> None:
     assert table.dispatch(8).padded_num_tokens == 32
 
 
-# -- how members are written ------------------------------------------------------------------
+# -- specifications of members --------------------------------------------------------------
 
 
 def test_text_gives_names_policies_and_priorities() -> None:

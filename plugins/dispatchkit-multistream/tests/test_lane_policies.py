@@ -1,4 +1,4 @@
-"""The lane policies: the kit, and what each is for."""
+"""The lane policies pass the kit, and each has its intended effect."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_key_has_a_lane_and_eager_steps_have_none() -> None:
 
 
 def test_assigned_lanes_do_not_depend_on_the_process() -> None:
-    """Python's own hash of text does; these are what they were when this was written."""
+    """Python's hash of strings varies; the constants are from when this was written."""
     assert [ByKey().lanes_for_key(key, 8)[0] for key in KEYS] == [2, 0, 5, 6, 5, 6]
 
 

@@ -1,4 +1,4 @@
-"""Packers: every item once, within the limits, and no dearer than they promise."""
+"""Packers: every item once, within the limits, at most at the promised cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bins_hold_each_item_once_within_the_limits(packer, lengths, limits):
 
 @given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=5))
 def test_first_fit_decreasing_is_near_the_fewest_bins(lengths):
-    """At most 11/9 of the fewest and 6/9 more, by trying every division."""
+    """At most 11/9 of the fewest bins plus 6/9, compared with every division."""
     top = 10
     fewest = min(
         len(set(division))
@@ -62,7 +62,7 @@ def test_the_cheapest_costs_no_more_than_first_fit(lengths, limits, per_step):
 
 
 def test_small_bins_are_taken_where_a_step_costs_nothing():
-    """33 tokens: padded to 64 in one bin, or to 32 and 8 in two."""
+    """33 tokens are padded to 64 in one bin, or to 32 and 8 in two."""
     items, limits = [32, 1], PackingLimits((8, 32, 64))
     assert CheapestPacking(lambda n: n)(items, limits) == [[0], [1]]
     assert CheapestPacking(lambda n: n + 64)(items, limits) == [[0, 1]]

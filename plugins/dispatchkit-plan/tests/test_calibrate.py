@@ -1,4 +1,4 @@
-"""Calibration: what is measured, on what, and what it leaves behind."""
+"""Calibration: measured times, their steps, and leftovers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from dispatchkit_plan.calibration.graph_memory import forecast_graph_memory  # n
 from dispatchkit_plan.costs import load_cost_model, save_cost_model  # noqa: E402
 
 INPUTS = {"rows": StaticInput((None, 4), "float32")}
-# Named, since a GPU would be taken where there is one.
+# Explicit, because a GPU would be used if present.
 ON_TAPE = {"mode": "FULL", "backend": "tape", "samples": 1}
 
 
 class ClockEvent:
-    """Reads the clock of its backend when it is recorded."""
+    """Reads the backend's clock when it is recorded."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -43,13 +43,13 @@ class ClockEvent:
         self.at = self._backend.now_us
 
     def wait(self, stream=None):
-        """Every stream here is in order with all others."""
+        """All streams here are in order."""
 
     def query(self):
         return True
 
     def synchronize(self):
-        """Nothing is ever in flight."""
+        """Nothing is in flight."""
 
     def elapsed_us(self, end):
         return end.at - self.at
@@ -68,7 +68,7 @@ class ClockedGraph:
 
 
 class ClockedTape(TapeBackend):
-    """The tape with a clock of its own: a replay takes 10 us and one more for each row."""
+    """A tape with its own clock: a replay takes 10 us plus 1 us per row."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class ClockedTape(TapeBackend):
     def capture(self, run, **options):
         before = self.now_us
         graph = super().capture(run, **options)
-        self.now_us = before  # a capture computes nothing
+        self.now_us = before  # a capture takes no time
         self.captured.append(self.rows_seen)
         return ClockedGraph(graph, self, self.rows_seen)
 
@@ -94,7 +94,7 @@ def tape():
 
 @pytest.fixture
 def step(tape):
-    """Eager takes 100 us and two more for each row."""
+    """Eager takes 100 us plus 2 us per row."""
 
     def run(rows):
         tape.rows_seen = len(rows)
@@ -123,7 +123,7 @@ def test_eager_is_timed_at_its_size_and_a_replay_at_the_captured_one(tape, step)
     ],
 )
 def test_times_of_a_busy_machine_are_not_called_exact(tape, growth, says):
-    """Eager takes ever longer, by a share of the time so far."""
+    """Eager gets slower by a fraction of the elapsed time."""
 
     def step(rows):
         tape.now_us += 100.0 + growth * tape.now_us
@@ -308,7 +308,7 @@ def test_progress_counts_every_sample(tape, step):
 @pytest.mark.slow_except("False")
 @pytest.mark.parametrize("share_outputs", [True, False])
 def test_a_forecast_holds_what_all_graphs_take(share_outputs):
-    """Also where each graph keeps its outputs to itself."""
+    """This holds if each graph keeps its own outputs too."""
     sizes = list(range(1, 65))
     runner = GraphRunner(
         lambda rows: (rows @ rows.T).relu() @ rows,
@@ -326,7 +326,7 @@ def test_a_forecast_holds_what_all_graphs_take(share_outputs):
 
 
 def tape_graphs(tape):
-    """Return a function that captures the graph of a size on a tape, into one pool."""
+    """Return a function that captures the graph of a size on a tape, in one pool."""
     stream, pool = tape.new_stream(), tape.new_pool()
     weight = torch.randn(16, 16)
 
@@ -338,7 +338,7 @@ def tape_graphs(tape):
 
 
 def test_a_forecast_needs_no_runner():
-    """It is for whoever captures by hand, before a cache takes the rest of the memory."""
+    """It serves code that captures by hand, before a cache uses the other memory."""
     tape, sizes = TapeBackend(), list(range(1, 49))
     seen = []
     told = forecast(tape_graphs(tape)[0], sizes, samples=6, backend=tape, warm_up=seen.append)
@@ -430,7 +430,7 @@ def test_the_models_of_the_demo_can_be_measured(name, monkeypatch):
 
 
 def test_with_an_axis_every_size_is_measured_at_every_bucket():
-    """Each along the axis has curves of its own; the outer ones are those of the largest."""
+    """Each bucket of the axis has its own curves; the outer curves are the largest bucket's."""
     weight = torch.randn(4, 2)
     model = calibrate(
         lambda rows: torch.tanh(rows @ weight),

@@ -1,4 +1,4 @@
-"""Cost models: interpolation, files, and what is refused."""
+"""Cost models: interpolation, files, and refused values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ curves = st.dictionaries(st.integers(1, 10_000), st.floats(0, 1e9), min_size=1, 
 
 @given(points=curves, at=st.integers(0, 20_000))
 def test_a_curve_stays_between_its_points(points, at):
-    """Through every point, between its neighbours, never falling beyond the last."""
+    """It passes through every point, stays between neighbours, and never falls after the last."""
     curve = Curve(tuple(points))
     for size, value in points:
         assert curve(size) == pytest.approx(value)
@@ -52,7 +52,7 @@ def test_a_model_survives_its_file(eager, graph, tmp_path_factory):
 
 
 def test_built_in_models_name_their_source():
-    """The points are the measured ones."""
+    """Their points are measured."""
     assert set(BUILTIN_COST_MODELS) == {"lm-decode-h100", "mlp-h100"}
     for name, model in BUILTIN_COST_MODELS.items():
         assert load_cost_model(name) is model

@@ -1,4 +1,4 @@
-"""Histograms and vLLM's printed statistics table."""
+"""Histograms, and vLLM's printed table of statistics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(path, text):
 
 
 def test_vllms_table_is_read_out_of_a_log(tmp_path):
-    """All tables of a log add up; its settings come along."""
+    """All tables of a log are added up, and its settings are read."""
     stats = read_cudagraph_stats(write(tmp_path / "server.log", LOG))
     assert stats.config_mode == "FULL_AND_PIECEWISE"
     assert stats.sizes == (1, 2, 4, 8)
@@ -66,14 +66,14 @@ def test_vllms_table_is_read_out_of_a_log(tmp_path):
 
 
 def test_a_step_of_unknown_kind_takes_the_kind_of_no_other(tmp_path):
-    """Nearly every log has a step without a graph, of which vLLM's table does not tell the kind."""
+    """Most logs contain a step without a graph, whose kind vLLM's table omits."""
     steps = read_steps(write(tmp_path / "a.log", LOG))
     rows = Counter(zip(steps.column("num_tokens"), steps.column("uniform_decode"), strict=True))
     assert rows == {(6, 1): 40, (5, 0): 4, (415, 0): 1}
 
 
 def test_uniform_is_not_guessed_without_the_mode(tmp_path):
-    """FULL serves mixed batches too in other modes, so nothing is known then."""
+    """In other modes FULL serves mixed batches too, so the kind is unknown."""
     table = LOG.replace("FULL_AND_PIECEWISE", "FULL")
     counts = read_cudagraph_stats(write(tmp_path / "a.log", table)).histogram().counts
     assert counts == {StepKind(6): 40, StepKind(5): 4, StepKind(415): 1}

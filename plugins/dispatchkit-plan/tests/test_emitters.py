@@ -1,4 +1,4 @@
-"""Settings for other engines, read back the way each engine reads them."""
+"""Settings for other engines, read back as each engine reads them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_vllm_gets_json_in_one_shell_word():
     [("sglang", "--cuda-graph-bs-decode"), ("sglang-legacy", "--cuda-graph-bs")],
 )
 def test_sglang_gets_numbers_of_requests(engine, flag):
-    """One flag and a list of ints after it, as argparse's nargs='+' reads them."""
+    """A flag followed by integers, as argparse reads nargs='+'."""
     assert shlex.split(emit(SIZES, engine).text) == [flag, "1", "2", "4", "512"]
     assert emit((4, 8, 9), engine, query_len=4).sizes == (1, 2, 3)
     assert emit(SIZES, engine).means.startswith("requests")
 
 
 def test_tensorrt_llm_gets_yaml():
-    """Two levels, padding on: without it only exact sizes would replay."""
+    """Two levels with padding enabled; without it, only exact sizes would replay."""
     lines = emit(SIZES, "tensorrt-llm").text.splitlines()
     assert lines == [
         "cuda_graph_config:",
@@ -56,7 +56,7 @@ def test_tensorrt_llm_gets_yaml():
 
 
 def test_a_plan_is_emitted_hedged_and_by_kind():
-    """Engines that count decode requests get the uniform family alone."""
+    """Engines that count decode requests get only the uniform family."""
     steps = StepTrace(
         {
             "num_tokens": [4, 8, 60] * 300,

@@ -41,7 +41,7 @@ def trace_of(steps):
 
 
 def trace_of_calls(name):
-    """The rows of each call, and its longest item."""
+    """Return a trace with the rows of each call and its longest item."""
     calls = defaultdict(list)
     with gzip.open(CALLS / f"{name}.csv.gz", "rt") as stream:
         for row in csv.DictReader(stream):
@@ -50,7 +50,7 @@ def trace_of_calls(name):
 
 
 def cost_of(grid, steps, model=None):
-    """What the steps cost, by taking each to its bucket and its size."""
+    """Return the cost of the steps, each taken to its bucket and size."""
     total = 0.0
     for size, value in steps:
         bucket = min(bucket for bucket in grid if bucket >= value)
@@ -60,7 +60,7 @@ def cost_of(grid, steps, model=None):
 
 
 def every_grid(graphs, max_size, max_value):
-    """Every grid of at most so many graphs whose limits are covered."""
+    """Yield every grid of at most ``count`` graphs that covers the limits."""
     rows = [
         (*rest, max_size)
         for count in range(max_size)
@@ -78,7 +78,7 @@ def every_grid(graphs, max_size, max_value):
 @given(steps=batches, graphs=st.integers(1, 4), data=st.data())
 @settings(max_examples=15)
 def test_plans_equal_brute_force(is_timed, steps, graphs, data):
-    """No other grid of as many graphs costs less, in padded work or in time."""
+    """No other grid with as many graphs costs less, in padded work or in time."""
     max_size, max_value = max(n for n, _ in steps), max(v for _, v in steps)
     model = None
     if is_timed:
@@ -107,7 +107,7 @@ def test_plans_equal_brute_force(is_timed, steps, graphs, data):
 @given(steps=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60))
 @settings(max_examples=15)
 def test_with_fewer_candidates_the_gap_holds(steps):
-    """The true optimum lies between the plan and its bound; no product beats the plan."""
+    """The optimum lies between the plan and its bound, and no product beats the plan."""
     with pytest.MonkeyPatch.context() as patch:
         best = plan_grid(trace_of(steps), "length", graphs=6)
         patch.setattr(grid_module, "_MAX_SIZES", 6)
@@ -123,7 +123,7 @@ def test_with_fewer_candidates_the_gap_holds(steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["verses", "functions", "paragraphs"])
 def test_sizes_of_its_own_for_each_bucket_pad_less_than_a_product(name):
-    """On real calls at 64 graphs: in sample never worse, on the later half at most 1.02."""
+    """On real calls with 64 graphs: never worse in sample, at most 1.02 on the later half."""
     trace = trace_of_calls(name)
     plan = plan_grid(trace, "length", graphs=64)
     later = plan_grid(trace, "length", graphs=64, fit_on="first-half")
@@ -290,7 +290,7 @@ def test_a_file_with_a_bad_axis_is_refused(change):
 
 @pytest.mark.parametrize("capture_after", [1, 2])
 def test_a_simulation_pays_for_padding_along_the_axis(capture_after):
-    """Replays cost what their bucket does, eager steps what their own value does."""
+    """Replays cost as much as their bucket, eager steps as much as their value."""
     steps = [(1, 16), (1, 16), (3, 40), (3, 64), (9, 40)]
     config = DispatchConfig(
         axes=[Axis("length", (16, 64))], mode="FULL", sizes=(1, 9), max_num_tokens=9

@@ -1,4 +1,4 @@
-"""How much more fits a step for free, and what graphs will take in memory."""
+"""Free capacity of a step, and the memory that graphs will need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ladders = st.sets(st.integers(1, 200), min_size=1, max_size=12).map(sorted)
 
 @given(sizes=ladders, num_tokens=st.integers(0, 300))
 def test_adding_what_is_free_keeps_the_bucket(sizes, num_tokens):
-    """One more token would change it; leaving out ``shrink_by`` reaches the next smaller."""
+    """One more token would change it; removing ``shrink_by`` reaches the next smaller bucket."""
     table = padding_table(sizes)
     advice = hint(table, num_tokens)
     assert advice.free_tokens == free_tokens(table, num_tokens)

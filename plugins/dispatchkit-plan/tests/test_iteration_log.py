@@ -1,4 +1,4 @@
-"""vLLM's iteration-details lines are steps, in any of the logs they come in."""
+"""vLLM's iteration-details lines are read as steps from any log that contains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forecast of graph memory: its bar holds what graphs take, and what is refused."""
+"""The forecast of graph memory: its error bar contains the true value; refused values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
     data=st.data(),
 )
 def test_a_forecast_is_never_below_what_grows_with_size(sizes, fixed, per_token, pool, data):
-    """For any increment that grows with the size: inside the bar, never above the top."""
+    """For any increments that grow with size, the truth is within the bar and below the top."""
     true = {size: fixed + per_token * size for size in sizes}
     true[sizes[0]] = pool
     taken = [sizes[0], *data.draw(st.sets(st.sampled_from(sizes[1:]), min_size=1))]
@@ -38,7 +38,7 @@ def test_a_forecast_is_never_below_what_grows_with_size(sizes, fixed, per_token,
 
 
 def test_captured_sizes_are_not_forecast():
-    """With every size measured there is nothing to guess and no bar."""
+    """With every size measured, nothing is estimated, and there is no bar."""
     samples = [MemorySample(64, 100), MemorySample(8, 130), MemorySample(1, 131)]
     forecast = forecast_memory(samples, [1, 8, 64])
     assert forecast.low_bytes == forecast.expected_bytes == forecast.high_bytes == 131
@@ -55,7 +55,7 @@ def test_captured_sizes_are_not_forecast():
     data=st.data(),
 )
 def test_what_graphs_only_work_with_is_counted_once(sizes, kept_per_token, work_per_token, data):
-    """A pool of whole segments: shared memory for work, and what each graph keeps."""
+    """A pool of whole segments: shared working memory, and the memory that each graph keeps."""
 
     def reserved(captured):
         kept = sum(size * kept_per_token for size in captured)
@@ -76,7 +76,7 @@ def test_what_graphs_only_work_with_is_counted_once(sizes, kept_per_token, work_
 
 
 def test_a_pool_that_grew_once_is_not_taken_to_grow_with_each_graph():
-    """One small size needs other scratch; those beside it use the same."""
+    """One small size needs other scratch memory, which its neighbours share."""
     sizes = [512, 384, 256, 128, 64, 1]
     samples = [
         MemorySample(512, 24 * MIB, 16),
@@ -86,7 +86,7 @@ def test_a_pool_that_grew_once_is_not_taken_to_grow_with_each_graph():
     forecast = forecast_memory(samples, sizes)
     assert (forecast.expected_bytes, forecast.high_bytes) == (28 * MIB, 30 * MIB)
     unknown = forecast_memory([MemorySample(s.size, s.reserved_bytes) for s in samples], sizes)
-    assert unknown.high_bytes > 32 * MIB  # nothing told it that the growth was shared
+    assert unknown.high_bytes > 32 * MIB  # it does not know that the growth was shared
 
 
 def test_the_driver_takes_blocks_as_the_graphs_come():

@@ -1,4 +1,4 @@
-"""The dynamic programme against brute force."""
+"""The dynamic programme compared with brute force."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ demands = st.lists(st.integers(0, 5), min_size=TOP, max_size=TOP).map(
 
 
 def sets_of(num_sizes, top=TOP):
-    """Every set of that many sizes that holds the largest."""
+    """Yield every set of ``count`` sizes that contains the largest."""
     return [(*rest, top) for rest in combinations(range(1, top), num_sizes - 1)]
 
 
@@ -43,7 +43,7 @@ def total(objective, sizes, demand):
 
 @st.composite
 def models(draw, monotone=True):
-    """Measured times, growing with size or not."""
+    """Draw measured times, growing with size or not."""
     graph = draw(st.lists(st.integers(1, 50), min_size=TOP, max_size=TOP))
     eager = draw(st.lists(st.integers(1, 50), min_size=TOP, max_size=TOP))
     graph = sorted(graph) if monotone else graph
@@ -54,7 +54,7 @@ def models(draw, monotone=True):
 
 @given(demand=demands, num_sizes=st.integers(1, TOP))
 def test_padding_plans_equal_brute_force(demand, num_sizes):
-    """No other set of as many sizes pads less."""
+    """No other set with as many sizes pads less."""
     objective = PaddingObjective()
     candidates = np.arange(1, TOP + 1)
     curve = size_curve(candidates, padding_costs(candidates, demand), TOP)
@@ -70,7 +70,7 @@ def test_padding_plans_equal_brute_force(demand, num_sizes):
 @pytest.mark.parametrize("monotone", [True, False])
 @given(data=st.data(), demand=demands, num_sizes=st.integers(1, TOP))
 def test_timed_plans_equal_brute_force(data, demand, num_sizes, dispatch, monotone):
-    """Under any measured times, also where a larger graph is faster."""
+    """For any measured times, even if a larger graph is faster."""
     objective = TimeObjective(data.draw(models(monotone)), dispatch)
     candidates = np.arange(1, TOP + 1)
     curve = size_curve(
@@ -83,7 +83,7 @@ def test_timed_plans_equal_brute_force(data, demand, num_sizes, dispatch, monoto
 
 @given(data=st.data(), monotone=st.booleans())
 def test_skipping_by_monotonicity_changes_nothing(data, monotone):
-    """With many candidates, in several blocks of rows."""
+    """Tested with many candidates, in several blocks of rows."""
     counts = data.draw(st.lists(st.integers(0, 9), min_size=150, max_size=150))
     demand = np.array([0, *counts], dtype=np.float64)
     candidates = np.arange(1, 151)
@@ -95,7 +95,7 @@ def test_skipping_by_monotonicity_changes_nothing(data, monotone):
 
 @given(demand=demands)
 def test_both_cost_matrices_agree_on_padding(demand):
-    """Serving at the padded size, written as a general cost, is the same problem."""
+    """Serving at the padded size, expressed as a general cost, is the same problem."""
     candidates = np.array([2, 3, 5, TOP])
     price = np.repeat(candidates[:, None], TOP + 1, axis=1).astype(np.float64)
     assert np.allclose(padding_costs(candidates, demand), served_costs(candidates, demand, price))
@@ -103,7 +103,7 @@ def test_both_cost_matrices_agree_on_padding(demand):
 
 @given(demand=demands, required=st.sets(st.integers(1, TOP), max_size=3))
 def test_required_sizes_are_in_every_plan(demand, required):
-    """The best set that holds them is found."""
+    """The result is the best set that contains them."""
     objective = PaddingObjective()
     candidates = np.arange(1, TOP + 1)
     cost = require_sizes(padding_costs(candidates, demand), candidates, sorted(required))
@@ -124,7 +124,7 @@ def test_a_required_size_must_be_a_candidate():
     budget=st.integers(1, 24),
 )
 def test_plans_within_a_budget_equal_brute_force(demand, price, budget):
-    """Whole prices in a budget of as many units leave nothing to rounding."""
+    """With whole prices and as many units of budget, nothing is rounded."""
     objective = PaddingObjective()
     candidates = np.arange(1, TOP + 1)
     prices = np.array(price, dtype=np.float64)
@@ -147,7 +147,7 @@ def test_plans_within_a_budget_equal_brute_force(demand, price, budget):
 
 @given(demand=demands, budget=st.floats(0.5, 30))
 def test_a_budget_is_never_exceeded(demand, budget):
-    """Whatever the prices, rounding is to the safe side."""
+    """For any prices, rounding is conservative."""
     candidates = np.arange(1, TOP + 1)
     prices = 0.1 + 0.04 * candidates
     chosen, _ = best_sizes_within(

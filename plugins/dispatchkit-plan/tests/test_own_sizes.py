@@ -1,4 +1,4 @@
-"""Sizes that deserve a graph of their own: the optimum, and what the dispatcher makes of them."""
+"""Sizes that deserve their own graph: the optimum, and their use by the dispatcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def models(draw, flat=False):
 
 
 def time_of(graphs, steps, model, max_waste):
-    """By taking each step to the smallest graph that covers it."""
+    """Return the time if each step uses the smallest graph that covers it."""
     total = 0.0
     for size in steps:
         graph = min((one for one in graphs if one >= size), default=None)
@@ -42,7 +42,7 @@ def time_of(graphs, steps, model, max_waste):
 
 
 def best_of(steps, beside, model, max_waste, allowed):
-    """The least time of any set of sizes that occur."""
+    """Return the least time of any set of sizes that occur."""
     open_sizes = sorted(set(steps) - beside)
     sets = [
         {*beside, *own}
@@ -76,7 +76,7 @@ def test_no_other_sizes_save_more_with_as_many_graphs(steps, beside, model, max_
 
 @given(traces, ladders, models(), shares, st.sampled_from([8, 16, 32]))
 def test_no_other_sizes_save_more_within_as_much_memory(steps, beside, model, max_waste, budget):
-    """Budgets of which each graph takes whole parts: nothing is rounded."""
+    """Graphs take whole parts of the budgets, so nothing is rounded."""
 
     def price(own):
         return sum(model.graph_bytes(size) for size in own)
@@ -90,7 +90,7 @@ def test_no_other_sizes_save_more_within_as_much_memory(steps, beside, model, ma
 
 
 def test_what_rounding_leaves_of_a_budget_is_used():
-    """Of 128 parts of a budget of 50 a graph takes 2.56: counted as 3, only 42 would fit."""
+    """With a budget of 50 in 128 parts, a graph takes 2.56: rounded up to 3, only 42 would fit."""
     model = CostModel(
         name="line",
         eager_us=[(1, 100.0), (60, 200.0)],
@@ -104,7 +104,7 @@ def test_what_rounding_leaves_of_a_budget_is_used():
 
 
 def test_a_graph_that_saves_nothing_is_not_added():
-    """Not by rounding either: the largest serves all as fast as any other would."""
+    """Rounding errors add none either: the largest serves every step as fast as any other."""
     draw = np.random.default_rng(0)
     steps = StepTrace({"num_tokens": [*draw.integers(1, 300, size=3000).tolist(), 300]})
     model = CostModel(name="flat", eager_us=[(1, 0.3)], graph_us=[(1, 0.1)])
@@ -117,7 +117,7 @@ def test_a_graph_that_saves_nothing_is_not_added():
     ("beside", "max_waste"), [((), 0.0), ((64, 512), 1.0), ((64, 512), 0.25), ((), 1.0)]
 )
 def test_the_dispatcher_takes_as_long_as_planned(beside, max_waste):
-    """Under the policy whose limit the plan was made for."""
+    """Checked under the policy that the plan assumes."""
     pytest.importorskip("dispatchkit_threshold")
     draw = np.random.default_rng(0)
     steps = StepTrace({"num_tokens": draw.geometric(0.01, size=400).clip(1, 700).tolist()})
@@ -146,10 +146,10 @@ def test_the_dispatcher_takes_as_long_as_planned(beside, max_waste):
 
 
 def test_of_halves_the_second_judges():
-    """What comes in the first half alone saves nothing later."""
+    """Sizes that occur only in the first half save nothing later."""
     model = CostModel(name="flat", eager_us=[(1, 10.0)], graph_us=[(1, 1.0), (TOP, 1.0)])
     plan = planned([3] * 5 + [4] * 3 + [4] * 8, cost_model=model, graphs=1, fit_on="first-half")
-    assert plan.sizes == (4,)  # serves the smaller ones too
+    assert plan.sizes == (4,)  # serves the smaller sizes too
     assert (plan.before_us, plan.after_us, plan.own[0].num_steps) == (80.0, 8.0, 8)
     exact = planned(
         [3] * 5 + [4] * 3 + [4] * 8, cost_model=model, graphs=1, max_waste=0, fit_on="first-half"

@@ -1,4 +1,4 @@
-"""Plans: what they hold, what they warn of, what they refuse."""
+"""Plans: contents, warnings and refused values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace_of(tokens, **columns):
     graphs=st.integers(1, 8),
 )
 def test_a_plan_keeps_its_promises(tokens, max_size, graphs):
-    """The largest size is always there, counted, and the waste is what the sizes give."""
+    """The largest size is included and counted, and the waste follows from the sizes."""
     trace = trace_of(tokens)
     if min(tokens) > max_size:
         with pytest.raises(TraceError, match=f"at most {max_size} tokens"):
@@ -56,7 +56,7 @@ def test_a_plan_keeps_its_promises(tokens, max_size, graphs):
 
 
 def test_json_holds_what_is_documented():
-    """The keys that scripts rely on, and nothing that JSON cannot hold."""
+    """It has the keys that scripts read, and only JSON values."""
     plan = plan_sizes(trace_of([3, 5, 5, 600] * 100), graphs=4, max_size=16)
     data = json.loads(json.dumps(plan.to_json(), allow_nan=False))
     assert data["sizes"][-1] == 16
@@ -68,7 +68,7 @@ def test_json_holds_what_is_documented():
 
 
 def test_the_second_half_is_never_looked_at():
-    """Whatever comes later, a plan from the first half is the same."""
+    """A plan from the first half does not depend on the second half."""
     first = [3, 9, 27, 40] * 100
     plans = [
         plan_sizes(trace_of([*first, *later]), graphs=6, max_size=64, fit_on="first-half")
@@ -80,7 +80,7 @@ def test_the_second_half_is_never_looked_at():
 
 
 def test_a_validated_hedge_saves_what_the_optimum_loses():
-    """Traffic that wanders: the optimum of the first half pads the second to the top."""
+    """For changing traffic: the optimum of the first half pads the second to the largest size."""
     rng = np.random.default_rng(0)
     walk = np.clip(np.cumsum(rng.integers(-2, 3, 3000)) + 60, 1, 256)
     trace = trace_of([int(n) for n in walk])
@@ -105,7 +105,7 @@ def test_warnings_say_when_not_to_rely_on_a_plan():
 
 
 def test_a_histogram_is_planned_with_the_standard_hedge():
-    """Without an order nothing can be validated, and that is said."""
+    """Without an order nothing can be validated, and a warning says so."""
     histogram = SizeHistogram({StepKind(5): 3000, StepKind(8): 10})
     plan = plan_sizes(histogram, graphs=2, max_size=16)
     assert plan.sizes == (5, 16) or plan.sizes == (8, 16)
@@ -165,7 +165,7 @@ def test_only_steps_that_were_read_are_planned_on(data):
 
 
 def test_a_memory_budget_buys_as_many_graphs_as_fit():
-    """At one price for every graph, it is a number of graphs."""
+    """With one price per graph, a budget is a number of graphs."""
     trace = read_trace(TRACES / "step_azure_conv_high.csv.gz")
     by_memory = plan_sizes(trace, memory_bytes=160e6, bytes_per_graph=10e6, hedge="none")
     by_count = plan_sizes(trace, graphs=16, hedge="none")
@@ -176,7 +176,7 @@ def test_a_memory_budget_buys_as_many_graphs_as_fit():
 
 
 def test_dear_sizes_are_bought_last():
-    """With prices from a cost model the sum stays within the budget."""
+    """With prices from a cost model, the sum stays within the budget."""
     model = CostModel(
         name="priced",
         eager_us=[(1, 10.0)],
@@ -193,7 +193,7 @@ def test_dear_sizes_are_bought_last():
 
 
 def test_the_token_budget_is_captured_only_where_it_pays():
-    """A graph at 100 that halves a third of the steps beats one more small size."""
+    """A graph at 100 that speeds up a third of the steps beats one more small size."""
     steps = trace_of([10, 11, 100] * 400)
     fast = CostModel(
         name="fast", eager_us=[(1, 50.0), (100, 100.0)], graph_us=[(1, 10.0), (100, 40.0)]
@@ -236,7 +236,7 @@ def test_large_sizes_are_thinned_and_it_is_said():
 
 
 def test_lora_counts_share_graphs_unless_adapters_cost():
-    """Free adapters: one group for all counts. Dear ones: groups of their own."""
+    """Cheap adapters: one group for all counts. Expensive ones: separate groups."""
     counts = [1, 8] * 300
     trace = trace_of(
         [4, 30] * 300, uniform_decode=[0] * 600, num_reqs=[4, 30] * 300, num_active_loras=counts
@@ -251,7 +251,7 @@ def test_lora_counts_share_graphs_unless_adapters_cost():
 
 
 def test_steps_without_adapters_keep_graphs_of_their_own():
-    """Base-only steps (every third here) are not made to carry adapters."""
+    """Base-only steps (every third here) do not carry adapters."""
     trace = trace_of(
         [4, 30, 9] * 300,
         uniform_decode=[1, 0, 1] * 300,
@@ -275,7 +275,7 @@ def test_a_hedge_is_shares_with_a_sum_of_1(own):
 
 
 def test_a_hedge_keeps_the_total_and_fills_gaps():
-    """Shares of one demand: nothing is added to it, and no size is ruled out."""
+    """It distributes the same demand: nothing is added, and no size is excluded."""
     demand = np.zeros(65)
     demand[[8, 40]] = 100, 50
     for hedge in (FALLBACK_HEDGE, *HEDGE_CANDIDATES):

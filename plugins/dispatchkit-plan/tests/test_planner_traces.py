@@ -1,4 +1,4 @@
-"""What is promised about the nine shipped traces, number by number."""
+"""Figures of the nine shipped traces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trace(name):
 @pytest.mark.slow_except("azure_conv_low", "mooncake_high", "azure_conv_spec3")
 @pytest.mark.parametrize("name", NAMES)
 def test_hindsight_plans_have_the_known_waste(name):
-    """The exact optimum, and how many sizes match vLLM's 51 and 76."""
+    """The exact optimum, and the number of sizes that match vLLM's 51 and 76."""
     vllm, wastes, match_51, match_76, *_ = KNOWN[name]
     plan = plan_sizes(trace(name), graphs=51, hedge="none", curve_to=80)
     curve = dict(plan.curve)
@@ -64,14 +64,14 @@ def test_hindsight_plans_have_the_known_waste(name):
 
 @cache
 def out_of_sample(name):
-    """One plan for both tests below: validating a hedge takes a second or more."""
+    """Return one plan for both tests below, because validating a hedge takes seconds."""
     return plan_sizes(trace(name), graphs=76, fit_on="first-half", curve_to=80)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_from_the_first_half_hold_in_the_second(name):
-    """Hedged by validation inside the first half; nothing has seen the second one."""
+    """Hedges are validated within the first half; nothing uses the second half."""
     at_most = KNOWN[name][4]
     plan = out_of_sample(name)
     vllm = plan.rivals["vllm-default"]
@@ -85,12 +85,12 @@ def test_plans_from_the_first_half_hold_in_the_second(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_76_sizes_beat_the_list_of_76_but_on_one_trace(name):
-    """The exception is named, with its reason.
+    """The exception is named with its reason.
 
-    azure_code_low has few requests, and its steps above 32 tokens are single prompts, hardly
-    two of one size. On the held-out blocks of its first half the plan beats the list; the
-    second half's prompts happen to lie better for an even grid, by 0.14 points. Nothing in
-    the first half says so.
+    azure_code_low has few requests; its steps above 32 tokens are single prompts, mostly of
+    different sizes. On the held-out blocks of its first half the plan beats the list; on the second
+    half an even grid happens to fit better, by 0.14 points. The first half gives no indication of
+    this.
     """
     plan = out_of_sample(name)
     rival = plan.rivals["vllm-interactivity"]
@@ -102,7 +102,7 @@ def test_76_sizes_beat_the_list_of_76_but_on_one_trace(name):
 @pytest.mark.slow_except("azure_conv_low", "azure_conv_lora", "azure_conv_spec3")
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_by_kind_of_step_have_the_known_split(name):
-    """One budget over uniform decode and mixed steps."""
+    """One budget covers uniform decode and mixed steps."""
     *_, graphs, (uniform, mixed) = KNOWN[name]
     limit = {"azure_conv_peak": 512, "azure_conv_spec3": 512}.get(name, 256)
     plan = plan_sizes(trace(name), graphs=graphs, keyed=True, hedge="none", max_uniform_size=limit)
@@ -132,7 +132,7 @@ SECONDS = {
 @pytest.mark.slow_except("mooncake_high")
 @pytest.mark.parametrize("name", NAMES)
 def test_times_under_the_decoder_model_are_the_known_ones(name):
-    """Replay above and below, and sizes planned for time instead of padding."""
+    """Replays above and below, and sizes planned for time instead of padding."""
     model = BUILTIN_COST_MODELS["lm-decode-h100"]
     work = as_workload(trace(name))
     demand = work.demand(512)

@@ -1,4 +1,4 @@
-"""A trace under a policy: the same as taking every step by hand."""
+"""A simulation of a trace equals running every step by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODEL = CostModel(
 
 
 class Smallest(SmallestPolicy):
-    """Mixed graphs of few requests, so that others must take over."""
+    """Declares mixed graphs for few requests, so that others must serve the rest."""
 
     def declare(self, config):
         return [
@@ -57,7 +57,7 @@ class Smallest(SmallestPolicy):
 
 
 class Learner(Smallest):
-    """Wants every time, and tries eager once for each one it is told."""
+    """Requests every time, and tries eager once for each outcome."""
 
     name = "learner"
 
@@ -76,7 +76,7 @@ class Learner(Smallest):
 
 @st.composite
 def traces(draw):
-    """Short traces with steps above the largest size too."""
+    """Draw short traces, with steps above the largest size too."""
     rows = []
     for _ in range(draw(st.integers(1, 80))):
         reqs = draw(st.integers(1, 20))
@@ -91,7 +91,7 @@ sizes = st.sets(st.integers(1, 64), min_size=1, max_size=6).map(sorted)
 
 
 def by_hand(policy, trace, sizes, max_graphs=None, capture_after=1):
-    """Every step through a dispatcher of its own, and the live graphs in a list."""
+    """Run every step through its own dispatcher, with the live graphs in a list."""
     config = trace_config(trace, sizes=sizes)
     lazy = max_graphs is not None or capture_after > 1
     dispatcher = Dispatcher(policy, config, lazy=lazy)
@@ -129,7 +129,7 @@ def by_hand(policy, trace, sizes, max_graphs=None, capture_after=1):
 @given(trace=traces(), sizes=sizes)
 @settings(max_examples=10)
 def test_counting_each_batch_once_equals_every_step_by_hand(trace, sizes):
-    """Also where a decision holds for few requests only."""
+    """Includes decisions that hold for few requests only."""
     result = simulate(trace, Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL))
     modes, misses, padding, time_s, *_ = by_hand(Smallest(), trace, sizes)
     assert {mode: count for mode, count in result.modes.items() if count} == modes
@@ -145,7 +145,7 @@ def test_counting_each_batch_once_equals_every_step_by_hand(trace, sizes):
 @given(trace=traces(), sizes=sizes, max_graphs=st.integers(1, 4))
 @settings(max_examples=10)
 def test_a_budget_of_graphs_equals_every_step_by_hand(trace, sizes, max_graphs):
-    """The least recently used goes; never are there more than the budget."""
+    """The least recently used graph is evicted, and the number never exceeds the budget."""
     scenario = Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL, max_graphs=max_graphs)
     result = simulate(trace, scenario)
     modes, misses, padding, time_s, captures, evictions = by_hand(
@@ -168,7 +168,7 @@ def test_a_budget_of_graphs_equals_every_step_by_hand(trace, sizes, max_graphs):
 def test_captures_that_wait_for_several_asks_equal_every_step_by_hand(
     trace, sizes, max_graphs, capture_after
 ):
-    """Eager until then, for a reason of its own."""
+    """Until then steps run eager with their own reason."""
     limits = {"max_graphs": max_graphs, "capture_after": capture_after}
     scenario = Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL, **limits)
     result = simulate(trace, scenario)
@@ -183,7 +183,7 @@ def test_captures_that_wait_for_several_asks_equal_every_step_by_hand(
 
 @pytest.mark.parametrize("capture_after", [1, 3])
 def test_a_runner_does_what_was_simulated(capture_after):
-    """The same steps, captures and evictions, on the tape."""
+    """The tape has the same steps, captures and evictions."""
     torch = pytest.importorskip("torch")
     from dispatchkit import GraphRunner, StaticInput
     from dispatchkit.execute import ChurnWarning, EagerStepWarning
@@ -224,7 +224,7 @@ def test_a_budget_of_bytes_is_never_exceeded(trace, sizes, limit):
 
 
 class Splits(SmallestPolicy):
-    """Cuts what no graph covers."""
+    """Splits batches that no graph covers."""
 
     def decide(self, batch, graphs):
         parts = greedy_parts(batch, graphs, RuntimeMode.FULL)
@@ -234,7 +234,7 @@ class Splits(SmallestPolicy):
 
 @pytest.mark.parametrize("max_graphs", [None, 1, 2])
 def test_a_split_step_is_one_step_that_takes_what_its_parts_take(max_graphs):
-    """Above the largest size; where its graphs find no room together it runs eager."""
+    """Above the largest size; if its graphs do not fit together, the step runs eager."""
     trace = StepTrace({"num_tokens": [16, 40, 40, 8]})
     with pytest.warns(CaptureSizeWarning):
         config = DispatchConfig(mode="FULL", sizes=(8, 16), max_num_tokens=64)
@@ -267,13 +267,13 @@ def test_the_least_useful_graph_goes_first_where_asked_for():
     steps = [8, 8, 8, 1, 2, 1, 1]
     trace = StepTrace({"num_tokens": steps})
     kinds = {"policy": Smallest(), "sizes": [1, 2, 8], "cost_model": MODEL, "max_graphs": 2}
-    assert simulate(trace, Scenario(**kinds)).evictions == 1  # 8 goes, 1 stays
+    assert simulate(trace, Scenario(**kinds)).evictions == 1  # 8 is evicted, 1 stays
     benefit = simulate(trace, Scenario(**kinds, eviction="benefit"))
     assert benefit.evictions == 1  # 8: 3/8, 1: 1/1
 
 
 def test_a_learning_policy_is_told_noisy_times_and_probes_are_counted():
-    """One step in so many is measured; a one-shot step always is."""
+    """Some steps are measured, one-shot steps always."""
     policy = Learner()
     trace = StepTrace({"num_tokens": [4] * 100})
     scenario = Scenario(policy=policy, sizes=[4], cost_model=MODEL, sample_every=10, seed=3)
@@ -298,7 +298,7 @@ def test_the_same_seed_gives_the_same_result(policy):
 
 
 def test_lanes_have_graphs_of_their_own():
-    """Each lane captures; the lane with most bounds the time from below."""
+    """Each lane captures; the largest lane is a lower bound of the time."""
     trace = read_trace(TRACES / "step_azure_conv_high.csv.gz")
     one, four = simulate_all(trace, [Scenario(), Scenario(lanes=4)])
     assert four.captures == 4 * one.captures
@@ -311,7 +311,7 @@ def test_lanes_have_graphs_of_their_own():
 
 
 def test_a_known_trace_has_the_known_numbers():
-    """vLLM's rule and list on the chat trace, under the decoder's measured times."""
+    """vLLM's rule and list on the chat trace, with the decoder's measured times."""
     trace = read_trace(TRACES / "step_azure_conv_high.csv.gz")
     vllm, powers = simulate_all(
         trace, [Scenario(), Scenario(sizes=[1 << bit for bit in range(10)], label="powers")]
@@ -377,7 +377,7 @@ def test_noise_is_around_the_truth():
 
 
 def test_counts_of_a_scenario_may_be_text():
-    """As in settings and on a command line; what is checked is what is used."""
+    """As in settings and on a command line; the checked value is the used value."""
     scenario = Scenario(lanes="2", max_graphs="3", sample_every="4", capture_after="1")
     assert (scenario.lanes, scenario.max_graphs, scenario.sample_every) == (2, 3, 4)
 

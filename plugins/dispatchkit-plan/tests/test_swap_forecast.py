@@ -1,4 +1,4 @@
-"""A swap is foretold from recorded steps, and nothing of the runner changes by it."""
+"""A swap is forecast from recorded steps, without changes of the runner."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def policy(name="vllm", **options):
     return load_plugins().create_policy(name, **options)
 
 
-# -- against the truth, on real traces -----------------------------------------------------------
+# -- compared with the truth, on real traces ------------------------------------------------
 
 
 def stale_model():
-    """Return a cost model as another machine would have it: other times, the same shape."""
+    """Return a cost model of another machine: other times, the same shape."""
     return CostModel(
         name="stale",
         eager_us=[(n, 0.8 * us) for n, us in TRUE.eager_us.points],
@@ -54,7 +54,7 @@ def stale_model():
 
 
 def serving(config, change):
-    """Return what a forecast reads of a runner whose steps are a real trace's."""
+    """Return a forecast's inputs for a runner with a real trace's steps."""
     dispatcher = captured(Dispatcher(policy(), config))
     proposal = SimpleNamespace(policy=change[0], config=change[1])
     return SimpleNamespace(
@@ -72,7 +72,7 @@ def captured(dispatcher):
 
 
 def true_us(dispatcher, trace):
-    """Take the steps one by one, at their true times."""
+    """Return the sum of the steps' true times."""
     total = 0.0
     for step in trace:
         uniform = int(step.uniform_decode and step.max_query_len == 1)
@@ -88,7 +88,7 @@ def true_us(dispatcher, trace):
 @pytest.mark.parametrize("name", ["azure_conv_high", "azure_code_low"])
 @pytest.mark.parametrize("change", ["sizes", "policy"])
 def test_a_swap_then_gives_what_the_first_half_of_the_traffic_foretold(name, change):
-    """By a cost model of another level: within 3 of 100."""
+    """With a cost model of another level, the forecast is within 3%."""
     trace = read_trace(TRACES / f"step_{name}.csv.gz")
     steps = [step for step in trace if step.num_tokens]
     first, second = (
@@ -108,7 +108,7 @@ def test_a_swap_then_gives_what_the_first_half_of_the_traffic_foretold(name, cha
     assert 0 < forecast.same_steps < forecast.num_steps
 
 
-# -- beside a runner -----------------------------------------------------------------------------
+# -- with a runner --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_graphs_that_only_the_candidate_has_count_as_captured(runner):
     graphs = [
         (one.active.count("FULL"), one.candidate.count("FULL")) for one in forecast.differences
     ]
-    assert graphs == [(1, 1), (1, 1)]  # of 4 and 1 now, of 3 then
+    assert graphs == [(1, 1), (1, 1)]  # of 4 and 1 now, of 3 later
 
 
 def test_what_failed_or_is_switched_off_in_the_runner_stays_so_on_both_sides(runner):
@@ -190,7 +190,7 @@ class Faulty(SmallestPolicy):
     name = "faulty"
 
     def decide(self, batch, graphs):
-        if batch.num_tokens == 6:  # no size, and beside none: it is not tried beforehand
+        if batch.num_tokens == 6:  # not a capture size, so it is not tried in advance
             raise ValueError("no idea")
         return super().decide(batch, graphs)
 

@@ -1,4 +1,4 @@
-"""Prediction and what is captured for it, without a device."""
+"""Predictions and their captures, without a device."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_what_is_wanted_last_is_given_up() -> None:
 
 @pytest.mark.slow
 def test_all_real_traces_with_little_room_and_with_much() -> None:
-    """The figures of the page, within a tenth."""
+    """The page's figures, within a tenth."""
     seen = [keys_of_trace(read_trace(path)) for path in sorted(TRACES.glob("step_*.csv.gz"))]
     assert len(seen) == 9
     for room, most_wanted, predicted in ((16, 1170, 534), (64, 348, 44)):

@@ -1,4 +1,4 @@
-"""The assistant beside a runner on the tape."""
+"""The assistant of a runner on the tape."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_steps_find_graphs_captured_in_idle_time() -> None:
     assert stats.is_on
     assert stats.num_wanted + stats.num_ahead == runner.stats().captures
     assert stats.hit_rate > 0.5
-    assert stats.num_uploads == 0  # the tape has nothing to upload to
+    assert stats.num_uploads == 0  # the tape does not support uploads
 
 
 def test_an_idle_moment_before_the_first_step_is_no_harm() -> None:
@@ -68,7 +68,7 @@ def test_an_idle_moment_before_the_first_step_is_no_harm() -> None:
 
 def test_a_capture_that_fails_is_left_to_the_runner() -> None:
     def step(x: Any) -> Any:
-        return x * float(x.sum().item())  # a host read: it cannot be captured
+        return x * float(x.sum().item())  # a host read, which cannot be captured
 
     runner = GraphRunner(
         step,
@@ -97,7 +97,7 @@ def test_the_runner_itself_spares_what_is_expected() -> None:
     for rows in (*(1, 2, 1, 4) * 6, 1, 2, 16):
         runner(torch.ones(rows, 4))
     live = {key.num_tokens for key in runner.lanes[0].lifecycle.live()}
-    assert live == {1, 16}  # 2 was used last, and 1 comes twice as often
+    assert live == {1, 16}  # 2 is the most recent, and 1 is twice as frequent
 
 
 def test_detached_it_hears_nothing_more() -> None:

@@ -1,4 +1,4 @@
-"""An engine's counters reach Prometheus on a port of their own, or in a text file."""
+"""An engine's counters are served to Prometheus on a separate port, or in a text file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dispatchkit_prometheus import engine
 
 
 class Counts:
-    """What an engine counts."""
+    """Counters of an engine."""
 
     policy, runner = "threshold", "vLLM's first model runner"
 

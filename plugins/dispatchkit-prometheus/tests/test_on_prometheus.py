@@ -1,4 +1,4 @@
-"""The metrics and the dashboard on a real Prometheus, scraping over the loopback."""
+"""The metrics and the dashboard on a real Prometheus that scrapes over loopback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def prometheus(registry: CollectorRegistry, tmp_path: Path) -> Iterator[str]:
-    """The address of a Prometheus that scrapes the registry, often."""
+    """Return the address of a Prometheus that scrapes the registry often."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no program 'prometheus' (Debian: apt-get install prometheus)")
@@ -73,7 +73,7 @@ def ask(address: str, what: str, **parameters: str) -> Any:
 
 
 def until(what: str, answer: Callable[[], Any]) -> Any:
-    """Ask again and again until there is something in the answer."""
+    """Query repeatedly until there is an answer."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
@@ -88,7 +88,7 @@ def until(what: str, answer: Callable[[], Any]) -> Any:
 def test_every_query_of_the_dashboard_has_an_answer(
     registry: CollectorRegistry, prometheus: str
 ) -> None:
-    """With what a runner did between two scrapes, and in the shape that the panel draws."""
+    """Includes events between two scrapes, in the shape that the panel draws."""
     plugins = load_plugins(allow=["vllm", "prometheus"], environ={})
     plugins.create_observer("prometheus", registry=registry)
     runner = GraphRunner(
@@ -102,7 +102,7 @@ def test_every_query_of_the_dashboard_has_an_answer(
     watch(runner, name="decoder", registry=registry)
 
     def counted() -> Any:
-        """Do some of everything anew, so that each rate has two samples that differ."""
+        """Cause some of every event again, so that each rate has two different samples."""
         runner.capture()
         for rows in (3, 4, 7):
             runner(torch.arange(rows))
@@ -120,7 +120,7 @@ def test_every_query_of_the_dashboard_has_an_answer(
     for panel in board["panels"]:
         for target in panel["targets"]:
             query = target["expr"].replace("$runner", "decoder").replace("$__rate_interval", "1m")
-            if "policy_errors" in query:  # there were none: it must only be well formed
+            if "policy_errors" in query:  # no such events, so the answer must only be well formed
                 assert ask(prometheus, "query", query=query)["result"] == [], query
                 continue
             result = until(query, lambda q=query: ask(prometheus, "query", query=q)["result"])

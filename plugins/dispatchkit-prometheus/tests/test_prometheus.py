@@ -1,4 +1,4 @@
-"""Metrics as Prometheus gets them: over HTTP, parsed by the client's own parsers."""
+"""Metrics as Prometheus receives them: over HTTP, read by the client's own parsers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def address(registry: CollectorRegistry) -> Iterator[str]:
-    """What Prometheus would scrape, on the loopback."""
+    """Return the address that Prometheus would scrape, on loopback."""
     server, thread = client.start_http_server(0, addr="127.0.0.1", registry=registry)
     yield f"http://127.0.0.1:{server.server_port}/metrics"
     server.shutdown()
@@ -78,7 +78,7 @@ def at(samples: Samples, name: str, **labels: str) -> float:
 def test_a_scrape_tells_what_the_runner_counted(
     registry: CollectorRegistry, address: str, accept: str
 ) -> None:
-    """The same numbers as its statistics, in both formats, and new ones at the next scrape."""
+    """Numbers equal the statistics in both formats, and change at the next scrape."""
     runner = make_runner()
     runner.capture()
     watch(runner, name="decoder", registry=registry)
@@ -112,7 +112,7 @@ def test_a_scrape_tells_what_the_runner_counted(
 def test_several_runners_are_told_apart_and_one_that_is_gone_is_not_reported(
     registry: CollectorRegistry,
 ) -> None:
-    """Watching keeps nothing alive, and a name is of one runner at a time."""
+    """Watching keeps no runner alive, and a name belongs to one runner at a time."""
     first, second = make_runner(), make_runner()
     collector = watch(first, name="a", registry=registry)
     assert watch(second, name="b", registry=registry) is collector
@@ -135,7 +135,7 @@ def test_several_runners_are_told_apart_and_one_that_is_gone_is_not_reported(
 
 
 def test_nothing_is_read_between_scrapes(registry: CollectorRegistry, address: str) -> None:
-    """A step pays nothing: counters are read by the scrape alone, one time for each runner."""
+    """Steps have no cost: only scrapes read counters, once per runner."""
     runner = make_runner()
     runner.capture()
     reads = []
@@ -150,7 +150,7 @@ def test_nothing_is_read_between_scrapes(registry: CollectorRegistry, address: s
 
 
 def test_scrapes_while_steps_run_are_whole(registry: CollectorRegistry, address: str) -> None:
-    """Counters only grow, whatever is going on, and end at what was done."""
+    """Counters only grow, and their final values equal the actual counts."""
     runner = make_runner()
     runner.capture()
     watch(runner, registry=registry)
@@ -174,7 +174,7 @@ def test_scrapes_while_steps_run_are_whole(registry: CollectorRegistry, address:
 def test_the_observer_counts_rare_events_with_their_reasons(
     registry: CollectorRegistry, address: str
 ) -> None:
-    """Chosen by name, it hears of the runners made with the same plugins."""
+    """Selected by name, it receives events of runners made with the same plugins."""
     plugins = load_plugins(allow=["vllm", "prometheus"], environ={})
     observer = plugins.create_observer("prometheus", registry=registry)
     assert isinstance(observer, PrometheusObserver)
@@ -212,7 +212,7 @@ def test_the_observer_counts_rare_events_with_their_reasons(
 
 
 def test_the_dashboard_asks_only_for_metrics_that_there_are(registry: CollectorRegistry) -> None:
-    """A panel on a name that nobody exports stays empty for ever."""
+    """A panel for a metric that does not exist stays empty."""
     board = json.loads(dashboard())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked = set(re.findall(r"dispatchkit_\w+", " ".join(expressions)))
@@ -246,7 +246,7 @@ def _names(family: Any) -> set[str]:
 
 
 def test_the_page_lists_every_metric(registry: CollectorRegistry) -> None:
-    """And none that there is not."""
+    """It lists no other metric."""
     from pathlib import Path
 
     page = Path(__file__).parents[3] / "docs" / "how-to" / "prometheus.md"

@@ -1,10 +1,10 @@
-"""Ranks as processes over gloo: they decide the same, or stop with a message that names a rank."""
+"""Ranks as gloo processes decide the same or stop with a message that names a rank."""
 
 from __future__ import annotations
 
 import pytest
 
-# Seconds within which a rank has stopped; only tests with a rank that does not come wait so long.
+# Seconds until a rank has stopped; only tests with an absent rank wait that long.
 SHORT, LONG = 1.5, 30.0
 
 
@@ -20,7 +20,7 @@ def fault(kind, *, bad_rank=1, bad_step=2, num_steps=5, timeout=LONG, seed=0):
 
 
 def run_faults(worlds, *schedules, size=2, **more):
-    """Run schedules in one world; returns each schedule's results by rank."""
+    """Run schedules in one world; return each schedule's results by rank."""
     found = worlds.run_one("faults", size, schedules=list(schedules), **more)
     broken = [each for each in found if isinstance(each, dict)]
     assert not broken, broken
@@ -42,7 +42,7 @@ def test_two_processes_decide_the_same(worlds, rule):
 
 
 def test_a_difference_in_set_up_stops_both_and_is_named(worlds):
-    """The message says what differs and on which rank."""
+    """The message names the difference and the rank."""
     for found in worlds.run_one("alike", odd_rank=1, what="max_loras"):
         assert found["reason"] == "differs"
         assert "config.max_loras" in found["text"]
@@ -50,7 +50,7 @@ def test_a_difference_in_set_up_stops_both_and_is_named(worlds):
 
 
 def test_faults_name_the_rank_and_the_last_step(worlds):
-    """One that raises, leaves or captures: the other stops at once, and can begin anew after."""
+    """One rank raises, leaves or captures; the other stops immediately and can start again."""
     schedules = [
         fault("raise"),
         fault("leave"),
@@ -78,7 +78,7 @@ def test_faults_name_the_rank_and_the_last_step(worlds):
 
 
 def test_a_late_rank_is_named_and_finds_out_itself(worlds):
-    """It comes when the others have stopped; no step of it runs alone."""
+    """It arrives after the others have stopped, and runs no step alone."""
     ((good, late),) = run_faults(worlds, fault("late", timeout=SHORT))
     assert (good["error"]["ranks"], good["error"]["step"]) == ([1], 3)
     assert "Rank 1 did not reach step 4" in good["error"]["text"]
@@ -88,7 +88,7 @@ def test_a_late_rank_is_named_and_finds_out_itself(worlds):
 
 @pytest.mark.parametrize("comes", ["after the others stopped", "while they stop"])
 def test_a_collective_that_others_gave_up_is_not_taken_for_one_that_all_came_to(worlds, comes):
-    """Over NCCL it completes on the late rank, with numbers that nobody agreed on."""
+    """Over NCCL it completes on the late rank, with numbers that no other rank agreed on."""
     good, late = worlds.run_one("given_up", comes=comes, timeout=SHORT)
     for each in (good, late):
         assert each["error"], each
@@ -107,7 +107,7 @@ def test_a_collective_that_others_gave_up_is_not_taken_for_one_that_all_came_to(
     ],
 )
 def test_a_dead_or_frozen_rank_is_named(worlds, kind, host, bad_rank):
-    """Also where it is the one whose process serves the store."""
+    """This includes the rank whose process serves the store."""
     found = worlds.run_one(
         "faults", host=host, schedules=[fault(kind, bad_rank=bad_rank, timeout=SHORT)]
     )
@@ -118,7 +118,7 @@ def test_a_dead_or_frozen_rank_is_named(worlds, kind, host, bad_rank):
 
 
 def test_a_rank_that_does_not_start_is_named(worlds):
-    """Nothing has been agreed on yet; the store knows who came."""
+    """There is no agreement yet, but the store knows who arrived."""
     first, _ = worlds.run_one("not_coming")
     assert first["ranks"] == [1]
     assert "Rank 1 did not reach the start-up of ranks 0, 1" in first["text"]
@@ -129,12 +129,12 @@ def test_nothing_is_left_after_the_end(worlds):
     for counts in worlds.run_one("leftovers", num_lives=4):
         first, last = counts[0], counts[-1]
         assert first[:2] == last[:2] == [1, 1]
-        # A connection may take a moment to go, but four lives leave no four of anything.
+        # A connection may take a moment to close, but four lives leave less than four of anything.
         assert all(after - before < 4 for before, after in zip(first, last, strict=True))
 
 
 def test_start_up_skew_is_not_a_cost_of_agreement(worlds):
-    """The first step waits for whoever is still loading its weights."""
+    """The first step waits for ranks that are still loading weights."""
     first, _ = worlds.run_one("statistics")
     assert first["steps"] == 3
     assert first["waited"] > 0.5 > first["total"]
@@ -142,7 +142,7 @@ def test_start_up_skew_is_not_a_cost_of_agreement(worlds):
 
 @pytest.mark.parametrize("fails_on", [None, 1])
 def test_runners_pad_to_the_largest_batch_and_compute_each_its_own(worlds, fails_on):
-    """The replays are the same on both ranks; the rows are each rank's own."""
+    """Both ranks replay the same graphs, each with its own rows."""
     first, second = worlds.run_one("padded_steps", fails_on=fails_on)
     assert first["hits"] == second["hits"]
     assert first["hits"]
@@ -160,9 +160,9 @@ def test_runners_pad_to_the_largest_batch_and_compute_each_its_own(worlds, fails
 @pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [12, 400])
 def test_collectives_inside_graphs_compute_what_one_rank_does(worlds, num_steps):
-    """Two processes over gloo: half a decoder each, all-reduce inside the tape's FULL graphs.
+    """Two gloo processes hold half a decoder each, with all-reduce inside the tape's FULL graphs.
 
-    Prompts and decode steps mixed; each decode step goes on with the token chosen before.
+    Prompts and decode steps are mixed; each decode step continues with the chosen token.
     """
     arguments = {"num_steps": num_steps, "device": "cpu", "same_batches": True}
     for found in worlds.run_one("tensor_parallel", 2, limit=200, **arguments):
@@ -172,13 +172,13 @@ def test_collectives_inside_graphs_compute_what_one_rank_does(worlds, num_steps)
         assert found["greedy"]["different"] == 0
         assert found["greedy"]["tokens"] > 2 * num_steps
         assert found["greedy"]["decoded"] > num_steps
-        # Sums over ranks are rounded in another order.
+        # Sums over ranks round in another order.
         assert found["worst"] < 1e-4 * found["largest"]
         assert found["exchanges"] == 0
 
 
 def test_ranks_with_different_batches_run_graphs_of_one_size(worlds):
-    """Rows are added up over ranks inside the graph; idle ranks bring rows of fill."""
+    """Rows are summed over ranks inside the graph; idle ranks contribute filler rows."""
     for found in worlds.run_one("spread_rows", 2, num_steps=12, device="cpu"):
         assert "error" not in found, found
         assert found["worst"] < 1e-5

@@ -1,4 +1,4 @@
-"""The examples run under torchrun, as their heads say."""
+"""The examples run under torchrun, as their docstrings state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(*arguments):
 
 
 def test_the_data_parallel_example_runs():
-    """Both ranks run the same modes, and the leader's table travels."""
+    """Both ranks run the same modes, and the leader's table is sent."""
     pytest.importorskip("dispatchkit_adaptive")
     steps, report = run("examples/ranks/data_parallel.py", "--learn")
     assert set(steps) == {"0", "1"}
@@ -27,7 +27,7 @@ def test_the_data_parallel_example_runs():
 
 
 def test_the_tensor_parallel_example_runs():
-    """Nothing is exchanged but at the checks."""
+    """Only checks exchange data."""
     steps, report = run("examples/ranks/tensor_parallel.py")
     assert set(steps) == {"0", "1"}
     assert report.count("exchanges 2,") == 2

@@ -1,4 +1,4 @@
-"""What a wire makes of collectives that fail."""
+"""Results of failed collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 
 class Failed:
-    """Work of NCCL that failed: completed, and silent unless its wait has a limit.
+    """Failed NCCL work: completed, and silent unless its wait has a timeout.
 
     Source: torch's ProcessGroupNCCL.cpp, WorkNCCL::isCompleted and WorkNCCL::wait.
     """
@@ -32,7 +32,7 @@ class Group:
 
 @pytest.mark.parametrize("merge", ["merge", "merge_bytes"])
 def test_a_collective_of_nccl_that_failed_gives_no_numbers(monkeypatch, merge):
-    """The row would be this rank's alone, as if all had agreed to it."""
+    """The row would be this rank's own, as if all had agreed."""
     import numpy as np
 
     from dispatchkit_ranks import exchange_group as module

@@ -1,4 +1,4 @@
-"""What follows from the rows of all ranks."""
+"""Facts that follow from the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def agreed(given_batches):
 
 @given(st.lists(batches, min_size=1, max_size=6))
 def test_the_outcome_is_the_most_of_all_and_the_most_careful_mode(given_batches):
-    """No rank gets a size too small for it, or a mode above what it can run."""
+    """No rank gets a size below its batch or a mode above its own limit."""
     ceiling = min(batch[5] for batch in given_batches)
     allowed = frozenset(mode for mode in RuntimeMode if mode <= ceiling)
     for batch in given_batches:
@@ -69,7 +69,7 @@ def test_the_outcome_is_the_most_of_all_and_the_most_careful_mode(given_batches)
 
 @given(st.lists(batches, min_size=1, max_size=6))
 def test_a_common_query_class_is_one_that_every_batch_belongs_to(given_batches):
-    """A uniform graph must never serve a rank whose batch is mixed."""
+    """A uniform graph must never serve a rank with a mixed batch."""
     given_batches = [(*batch[:4], 2, *batch[5:]) for batch in given_batches]
     classes = {batch[2] for batch in given_batches}
     found = agreed(given_batches).uniform
@@ -82,32 +82,32 @@ def test_a_common_query_class_is_one_that_every_batch_belongs_to(given_batches):
 
 @given(st.lists(batches, min_size=1, max_size=5), st.integers(1, 3))
 def test_idle_ranks_change_nothing(given_batches, num_idle):
-    """A rank without work runs a dummy of whatever the others need."""
+    """A rank without work runs a dummy step of the others' size."""
     given_batches = [(*batch[:4], 2, *batch[5:]) for batch in given_batches]
     assert agreed([*given_batches, *[IDLE] * num_idle]) == agreed(given_batches)
 
 
 def test_all_idle_is_a_step_of_nothing():
-    """Nobody has work: there is nothing to pad to."""
+    """No rank has work, so there is nothing to pad to."""
     assert agreed([IDLE, IDLE])[:4] == (0, 0, 0, 0)
 
 
 @given(st.lists(batches, min_size=2, max_size=5), st.randoms())
 def test_the_order_of_ranks_does_not_matter(given_batches, random):
-    """All ranks compute the same from the same merged row, whoever they are."""
+    """All ranks compute the same from the same merged row."""
     given_batches = [(*batch[:4], 2, *batch[5:]) for batch in given_batches]
     shuffled = random.sample(given_batches, len(given_batches))
     assert agreed(shuffled) == agreed(given_batches)
 
 
 def test_too_many_switches_are_refused():
-    """The row has a fixed length, so that ranks in different phases can meet at all."""
+    """The row has a fixed length, so that ranks in different phases can still exchange rows."""
     with pytest.raises(ConfigError, match="switches must be at most"):
         Facts(CONFIG, [f"switch{index}" for index in range(30)])
 
 
 def test_what_there_is_too_much_of_is_named():
-    """Without switches it is the axes, or the query lengths, that take too many columns."""
+    """Without switches, the axes or the query lengths take too many columns."""
     axes = [Axis(f"axis{index}", (1, 2), exact=True) for index in range(12)]
     config = DispatchConfig(max_num_tokens=8, axes=axes)
     with pytest.raises(ConfigError, match=r"axes must be at most \d+ .*exact axis twice"):
@@ -121,7 +121,7 @@ def test_what_there_is_too_much_of_is_named():
 
 @pytest.mark.parametrize("device", ["gpu", "meta", 3.5])
 def test_a_place_that_rows_cannot_meet_at_is_no_rank_that_is_late(device):
-    """Each rank would wait for the others' notes, and then name one of them."""
+    """Each rank would wait for the others' notes and then name one of them."""
     agreement = pytest.importorskip("dispatchkit_ranks.agreement")
     with pytest.raises(ConfigError, match="device must be 'cpu' or a CUDA device"):
         agreement._device(device)

@@ -1,4 +1,4 @@
-"""Three to eight processes, and many random faults: the same decisions, or a clean stop."""
+"""Three to eight processes with random faults: the same decisions, or a clean stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
 
-# Groups that run at the same time; most of a fault's time is a wait.
+# Groups that run concurrently, because a fault is mostly waiting.
 AT_ONCE = 4
 few = settings(max_examples=max(3, settings.default.max_examples // 10))
 
@@ -17,7 +17,7 @@ few = settings(max_examples=max(3, settings.default.max_examples // 10))
 @few
 @given(st.data())
 def test_many_processes_decide_the_same(worlds, data):
-    """Whatever each rank's batches, learner and lost keys are."""
+    """For any batches, learners and lost keys of each rank."""
     sizes = data.draw(st.lists(st.integers(3, 8), min_size=1, max_size=2))
     requests = [
         {
@@ -37,16 +37,17 @@ def test_many_processes_decide_the_same(worlds, data):
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_the_odd_one_of_many_is_named(worlds, size):
-    """Most ranks agree; the message blames the one that does not."""
+    """Most ranks agree, and the message names the one that does not."""
     for found in worlds.run_one("alike", size, odd_rank=2, what="max_loras"):
         assert found["ranks"] == [2]
         assert "rank 2 has 2" in found["text"]
 
 
 def test_random_faults_stop_cleanly(worlds, is_nightly):
-    """Ranks that raise, leave, differ, come late, freeze or die: no hang, and the right name.
+    """Ranks raise, leave, differ, come late, freeze or die: no hang, and the right name.
 
-    Also in a policy, and in a capture. 120 schedules; a thousand in the nightly profile.
+    This includes faults in a policy and in a capture. 120 schedules; a thousand in the nightly
+    profile.
     """
     num_schedules = 1000 if is_nightly else 120
     requests = random_worlds(0, num_schedules)

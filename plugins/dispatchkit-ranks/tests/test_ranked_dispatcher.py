@@ -1,4 +1,4 @@
-"""Ranks decide the same, whatever their batches, learners and lost keys."""
+"""Ranks decide the same for any batches, learners and lost keys."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from dispatchkit_ranks import LeaderPolicy, RankedDispatcher, differences, finge
 from dispatchkit_ranks.shared_keys import SharedKeys
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
-# An example makes several threads and dispatchers: a quarter of what small ones get.
+# An example creates several threads and dispatchers, so there are a quarter as many.
 some = settings(max_examples=max(5, settings.default.max_examples // 4))
 
 
 def shown(decision):
-    """What must be the same on all ranks; why a graph is not used may differ."""
+    """Return the part that is equal on all ranks; reasons for unused graphs may differ."""
     return decision.mode, str(decision.key), decision.padded_num_tokens, decision.timed
 
 
 def change_a_key(dispatcher, rng):
-    """Let something happen to a key of one rank alone."""
+    """Apply a random change to a key of one rank."""
     registry = dispatcher.registry
     key = rng.choice(sorted(registry, key=str))
     state = registry.get(key).state
@@ -65,7 +65,7 @@ def change_a_key(dispatcher, rng):
 
 
 def random_steps(ranks, policy, seed, num_steps):
-    """Random batches and lost keys of one rank; returns what was decided in each step."""
+    """Run random batches and lost keys on a rank; return the decisions."""
     rng = random.Random(f"{seed}/{ranks.rank}")
     dispatcher = make_dispatcher(policy, max_loras=2)
     ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=3)
@@ -91,7 +91,7 @@ def random_steps(ranks, policy, seed, num_steps):
 @some
 @given(st.integers(2, 3), st.integers(0, 1 << 32), st.sampled_from(["alone", "leader"]))
 def test_all_ranks_decide_the_same(size, seed, rule):
-    """Different batches, adapters, learners, lost and returning keys: one answer per step."""
+    """Different batches, adapters, learners, lost and recovered keys: one answer per step."""
 
     def run(ranks):
         policy = Smallest(eager_below=2)
@@ -106,7 +106,7 @@ def test_all_ranks_decide_the_same(size, seed, rule):
 
 @pytest.mark.parametrize("learner", [None, "adaptive"])
 def test_ranks_with_installed_policies_decide_the_same(learner):
-    """The rule of vLLM on all ranks, and a leader that learns from its own times."""
+    """vLLM's rule on all ranks, and a leader that learns from its own times."""
     pytest.importorskip("dispatchkit_vllm")
     plugins = load_plugins()
     if learner is not None:
@@ -127,7 +127,7 @@ def test_ranks_with_installed_policies_decide_the_same(learner):
 @some
 @given(st.integers(2, 4), st.integers(0, 1 << 32))
 def test_the_rule_is_most_tokens_least_mode_and_dispatch_again(size, seed):
-    """The data-parallel rule of vLLM, step by step with plain dispatchers."""
+    """vLLM's data-parallel rule, computed step by step with plain dispatchers."""
     rng = random.Random(seed)
     plain = make_dispatcher(Smallest(eager_below=3))
     steps = [[random_batch(rng, plain.config) for _ in range(size)] for _ in range(6)]
@@ -154,7 +154,7 @@ def test_the_rule_is_most_tokens_least_mode_and_dispatch_again(size, seed):
 @some
 @given(st.integers(0, 1 << 32))
 def test_a_steady_step_has_one_exchange(seed):
-    """The cost of agreement is one small collective, whatever the batches are."""
+    """Agreement costs one small collective, for any batches."""
 
     def run(ranks):
         rng = random.Random(f"{seed}/{ranks.rank}")
@@ -168,7 +168,7 @@ def test_a_steady_step_has_one_exchange(seed):
 
 
 def test_a_key_lost_on_one_rank_is_used_by_none_until_it_is_back():
-    """A rank without the graph would run other collectives than the rest."""
+    """A rank without the graph would run other collectives than the others."""
     key = GraphKey(PIECEWISE, BatchDescriptor(4))
 
     def run(ranks):
@@ -191,7 +191,7 @@ def test_a_key_lost_on_one_rank_is_used_by_none_until_it_is_back():
 
 
 def test_what_the_user_switched_off_stays_off_when_the_other_rank_is_back():
-    """Withholding and the user's own switch are kept apart."""
+    """Withheld keys and the user's own switches are separate."""
     key = GraphKey(PIECEWISE, BatchDescriptor(4))
 
     def run(ranks):
@@ -214,7 +214,7 @@ def test_what_the_user_switched_off_stays_off_when_the_other_rank_is_back():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_key_that_fails_to_capture_on_one_rank_is_used_by_none(failing):
-    """Ranks capture in one order; a failure stays with its key."""
+    """Ranks capture in one order, and a failure affects only its key."""
     bad = GraphKey(FULL, BatchDescriptor(8, 8, True, query_len=1))
 
     def run(ranks):
@@ -243,7 +243,7 @@ def test_a_key_that_fails_to_capture_on_one_rank_is_used_by_none(failing):
 
 
 def test_the_leaders_table_travels_between_two_steps():
-    """What the leader learnt takes effect everywhere at once, one-shots included."""
+    """Changes learned by the leader take effect on all ranks together, including one-shots."""
 
     class Once:
         name = "once"
@@ -279,7 +279,7 @@ def test_the_leaders_table_travels_between_two_steps():
 
 
 def test_a_range_of_sizes_is_asked_again_on_every_rank():
-    """What was made known of them is forgotten, and what was wanted before it is not made known."""
+    """Published answers of the range are forgotten, and earlier pending ones are not published."""
     learner = Wilful()
     answers = iter(
         [
@@ -304,7 +304,7 @@ def test_a_range_of_sizes_is_asked_again_on_every_rank():
 
 
 def test_outcomes_of_start_up_teach_nothing():
-    """While others are still starting, a step's time is no measure of it."""
+    """While other ranks are starting, a step's time is not representative."""
 
     def run(ranks):
         policy = LeaderPolicy(Smallest(), Wilful() if ranks.rank == 0 else None)
@@ -319,7 +319,7 @@ def test_outcomes_of_start_up_teach_nothing():
 
 
 def test_a_learner_that_raises_changes_nothing_of_what_is_served():
-    """Its fault is the leader's alone, while all ranks serve the table."""
+    """Only the leader records the fault, and all ranks serve the table."""
 
     class Broken(Wilful):
         def observe(self, outcome):
@@ -342,7 +342,7 @@ def test_a_learner_that_raises_changes_nothing_of_what_is_served():
 
 
 def test_what_no_policy_may_choose_is_left_out_of_the_table_on_all_ranks():
-    """A learner is the leader's alone, and its fault must not end a step anywhere."""
+    """Only the leader has a learner, whose fault must not end a step on any rank."""
 
     class Small(Wilful):
         def observe(self, outcome):
@@ -403,7 +403,7 @@ def test_a_fault_of_the_policy_on_one_rank_is_told_to_the_others():
 
 
 def withheld_on_this_rank():
-    """Return what withholds keys, its report, and a key that another rank has lost."""
+    """Return a withholder, its report, and a key that another rank has lost."""
     dispatcher = make_dispatcher()
     keys = SharedKeys(dispatcher)
     key = next(iter(dispatcher.registry))
@@ -432,7 +432,7 @@ def test_a_key_that_changes_on_another_thread_during_a_merge_is_news():
             lost = next(each for each in registry if each != key)
             threads.append(threading.Thread(target=registry.failed, args=(lost, "broken")))
             threads[0].start()
-            threads[0].join(0.05)  # without the registry's lock it is through by then
+            threads[0].join(0.05)  # without the registry's lock it would have finished
         return key not in registry._disabled_keys
 
     registry.is_enabled = is_enabled
@@ -450,7 +450,7 @@ def test_a_withheld_key_that_is_forgotten_is_withheld_no_more():
 
 
 def test_nothing_is_exchanged_where_nothing_can_differ():
-    """Tensor parallelism under one scheduler: same batches, same answers."""
+    """Tensor parallelism under one scheduler: equal batches, equal answers."""
 
     def run(ranks):
         ranked = RankedDispatcher(make_dispatcher(), ranks, same_batches=True)
@@ -464,7 +464,7 @@ def test_nothing_is_exchanged_where_nothing_can_differ():
 
 
 def test_a_lost_key_stops_a_rank_where_the_others_could_not_learn_of_it():
-    """Without an exchange the others would replay what this rank cannot."""
+    """Without an exchange the others would replay a graph that this rank lacks."""
 
     def run(ranks):
         dispatcher = make_dispatcher()
@@ -485,7 +485,7 @@ def test_a_lost_key_stops_a_rank_where_the_others_could_not_learn_of_it():
 
 
 def test_a_check_finds_batches_that_differ_after_all():
-    """The promise of same batches is looked at every so often."""
+    """Equal batches are promised, and checked at intervals."""
 
     def run(ranks):
         ranked = RankedDispatcher(make_dispatcher(), ranks, same_batches=True, check_every=4)
@@ -501,7 +501,7 @@ def test_a_check_finds_batches_that_differ_after_all():
 
 
 def test_impossible_facts_can_be_tried_again():
-    """They are refused before anything is exchanged; the others wait meanwhile."""
+    """They are refused before any exchange; the others wait meanwhile."""
 
     def run(ranks):
         ranked = RankedDispatcher(make_dispatcher(), ranks)
@@ -516,7 +516,7 @@ def test_impossible_facts_can_be_tried_again():
 
 
 def test_no_common_mode_is_refused_on_every_rank_and_the_next_step_works():
-    """One rank allows FULL alone, the other PIECEWISE at most."""
+    """One rank allows only FULL, the other at most PIECEWISE."""
 
     def run(ranks):
         ranked = RankedDispatcher(make_dispatcher(), ranks)
@@ -528,7 +528,7 @@ def test_no_common_mode_is_refused_on_every_rank_and_the_next_step_works():
 
 
 def test_switches_are_on_where_all_ranks_have_them_on():
-    """Whatever changes the collectives inside a step is part of the agreement."""
+    """Everything that changes the collectives inside a step is part of the agreement."""
 
     def run(ranks):
         ranked = RankedDispatcher(make_dispatcher(), ranks, switches=("microbatch", "quant"))
@@ -549,7 +549,7 @@ def test_switches_are_on_where_all_ranks_have_them_on():
     ],
 )
 def test_ranks_that_are_not_set_up_alike_stop_at_once(odd, what):
-    """A difference that shows up in the middle of serving is a hang."""
+    """A difference that appears while serving would be a hang."""
 
     def run(ranks):
         settings = {"facts": {"model": "same"}, **(odd if ranks.rank == 1 else {})}
@@ -564,7 +564,7 @@ def test_ranks_that_are_not_set_up_alike_stop_at_once(odd, what):
 
 
 def test_a_policy_that_learns_on_every_rank_is_refused():
-    """What one rank has learnt another does not know."""
+    """What one rank learns is unknown to the others."""
 
     def run(ranks):
         return RankedDispatcher(make_dispatcher(Wilful()), ranks)
@@ -579,7 +579,7 @@ def test_only_a_dispatcher_is_ranked():
 
 
 def test_a_lazy_dispatcher_is_refused():
-    """A capture in the middle of a step may fail on one rank alone."""
+    """A capture within a step may fail on one rank only."""
 
     def run(ranks):
         plain = make_dispatcher(captured=False)
@@ -589,7 +589,7 @@ def test_a_lazy_dispatcher_is_refused():
 
 
 def test_a_dispatcher_that_may_split_batches_is_refused():
-    """Ranks agree on one graph; the parts of another rank's batch would be others."""
+    """Ranks agree on one graph; the parts of another rank's batch would differ."""
 
     def run(ranks):
         config = make_dispatcher().config
@@ -608,7 +608,7 @@ AXES = (Axis("length", (4, 16, 64)), Axis("kind", (1, 3), exact=True))
 
 
 def with_axes(policy=None, axes=AXES):
-    """Return a dispatcher of a policy that knows nothing of axes, all of it captured."""
+    """Return a captured dispatcher of a policy without axes."""
     config = attrs.evolve(make_dispatcher(max_loras=2).config, axes=axes)
     made = Dispatcher(policy or Smallest(), config)
     for key in made.registry:
@@ -619,7 +619,7 @@ def with_axes(policy=None, axes=AXES):
 @settings(max_examples=4)
 @given(st.integers(2, 3), st.integers(0, 1 << 32), st.sampled_from([0, 3]))
 def test_values_of_axes_are_agreed_on(size, seed, same_every):
-    """The largest value of any rank picks the bucket; another exact value is outside for all."""
+    """The largest value of any rank selects the bucket; differing exact values are outside it."""
 
     def run(ranks):
         rng = random.Random(f"{seed}/{0 if same_every else ranks.rank}")
@@ -662,7 +662,7 @@ def test_values_of_axes_are_agreed_on(size, seed, same_every):
 
 
 def test_ranks_with_other_axes_are_not_set_up_alike():
-    """Axes are part of the fingerprint, and so is what a policy without axes answers there."""
+    """The fingerprint includes axes and the answers of a policy without axes."""
 
     def run(ranks):
         buckets = (4, 16, 64) if ranks.rank == 0 else (4, 16)
@@ -702,13 +702,13 @@ def test_a_learner_on_another_rank_than_the_first_is_refused_and_stops_all():
 
 
 def test_a_base_that_learns_is_refused():
-    """All ranks fall back on the base, and must get the same from it."""
+    """All ranks fall back on the base and must get the same answer from it."""
     with pytest.raises(ConfigError, match="stateless"):
         LeaderPolicy(Wilful())
 
 
 def test_one_rank_alone_decides_as_its_dispatcher_does():
-    """The same program runs on one GPU, and costs nothing there."""
+    """The same program runs on one GPU, without any cost."""
 
     def run(ranks):
         ranked = RankedDispatcher(make_dispatcher(Wilful()), ranks)

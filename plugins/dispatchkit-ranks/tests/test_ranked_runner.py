@@ -1,4 +1,4 @@
-"""A runner of several ranks: what was agreed on is run, or nobody waits for it."""
+"""A runner on several ranks runs agreed graphs, or no rank waits for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INPUTS = {"x": StaticInput((None,), "float32")}
 
 
 class Refusing:
-    """A graph whose launch is refused when its backend says so."""
+    """A graph whose launch fails on demand."""
 
     def __init__(self, graph, backend):
         self._graph, self._backend = graph, backend
@@ -58,12 +58,12 @@ class RefusingTape(TapeBackend):
 
 
 def given(ran):
-    """Return what a mock was called with, one value each time."""
+    """Return the single arguments of a mock's calls."""
     return [call.args[0] for call in ran.call_args_list]
 
 
 def make_runner(ranks, step=None):
-    """Return a captured runner of this rank, its backend and what it ran plainly."""
+    """Return this rank's captured runner, its backend, and its plain calls."""
     ran, backend = Mock(), RefusingTape()
 
     def doubled(x):
@@ -84,7 +84,7 @@ def make_runner(ranks, step=None):
 
 
 def test_a_replay_that_fails_on_one_rank_runs_no_other_way_there():
-    """It says so to the others, who may wait for it inside the graph."""
+    """It notifies the others, which may wait for it inside the graph."""
 
     def run(ranks):
         ranked, backend, ran = make_runner(ranks)
@@ -104,7 +104,7 @@ def test_a_replay_that_fails_on_one_rank_runs_no_other_way_there():
 
 @dataclasses.dataclass
 class Outputs:
-    """What libraries return: an object with tensors in its attributes."""
+    """An object with tensors in its attributes, as libraries return."""
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...]
@@ -141,7 +141,7 @@ TWO_INPUTS = {**INPUTS, "y": StaticInput((None,), "float32")}
     ids=["type", "missing", "rows", "unknown", "array"],
 )
 def test_an_input_that_does_not_fit_is_refused_before_anything_is_exchanged(wrong):
-    """Else the agreement would end for it, or fill would stand in where another rank is larger."""
+    """Otherwise its agreement would end, or fill would be used where another rank is larger."""
 
     def run(ranks):
         runner = GraphRunner(
@@ -165,7 +165,7 @@ def test_an_input_that_does_not_fit_is_refused_before_anything_is_exchanged(wron
 
 
 def test_a_rank_under_another_autocast_has_all_run_eager():
-    """Its graphs were not captured under that: all ranks do what it can do."""
+    """Its graphs were captured under another setting, so all ranks run eager."""
 
     def run(ranks):
         ranked, _, ran = make_runner(ranks)
@@ -178,7 +178,7 @@ def test_a_rank_under_another_autocast_has_all_run_eager():
 
 
 def test_a_rank_under_another_autocast_runs_eager_where_eager_is_among_what_it_allows():
-    """A set of allowed modes is no ceiling, and has eager in it all the same."""
+    """A set of allowed modes is no ceiling, but contains eager too."""
 
     def run(ranks):
         ranked, _, ran = make_runner(ranks)
@@ -191,7 +191,7 @@ def test_a_rank_under_another_autocast_runs_eager_where_eager_is_among_what_it_a
 
 
 class Scaled:
-    """A step that reads a number of its own: its graphs have it built in."""
+    """A step that reads a Python number, which its graphs contain."""
 
     def __init__(self):
         self.scale = 2.0
@@ -201,7 +201,7 @@ class Scaled:
 
 
 def test_a_value_that_changes_on_one_rank_has_all_run_eager():
-    """Its graphs are of no use there; the others hear of it before the step, and by whom."""
+    """Its graphs are invalid; the others learn before the step which rank it is."""
 
     def run(ranks):
         scaled = Scaled()
@@ -228,7 +228,7 @@ def test_a_value_that_changes_on_one_rank_has_all_run_eager():
 
     first, second = all_good(run_ranks(2, run))
     assert first[0] == second[0]
-    assert first[0][-1]["NONE"] > 20  # found within as many steps as a runner alone takes
+    assert first[0][-1]["NONE"] > 20  # found within as many steps as with a runner alone
     assert (first[1], second[1]) == ((2.0, 2.0), (2.0, 3.0))
     assert all("scale" in why[1] for why in first[2].values())
     assert first[2]
@@ -250,7 +250,7 @@ def test_steps_of_several_ranks_are_recorded_and_watched():
 
 
 def test_a_swap_is_taken_up_by_all_ranks_or_no_step_is_run():
-    """The next policy might learn on each rank, and the ranks choose apart from then on."""
+    """The next policy might learn on each rank, so that the ranks diverge."""
 
     def run(ranks):
         ranked, _, _ = make_runner(ranks)
@@ -272,7 +272,7 @@ AXES_INPUTS = {
 
 
 def axes_runner(ranks, captures=True, step=None):
-    """Return a ranked runner with a length that is a dimension, and a kind that steers."""
+    """Return a ranked runner with a length as a dimension and a controlling kind."""
     ran = Mock()
 
     def plain_step(x, scale, kind):
@@ -298,7 +298,7 @@ def axes_runner(ranks, captures=True, step=None):
 
 @pytest.mark.filterwarnings("ignore:Steps run eager")
 def test_ranks_with_other_lengths_run_one_graph_and_get_their_own_cut():
-    """Rows and lengths are padded to those of the longest; an idle rank joins with fill."""
+    """Rows and lengths are padded to the longest; an idle rank joins with fill."""
     steps = [  # rows, length and kind of each rank; None: idle
         [(1, 3, 1), (4, 7, 1)],
         [(2, 4, 3), (1, 2, 3)],
@@ -349,7 +349,7 @@ def test_values_that_fit_no_input_are_refused_before_anybody_waits():
 
 
 def stops_both(ranks, call, error, match, first):
-    """Check that a call raises on the first rank, and stops the other at its next step."""
+    """Check that a call raises on the first rank and stops the other at its next step."""
     if ranks.rank == first:
         with pytest.raises(error, match=match):
             call()
@@ -366,7 +366,7 @@ def stops_both(ranks, call, error, match, first):
     ids=["no capture", "a kind that none is of"],
 )
 def test_lengths_that_differ_are_refused_where_no_capture_tells_how_to_cut(captures, kind):
-    """Rather than fill handed out as results; equal lengths need no cut."""
+    """Otherwise fill would be returned as results; equal lengths need no cut."""
 
     def run(ranks):
         ranked, ran = axes_runner(ranks, captures)
@@ -382,7 +382,7 @@ def test_lengths_that_differ_are_refused_where_no_capture_tells_how_to_cut(captu
 
 
 def test_outputs_are_cut_as_those_of_their_own_kind():
-    """What one value of an exact axis returns says nothing of another's."""
+    """Outputs for one value of an exact axis say nothing about another value."""
 
     def step(x, scale, kind):
         return x * scale[:, None] if kind == 1 else (x.sum(1), x * kind)
@@ -426,7 +426,7 @@ def test_an_input_that_is_no_tensor_is_refused_before_anybody_waits():
 
 
 def test_a_runner_of_ranks_cannot_be_packed():
-    """Ranks would divide their items into different numbers of steps, and wait for each other."""
+    """Ranks would divide items into different numbers of steps and wait for each other."""
 
     def run(ranks):
         runner, _, _ = make_runner(ranks)

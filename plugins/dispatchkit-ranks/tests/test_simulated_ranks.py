@@ -1,4 +1,4 @@
-"""What the simulation of ranks says is what ranks would agree on, batch by batch."""
+"""A simulation of ranks equals the agreement of real ranks, batch by batch."""
 
 from __future__ import annotations
 

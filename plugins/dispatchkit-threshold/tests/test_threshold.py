@@ -1,4 +1,4 @@
-"""The policy ``threshold``: the kit, and what its options mean."""
+"""The policy ``threshold`` passes the kit, and its options have the documented meaning."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_batches_outside_the_limits_run_eager_with_the_reason() -> None:
 
 
 def test_a_batch_that_may_use_no_graph_is_told_so() -> None:
-    """Not that there is no key: there is one, which this step was not allowed."""
+    """The reason is not a missing key: the key exists, but the step was not allowed to use it."""
     assert dispatcher(ThresholdPolicy()).dispatch(8, ceiling=0).reason == "ceiling"
 
 
@@ -111,7 +111,7 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], setting: st
 
 
 def test_the_limit_of_tokens_leaves_each_kind_of_batch_the_graph_it_is_padded_to():
-    """Uniform batches have sizes of whole requests only: 24 is the one that holds 12 of them."""
+    """Uniform batches have only sizes of whole requests: 24 is the size for 12 of them."""
     config = DispatchConfig(sizes=(8, 16, 24), max_num_tokens=24, query_lens=3)
     dispatcher = Dispatcher(ThresholdPolicy(1, 12), config, lazy=True)
     assert str(dispatcher.dispatch(12, 4, 1).key) == "FULL tokens=24 reqs=8 uniform=3"
@@ -140,7 +140,7 @@ def test_a_batch_above_the_largest_size_is_cut_where_that_was_asked_for() -> Non
     assert split_of(asked, 128) == [(64, 64), (64, 64)]
     assert split_of(asked, 200) == [(64, 64), (64, 64), (64, 64), (8, 8)]
     assert split_of(asked, 64) == split_of(plain, 70) == []
-    assert split_of(asked, 70, uniform=1) == []  # its rows belong together by requests
+    assert split_of(asked, 70, uniform=1) == []  # its rows belong to requests
 
 
 def test_what_is_cut_keeps_the_limits() -> None:
@@ -148,6 +148,6 @@ def test_what_is_cut_keeps_the_limits() -> None:
     wasteful = ThresholdPolicy(split=True, max_waste=0)
     assert split_of(wasteful, 71) == []
     assert split_of(wasteful, 72) == [(64, 64), (8, 8)]
-    assert split_of(wasteful, 24) == [(16, 16), (8, 8)]  # without waste two graphs serve it
+    assert split_of(wasteful, 24) == [(16, 16), (8, 8)]  # with no waste, two graphs serve it
     assert split_of(ThresholdPolicy(split=True), 24) == []
-    assert split_of(ThresholdPolicy(split=True), 9 * 64) == []  # more parts than pay
+    assert split_of(ThresholdPolicy(split=True), 9 * 64) == []  # too many parts to pay off

@@ -1,4 +1,4 @@
-"""Models of every kind of layer give the tokens of ``generate``, in batches that come and go."""
+"""Models of every kind of layer give the tokens of ``generate``, in changing batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dispatchkit_transformers import GraphDecoder, prompts, static_models  # noq
 
 pytestmark = pytest.mark.slow
 
-# Prompts of these lengths get so many new tokens: windows of 8 are passed in both.
+# Each prompt gets this many new tokens: windows of 8 are exceeded in both.
 PROMPTS, COUNTS = (3, 11, 4, 6, 2), (4, 9, 14, 19, 4)
 MAX_LENGTH = 32
 
@@ -57,7 +57,7 @@ def prompt_of(length):
 
 
 def alone(model, inputs, number):
-    """Return what the library's own method says to one request."""
+    """Return the tokens of the library's own method for one request."""
     asked = {"max_new_tokens": COUNTS[number], "do_sample": False, "pad_token_id": 0}
     ids = model.generate(**inputs, **asked, eos_token_id=None)
     return ids[0, -COUNTS[number] :].tolist()
@@ -102,7 +102,7 @@ def test_a_class_that_is_not_served_is_refused_by_name(name):
 
 
 def source_of(model, length):
-    """Return inputs of an encoder: tokens, or sound, of which there is one length alone."""
+    """Return inputs of an encoder: tokens, or audio, which has a single length."""
     if model.main_input_name == "input_ids":
         return {"input_ids": prompt_of(length)}
     maker = torch.Generator().manual_seed(length)
@@ -110,7 +110,7 @@ def source_of(model, length):
 
 
 def batch_of(sources):
-    """Return several inputs of an encoder as a batch, with padding on the right."""
+    """Return several inputs of an encoder as a batch padded on the right."""
     if "input_ids" not in sources[0]:
         return {"input_features": torch.cat([one["input_features"] for one in sources])}
     given = [one["input_ids"] for one in sources]
@@ -123,7 +123,7 @@ def batch_of(sources):
     ("name", "settings"), [pytest.param(*one, id=one[0]) for one in ENCODER_DECODER.items()]
 )
 def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
-    """Each request has a source of its own length, and a batch has padding in its sources."""
+    """Each request has its own source length, and batches pad their sources."""
     model = made(name, settings)
     sources = [source_of(model, length) for length in PROMPTS]
     start = torch.tensor([[model.config.decoder_start_token_id]])
@@ -142,7 +142,7 @@ def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
 
 
 def test_a_length_at_which_logits_depend_on_what_a_cache_holds_is_refused():
-    """Rows of Llama 4 would all have the temperature of attention of one of them."""
+    """All rows of Llama 4 would use one row's attention temperature."""
     model = made("Llama4ForCausalLM", {"no_rope_layers": [1, 0], "floor_scale": 12})
     decoder_of(model, max_length=11, lengths=[11])
     with pytest.raises(ConfigError, match="max_length must be smaller"):
@@ -151,14 +151,14 @@ def test_a_length_at_which_logits_depend_on_what_a_cache_holds_is_refused():
 
 @pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "MambaForCausalLM"])
 def test_a_capture_amid_live_sequences_leaves_their_states_as_they_were(name):
-    """Its warmup runs dummy rows, in the slots of the sequences that are there."""
+    """Its warmup runs dummy rows in the slots of live sequences."""
     model = made(name, {})
     prompts = [prompt_of(length) for length in PROMPTS[1:3]]
     asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = [model.generate(one, **asked)[0, one.shape[1] :].tolist() for one in prompts]
     decoder = decoder_of(model, max_batch_size=2, sizes=[1, 2])
     said = [[] for _ in prompts]
-    for number, prompt in enumerate(prompts):  # a size is captured behind each of them
+    for number, prompt in enumerate(prompts):  # each of them is followed by a capture
         decoder.admit(prompt)
         said[number].append(int(decoder.tokens[-1]))
         for row, token in enumerate(decoder.step().tolist()):

@@ -1,4 +1,4 @@
-"""What the benchmark of decoding counts, plans and does with a case that fails."""
+"""The benchmark of decoding: counts, plans, and failing cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark as a module."""
+    """Load the benchmark as a module."""
     monkeypatch.syspath_prepend(str(BENCH))
     import decoding
 
@@ -69,7 +69,7 @@ def test_fewer_planned_sizes_pad_less_than_the_usual_ones(bench):
 def steps_of(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> dict[str, Any]:
-    """Have four cases that note their calls, of which one fails."""
+    """Return four cases that record their calls, one of which fails."""
 
     def case_of(name: str) -> Any:
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_a_case_of_the_trace_is_the_one_of_the_fixed_batches(bench, monkeypatch,
     session = bench.Session(bench.Lines("none"), SimpleNamespace(), args)
     session.trace()
     session.fixed()
-    # The one that failed is made anew for the next part.
+    # The failed case is created again for the next part.
     assert made == [*cases, "graphs"]
     session.lines.summary()
     rows = printed(capsys)

@@ -1,4 +1,4 @@
-"""The examples of the how-to run, one after the other."""
+"""The examples of the how-to run in order."""
 
 from __future__ import annotations
 

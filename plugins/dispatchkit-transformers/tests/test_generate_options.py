@@ -1,4 +1,4 @@
-"""Each option of ``generate`` gives what it gives there, or is refused by name."""
+"""Each option of ``generate`` works as there, or is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 SAMPLED = {"do_sample": True, "top_k": 0}
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
-#: A value of each option, and what goes with it, that gives the library's tokens.
+#: A value per option, with related options, that gives the library's tokens.
 SERVED = {
     "bad_words_ids": {"bad_words_ids": [[5], [6, 7]]},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(3, 90))},
@@ -70,7 +70,7 @@ SERVED = {
     },
 }  # fmt: skip
 
-#: A value of each option that is refused.
+#: A refused value per option.
 REFUSED = {
     "assistant_early_exit": 1,
     "cache_implementation": "quantized",
@@ -92,7 +92,7 @@ REFUSED = {
     "use_mtp": True,
 }
 
-#: What says nothing of a call without beams, drafts or a cache of the library's own.
+#: Options without effect in a call without beams, drafts or the library's own cache.
 OF_OTHERS = {
     "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind",
     "cache_config", "continuous_batching_config", "diversity_penalty", "early_stopping",
@@ -122,13 +122,13 @@ def decoder():
 
 
 def test_every_option_of_this_release_is_known():
-    """A release with a further one needs a decision: served, refused, or without effect here."""
+    """A new option of a release must be classified: served, refused, or without effect here."""
     assert {*SERVED, *REFUSED, *OF_OTHERS} >= FIELDS
 
 
 @pytest.mark.parametrize("name", sorted(SERVED.keys() & FIELDS))
 def test_an_option_gives_what_it_gives_in_generate(decoder, name):
-    """The same tokens, scores and logits, from the same random numbers."""
+    """Tokens, scores and logits are equal for the same random numbers."""
     results = []
     for run in (decoder.model.generate, decoder.generate):
         torch.manual_seed(5)
@@ -146,7 +146,7 @@ def test_an_option_gives_what_it_gives_in_generate(decoder, name):
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() & FIELDS))
 def test_an_option_that_is_not_served_is_refused_by_name(decoder, name):
-    """As an argument, in a configuration, and among the model's own settings."""
+    """As an argument, in a configuration, and in the model's own settings."""
     value = REFUSED[name]
     with pytest.raises(ConfigError, match=name):
         decoder.generate(**PROMPTS, **ASKED, **{name: value})
@@ -173,7 +173,7 @@ def test_an_argument_that_is_not_served_is_refused_by_name(decoder, name):
 
 @pytest.mark.parametrize("name", ["paged", "offloaded", "offloaded_static"])
 def test_a_cache_elsewhere_is_refused(decoder, name):
-    """``paged`` has the library decode without its ``custom_generate``, and without a word."""
+    """With ``paged``, the library silently decodes without its ``custom_generate``."""
     with pytest.raises(ConfigError, match="cache_implementation"):
         decoder.generate(**PROMPTS, **ASKED, cache_implementation=name)
 

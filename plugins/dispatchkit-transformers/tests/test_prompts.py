@@ -1,4 +1,4 @@
-"""Prompts through graphs give the tokens that the library's own ``generate`` gives."""
+"""Prompts through graphs give the tokens of the library's own ``generate``."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def said_by(model, ids, count):
     ],
 )
 def test_padded_prompts_of_a_batch_run_together(make, attention):
-    """In chunks and rows that are padded too, in slots with what is no number in them."""
+    """Includes padded chunks and rows, in slots that contain NaN."""
     torch.manual_seed(0)
     model = make().eval()
     model.set_attn_implementation(attention)
@@ -110,7 +110,7 @@ def test_padded_prompts_of_a_batch_run_together(make, attention):
     assert torch.equal(model.generate(**given, **asked), decoder.generate(**given, **asked))
     stats = decoder.stats()
     assert stats.prompts == {"graphs": 5}
-    # Three chunks of 4 tokens for 8 rows: 16 for each would be more than 64 together.
+    # Three chunks of 4 tokens for 8 rows; 16 each would exceed 64 in total.
     assert stats.graphs["prompts"].hits == {"FULL tokens=8 reqs=8 axes=4,16": 3}
     assert not stats.graphs["prompts"].eager_by_reason
 
@@ -128,7 +128,7 @@ def test_sampled_tokens_and_logits_are_those_of_generate(model):
 
 
 def test_prompts_that_join_others_get_what_they_would_get_alone(model):
-    """Short, long, in groups, and some that fit no graph, beside sequences that go on."""
+    """Short, long, grouped, and too long for graphs, while other sequences continue."""
     decoder = decoder_of(model, max_batch_size=10, prompt_sizes=(4, 16), sizes=[4, 10])
     shapes = [(1, 3), (2, 5), (1, 16), (1, 17), (3, 4), (1, 30), (1, 1)]
     waiting = [tokens_of(*shape, seed=number) for number, shape in enumerate(shapes)]
@@ -167,21 +167,21 @@ def test_prompts_run_eager_unless_sizes_are_given(model):
     assert "prompts" not in stats.graphs
 
 
-# These begin anew with every chunk, whatever state they find.
+# These start again with every chunk, for any earlier state.
 ONE_CHUNK = {
     "FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "ZambaForCausalLM",
 }  # fmt: skip
 
-# Single tokens of these differ from their prompts in the library, too.
+# Single tokens of these differ from their prompts in the library too.
 ROUNDING = {"NemotronHForCausalLM": 1e-3, "Zamba2ForCausalLM": 2e-2}
 
-# The library counts padding on the left as positions of its sequences.
+# The library counts padding on the left as positions.
 PADDING_COUNTS = {"BartForCausalLM"}
 
-# Of prompts: the first and the last fit the longer chunk alone.
+# Widths of prompts: the first and the last fit only the longer chunk.
 WIDTHS = (20, 9, 2, 6, 20)
 
-# Full attention takes the same way in nearly all classes: these differ in their positions.
+# Nearly all classes implement full attention equally; these differ in their positions.
 POSITIONS = (
     "LlamaForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "OPTForCausalLM", "CTRLLMHeadModel",
     "GPTBigCodeForCausalLM", "DeepseekV3ForCausalLM", "BartForCausalLM", "MptForCausalLM",
@@ -194,12 +194,12 @@ CHUNKED = {**{name: FULL[name] for name in POSITIONS}, **WINDOWS, **RECURRENT}
     ("name", "settings"), [pytest.param(*one, id=one[0]) for one in CHUNKED.items()]
 )
 def test_chunks_give_the_logits_of_whole_sequences(name, settings):
-    """One chunk that is longer than windows, then shorter ones for prompts of several lengths.
+    """One chunk longer than the windows, then shorter chunks for prompts of several lengths.
 
-    These are beside a sequence that goes on, and in slots with what is no number in them. Some
-    prompts have no token in the first chunk, and windows are passed in the last. One sequence ends,
-    the last takes its place, and another comes to the slot that is free. Logits show what tokens
-    of small models do not, such as a window that is one position too long.
+    These run while another sequence continues, in slots that contain NaN. Some prompts have no
+    token in the first chunk, and the last chunk exceeds windows. One sequence ends, the last takes
+    its place, and another joins in the free slot. Logits show errors that tokens of small models do
+    not, such as a window one position too long.
     """
     model = tiny(name, **settings)
     if model is None or (name in RECURRENT and not HAS_ONE_CACHE):
@@ -240,7 +240,7 @@ def test_chunks_give_the_logits_of_whole_sequences(name, settings):
         step()
     stats = decoder.stats()
     assert stats.moved == 1
-    if name == "MoshiForCausalLM":  # its own prompts look at more than its window
+    if name == "MoshiForCausalLM":  # its own prompts attend beyond its window
         assert stats.prompts == {"windows_not_masked": 5}
         return
     if name in ONE_CHUNK:
@@ -248,7 +248,7 @@ def test_chunks_give_the_logits_of_whole_sequences(name, settings):
     elif name in RECURRENT or "position_ids" in inspect.signature(model.forward).parameters:
         assert stats.prompts == {"graphs": 5}
         assert stats.graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=4,32"] == 3
-    else:  # a model that cannot be told which positions its tokens have
+    else:  # a model that does not accept positions of tokens
         assert stats.prompts == {"chunks_differ": 5}
     if "graphs" in stats.prompts:
         assert stats.graphs["prompts"].hits["FULL tokens=1 reqs=1 axes=32,32"] == 2
@@ -266,7 +266,7 @@ def test_chunks_give_the_logits_of_whole_sequences(name, settings):
     "name", ["Gemma3ForCausalLM", pytest.param("Qwen3_5ForCausalLM", marks=needs_one_cache)]
 )
 def test_check_mode_runs_both_ways_from_the_same_windows_and_states(name):
-    """A chunk reads both before it writes them, so that a second run would find other ones."""
+    """A chunk reads both before it writes them, so a second run would find other values."""
     model = tiny(name)
     decoder = decoder_of(
         model, max_batch_size=4, prompt_sizes=(4, 64), options=RunnerOptions(check=1)
@@ -281,7 +281,7 @@ def test_check_mode_runs_both_ways_from_the_same_windows_and_states(name):
 
 @needs_one_cache
 def test_states_that_no_chunk_continues_are_found_where_logits_do_not_show_it(monkeypatch):
-    """In 16 bits they differ by rounding too much to tell."""
+    """In 16 bits, rounding differences are too large to tell."""
     monkeypatch.setattr(prompts, "is_close", lambda *given: True)
     model = tiny("MambaForCausalLM").to(torch.bfloat16)
     decoder = decoder_of(model, max_batch_size=4, prompt_sizes=(4, 16))
@@ -312,14 +312,14 @@ def test_prompts_of_an_encoder_decoder_run_eager():
     ],
 )
 def test_other_slots_stay_as_they_are(name):
-    """A chunk of four rows with three prompts, behind one that is live and before free slots."""
+    """A chunk of four rows with three prompts, after a live row and before free slots."""
     model = tiny(name, **{**FULL, **WINDOWS, **RECURRENT}[name])
     decoder = decoder_of(model, max_batch_size=6, prompt_sizes=(16, 64))
     decoder.admit(tokens_of(1, 5))
     others = [0, 4, 5]
 
     def content():
-        # Behind the positions that are kept is one that is never read.
+        # The kept positions are followed by one that is never read.
         kept = [one[:, others, :, :-1] for one in decoder.cache.slots.step_state.scratch]
         return [*kept, *(one[:, others] for one in decoder.cache.states)]
 
@@ -335,7 +335,7 @@ def test_other_slots_stay_as_they_are(name):
 
 def test_capture_ahead_leaves_nothing_to_capture_later(model):
     decoder = decoder_of(model, max_batch_size=3, sizes=[3], prompt_sizes=(4, 16), lazy=False)
-    # Of prompts 1 row of 4 and of 16 tokens, 2 rows and 3 rows of 4.
+    # For prompts: 1 row of 4 and of 16 tokens, 2 and 3 rows of 4.
     assert decoder.capture() == len(LENGTHS) * (1 + 4)
     for rows, width in ((1, 16), (2, 3), (3, 5), (1, 7)):
         decoder.generate(tokens_of(rows, width), max_new_tokens=3, do_sample=False)
@@ -370,7 +370,7 @@ def test_chunks_take_the_least_time_and_are_few():
 
 @pytest.mark.parametrize(("chunk", "since"), [(None, [4, 5, 6]), (4, [4, 4, 4])])
 def test_tokens_of_a_chunk_look_at_their_window_and_padding_somewhere(chunk, since):
-    """Attention of a token that looks nowhere is NaN, in some kernels."""
+    """Attention of a token without visible positions is NaN in some kernels."""
     positions = torch.tensor([[32, 0, 1], [5, 6, 7], [32, 32, 32]])
     look = RingMask(capacity=4, window=2 if chunk is None else 4, chunk=chunk, sink=32)
     mask = look.mask(positions, torch.arange(32)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Steps that verify drafts give the tokens of greedy ``generate``, whatever the drafts are."""
+"""Steps that verify drafts give the tokens of greedy ``generate``, for any drafts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dispatchkit_transformers.layers.layer_tensors import layer_tensors  # noqa:
 pytestmark = pytest.mark.slow
 
 MAX_LENGTH = 40
-# Prompts of these lengths get so many new tokens: windows of 8 are passed in both.
+# Each prompt gets this many new tokens: windows of 8 are exceeded in both.
 PROMPTS, COUNTS = (3, 11, 4, 6, 2), (14, 9, 25, 19, 4)
 ASKED = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -60,12 +60,12 @@ def prompt_of(length):
 
 
 def said_by(model, inputs, count):
-    """Return the new tokens of one request, by the library's own method."""
+    """Return the new tokens of one request, from the library's own method."""
     return model.generate(**inputs, max_new_tokens=count, **ASKED)[0, -count:].tolist()
 
 
 def serve_with(model, drafter, **settings):
-    """Check the tokens of requests with drafts, in memory that has no numbers in it at first."""
+    """Check the tokens of requests with drafts, in memory filled with NaN."""
     decoder = decoder_of(model, **settings)
     for block in decoder.cache.memory:
         block.fill_(float("nan"))
@@ -104,7 +104,7 @@ def test_tokens_are_those_of_generate(name, chance):
     ],
 )  # fmt: skip
 def test_tokens_of_other_classes_are_those_of_generate(name):
-    """With rows that have fewer drafts than the graph has places, or none."""
+    """Includes rows with fewer drafts than the graph has places, or none."""
     serve_with(made(name), Known(0.7, fewest=0))
 
 
@@ -126,13 +126,13 @@ def test_chunks_of_attention_begin_among_the_drafts(settings):
 @pytest.mark.parametrize("window", [2, 5, 37, 39])
 @pytest.mark.parametrize("sizes", [(), (4, 16)], ids=["eager", "prompts"])
 def test_windows_of_every_length(window, sizes):
-    """Shorter than the drafts, and so long that the spare positions reach the cache's end."""
+    """Shorter than the drafts, and long enough for the spare positions to reach the cache's end."""
     model = made("MistralForCausalLM", sliding_window=window)
     serve_with(model, Known(0.7), lengths=[MAX_LENGTH], prompt_sizes=sizes)
 
 
 def test_a_window_with_a_spare_position_less_would_differ(monkeypatch):
-    """A rejected draft is written over what the next token looks at."""
+    """A rejected draft overwrites a position that the next token attends to."""
     monkeypatch.setattr(
         slot_cache,
         "layer_tensors",
@@ -165,7 +165,7 @@ def test_tokens_of_encoder_decoders_are_those_of_generate(name):
 
 
 def looked_up(tokens, max_ngram, number=DRAFTS):
-    """Return what ``PromptLookup`` is to propose: one row on the host, place by place."""
+    """Return the expected proposals of ``PromptLookup`` for one row, computed on the host."""
     best, place = 0, None
     for end in range(len(tokens) - 1):
         equal = 0
@@ -181,7 +181,7 @@ def looked_up(tokens, max_ngram, number=DRAFTS):
 
 @pytest.mark.parametrize("max_ngram", [1, 3])
 def test_what_followed_the_last_tokens_is_proposed(max_ngram):
-    """Rows of few different tokens, which come and go; one of them has one token alone."""
+    """Rows with few different tokens join and leave; one of them has a single token."""
     model = llama()
     lookup = PromptLookup(decoder_of(model, max_batch_size=8, sizes=[8]), max_ngram=max_ngram)
     maker = torch.Generator().manual_seed(0)
@@ -227,7 +227,7 @@ def test_drafts_by_prompt_lookup_are_right_where_a_row_repeats_itself():
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_a_draft_model_of_the_same_weights_is_always_right(name):
-    """So its cache has every token: of drafts that were accepted, and of the one behind them."""
+    """So its cache contains every token: accepted drafts and the token after them."""
     model = made(name)
     stats = served_by(model, lambda decoder: DraftModel(decoder, decoder_of(model)))
     assert stats.accepted == stats.drafted > 0
@@ -256,7 +256,7 @@ def test_prompts_that_a_drafter_refuses_leave_no_rows():
     drafter.waiting = [known]
     loop.admit(prompt_of(4))
     with pytest.raises(IndexError):
-        loop.admit(prompt_of(6))  # which Known knows nothing of
+        loop.admit(prompt_of(6))  # which Known has no continuation for
     assert decoder.row_lengths == (4,)
     assert loop.step() == [known[1:5]]
 
@@ -266,7 +266,7 @@ def test_prompts_that_a_drafter_refuses_leave_no_rows():
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_generate_gives_the_tokens_of_generate(name):
-    """Rows of different lengths, some of which end early, and all at the end of the cache."""
+    """Rows of different lengths; some end early, and all end at the end of the cache."""
     model = made(name)
     ids = torch.cat([torch.nn.functional.pad(prompt_of(one), (11 - one, 0)) for one in PROMPTS])
     prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
@@ -314,11 +314,11 @@ def test_sampling_and_processors_are_refused(asked):
     assert decoder.stats().admitted == 0
 
 
-# -- what a rejected draft leaves behind ----------------------------------------------------
+# -- traces of a rejected draft -------------------------------------------------------------
 
 
 def test_a_rejected_draft_that_is_no_number_reaches_no_other_token():
-    """Its keys and values lie behind the row's end, where weights are 0, but 0 * NaN is NaN."""
+    """Its keys and values lie after the row's end, where weights are 0, but 0 * NaN is NaN."""
     model, bad = llama(), 96
     model.get_input_embeddings().weight.data[bad] = float("nan")
     want = said_by(model, {"input_ids": prompt_of(5)}, 12)
@@ -338,7 +338,7 @@ def test_drafts_that_are_no_tokens_are_never_right():
     decoder = decoder_of(model)
     decoder.admit(prompt_of(5))
     assert decoder.verify(torch.tensor([[97, 97, 97]])) == [[want[1]]]
-    # Behind a place without one there is none either.
+    # No draft follows a place without one.
     assert decoder.verify(torch.tensor([[want[2], -1, want[4]]])) == [want[2:4]]
     assert decoder.verify(torch.tensor([[1 << 40]], dtype=torch.int64)) == [[want[4]]]
     stats = decoder.stats()
@@ -360,7 +360,7 @@ def test_a_row_takes_drafts_up_to_the_end_of_the_cache():
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
-    """Full attention to their first position, windows by their spare positions and one."""
+    """Full attention goes back to its first position, windows by spare positions plus one."""
     model = made(name)
     want = said_by(model, {"input_ids": prompt_of(11)}, 12)
     decoder = decoder_of(model)
@@ -379,7 +379,7 @@ def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
     with pytest.raises(DescriptorError, match="one for each of 1 rows"):
         decoder.truncate([])
     assert decoder.step().tolist() == want[6:7]
-    # What was drafted is written as well, and right or not over what a window had there.
+    # Drafts are written too, over the window's earlier positions, even if wrong.
     decoder.verify(torch.full((1, DRAFTS), (want[7] + 7) % 97))
     assert decoder.row_lengths == (18,)
     if name == "Gemma3ForCausalLM":
@@ -392,7 +392,7 @@ def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
 
 @pytest.mark.parametrize("sizes", [(), (16,)], ids=["eager", "prompts"])
 def test_rows_with_windows_do_not_go_back_behind_their_prompt(sizes):
-    """Of which windows keep what the next token looks at, and no more."""
+    """Windows keep only the positions that the next token attends to."""
     decoder = decoder_of(made("MistralForCausalLM", sliding_window=5), prompt_sizes=sizes)
     decoder.admit(prompt_of(11))
     decoder.step()
@@ -401,11 +401,11 @@ def test_rows_with_windows_do_not_go_back_behind_their_prompt(sizes):
 
 
 class Interrupt(BaseException):
-    """What may be raised anywhere, as by a signal."""
+    """An exception that may be raised anywhere, as by a signal."""
 
 
 def interrupted(call, monkeypatch):
-    """Call what waits for the device, and interrupt it there."""
+    """Run a call that waits for the device, and interrupt it there."""
 
     def raise_it(tensor):
         raise Interrupt
@@ -418,13 +418,13 @@ def interrupted(call, monkeypatch):
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_rows_of_an_interrupted_step_go_on_only_from_where_they_were(name, monkeypatch):
-    """The device is ahead of the host then: it has verified drafts that nobody was told of."""
+    """The device is ahead of the host: it has verified drafts that were not reported."""
     model = made(name)
     want = said_by(model, {"input_ids": prompt_of(11)}, 20)
     decoder = decoder_of(model)
     decoder.admit(prompt_of(11))
     said = want[:1]
-    for _ in range(2):  # the second time, tokens are in memory that the step writes to
+    for _ in range(2):  # the second time, tokens are in memory that the step writes
         drafts = torch.tensor([want[len(said) : len(said) + DRAFTS]])
         interrupted(partial(decoder.verify, drafts), monkeypatch)
         for call in (decoder.step, decoder.logits, partial(decoder.verify, drafts)):
@@ -443,7 +443,7 @@ def test_rows_of_an_interrupted_step_go_on_only_from_where_they_were(name, monke
 
 
 def test_a_half_done_step_of_recurrent_layers_cannot_be_taken_back():
-    """Some of the layers have taken the token in, and the others have not."""
+    """Some layers have processed the token, and others have not."""
     model = made("Lfm2ForCausalLM")
     decoder = decoder_of(model, num_draft_tokens=0, mode="NONE")
     decoder.admit(prompt_of(5))
@@ -481,7 +481,7 @@ def test_rows_are_named_by_numbers():
     assert decoder.drop(mask.nonzero().flatten()) == [0]
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- refused calls --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,7 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
 
 @pytest.mark.parametrize("vocabulary", [64, 128])
 def test_a_draft_model_may_have_a_vocabulary_of_another_padding(vocabulary):
-    """Even if the larger model has tokens that the smaller one lacks: a draft is a guess."""
+    """The larger model may have tokens that the smaller one lacks, because a draft is a guess."""
     model = llama()
     decoder = decoder_of(model)
     small = decoder_of(llama(vocab_size=vocabulary), sizes=None)

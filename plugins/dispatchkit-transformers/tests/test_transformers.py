@@ -1,4 +1,4 @@
-"""Decoding through graphs gives the tokens that the library's own ``generate`` gives."""
+"""Decoding through graphs gives the tokens of the library's own ``generate``."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def model(request):
 
 @pytest.fixture
 def one_model():
-    """The Llama-like one, where the kind of model is no matter."""
+    """Return the Llama-like model, where the kind of model does not matter."""
     torch.manual_seed(0)
     return llama().eval()
 
 
 @pytest.fixture
 def prompts():
-    """Five prompts of 7, 7, 4, 7 and 2 tokens, padded on the left."""
+    """Return five prompts of 7, 7, 4, 7 and 2 tokens, padded on the left."""
     ids = torch.randint(3, 97, (5, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[2, :3] = 0
@@ -106,7 +106,7 @@ def decoder_of(model, **settings):
 
 
 def both(model, decoder, prompts, **asked):
-    """Return what the library and the decoder give, from the same random numbers."""
+    """Return the results of library and decoder for the same random numbers."""
     results = []
     for run in (model.generate, decoder.generate):
         torch.manual_seed(5)
@@ -115,12 +115,12 @@ def both(model, decoder, prompts, **asked):
 
 
 def common_tokens(model, prompts):
-    """Return tokens that end some rows early: what some of them come to say."""
+    """Return tokens that some rows will produce, so that these end early."""
     said = model.generate(**prompts, max_new_tokens=24, do_sample=False, pad_token_id=PAD)
     return sorted({int(said[row, 7 + 3 * row + 1]) for row in range(4)})
 
 
-# -- the same tokens ------------------------------------------------------------------------
+# -- equal tokens ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", DECODE_ATTENTION])
@@ -158,7 +158,7 @@ def test_attention_of_few_tokens_is_the_librarys_with_every_mask(heads, value_si
 
 
 class Operations(TorchDispatchMode):
-    """Notes what would be kernels on a device."""
+    """Records the operations that would be kernels on a device."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ def test_attention_of_one_token_is_few_operations_and_copies_no_keys(dtype):
 
 
 def test_scores_that_only_their_scale_brings_into_the_range_of_a_type():
-    """A product of 230,400, which float16 does not hold; a quarter of the rows is far from it."""
+    """A product of 230,400 overflows float16, unlike those of a quarter of the rows."""
     query = torch.full((1, 2, 1, 64), 60.0)
     key = torch.full((1, 2, 8, 64), 60.0)
     key[:, :, ::4] = -60
@@ -200,7 +200,7 @@ def test_scores_that_only_their_scale_brings_into_the_range_of_a_type():
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux"])
 def test_models_with_scores_that_it_does_not_know_are_refused(name):
-    """The library's ``sdpa`` leaves out what it does not know, and refuses only its own name."""
+    """The library's ``sdpa`` ignores unknown options, and refuses only its own name."""
     one = torch.ones(1, 2, 1, 4)
     for query in (one, torch.ones(1, 2, 3, 4)):
         with pytest.raises(ConfigError, match=f"supports {name}"):
@@ -226,7 +226,7 @@ def test_attention_of_prompts_is_the_librarys(monkeypatch):
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Have cuDNN's attention on the CPU; return the shapes of queries and keys it was given."""
+    """Simulate cuDNN's attention on the CPU; return the shapes of its queries and keys."""
     calls = []
 
     def attend(query, key, value, mask, wants_logsumexp, *, scale):
@@ -289,7 +289,7 @@ def test_cudnn_is_given_masks_of_true_and_false_as_numbers(rows, cudnn):
 
 
 def test_only_what_cudnn_computes_is_given_to_it(monkeypatch):
-    """With tensors that say they are on a CUDA device, and a device that has it."""
+    """Uses tensors that report a CUDA device with cuDNN's attention."""
 
     class OnCuda:
         def __init__(self, one, requires_grad=False):
@@ -390,7 +390,7 @@ def test_finished_rows_are_compacted_and_change_nothing(model, prompts, do_sampl
     assert torch.equal(want, got)
     stats = decoder.stats()
     assert stats.moved > 0
-    # Both layers' keys and values of the positions in use, and no more of them than slots have.
+    # Keys and values of the used positions in both layers, without spare positions of the slots.
     row = decoder.cache.num_bytes // decoder.max_batch_size
     assert 0 < stats.moved_bytes < stats.moved * row
     sizes_used = {key for one in stats.graphs.values() for key in one.hits}
@@ -429,7 +429,7 @@ def test_a_step_is_compiled_once_for_all_sizes_and_once_for_a_single_row(one_mod
     graphs = []
 
     def counted(graph, inputs):
-        # The sizes of tokens and positions are open, and none of the memory.
+        # Sizes of tokens and positions are symbolic, but none of the memory.
         graphs.append(sum(isinstance(one, torch.SymInt) for one in inputs))
         return graph.forward
 
@@ -461,11 +461,11 @@ def test_a_step_may_be_compiled_whole(one_model, prompts):
         decoder_of(one_model, compile="inductor")
 
 
-# -- a server's loop ------------------------------------------------------------------------
+# -- serving loop ---------------------------------------------------------------------------
 
 
 def test_sequences_that_come_and_go_get_what_they_would_get_alone(model):
-    """Requests join in the middle of others, end at different times, and are moved about."""
+    """Requests join while others run, end at different times, and move."""
     decoder = decoder_of(model, max_batch_size=4, sizes=[1, 2, 4])
     maker = torch.Generator().manual_seed(3)
     waiting = [
@@ -498,14 +498,14 @@ def test_sequences_that_come_and_go_get_what_they_would_get_alone(model):
 
 
 def test_what_a_sequence_left_behind_reaches_none_that_comes_after_it(model, prompts):
-    """Keys that are no numbers, as a sequence leaves them whose scores ran out of its type."""
+    """The keys are NaN, as after a sequence whose scores overflowed."""
     decoder = decoder_of(model, max_batch_size=8, sizes=[1, 2, 4, 8])
     asked = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     for block in decoder.cache.memory:
         block.fill_(float("nan"))
     want, got = both(model, decoder, prompts, **asked)
     assert torch.equal(want, got)
-    # Slots that others are moved into, too.
+    # Includes slots that others are moved into.
     single = torch.full((1, 5), 7)
     for _ in range(4):
         decoder.admit(single)
@@ -518,7 +518,7 @@ def test_what_a_sequence_left_behind_reaches_none_that_comes_after_it(model, pro
 
 
 def test_rows_without_a_sequence_leave_live_slots_as_they_are(one_model):
-    """A graph of four rows with one live one writes nothing into the other slots."""
+    """A graph of four rows with one live row writes nothing to other slots."""
     decoder = decoder_of(one_model, max_batch_size=4, sizes=[4])
     decoder.admit(torch.tensor([[5, 6, 7]]))
     before = [block.clone() for block in decoder.cache.memory]
@@ -552,7 +552,7 @@ def test_weights_changed_in_place_are_seen(one_model, prompts):
     assert not torch.equal(before, got)
 
 
-# -- what cannot be -------------------------------------------------------------------------
+# -- refused calls --------------------------------------------------------------------------
 
 
 def test_a_cache_too_short_is_said_before_anything_runs(one_model, prompts):
@@ -618,7 +618,7 @@ def test_arguments_of_another_kind_are_errors(one_model):
 @pytest.mark.parametrize("settings", [{}, {"prompt_sizes": (4,)}], ids=["eager", "graphs"])
 @pytest.mark.parametrize("token", [97, -1])
 def test_a_token_outside_the_vocabulary_is_an_error(one_model, token, settings):
-    """Before anything runs, whether prompts run through graphs or not."""
+    """It is refused before anything runs, with prompts through graphs or not."""
     decoder = decoder_of(one_model, **settings)
     with pytest.raises(InputError, match=rf"tokens from 0 to 96, .*, got {token}\."):
         decoder.admit(torch.tensor([[5, token, 6]]))
@@ -626,7 +626,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(one_model, token, settings):
 
 
 def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
-    """Of two vocabularies, where the larger one is the encoder's."""
+    """The encoder has the larger of two vocabularies."""
     config = transformers.MarianConfig(
         vocab_size=97, decoder_vocab_size=40, share_encoder_decoder_embeddings=False, d_model=16,
         encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
@@ -679,13 +679,13 @@ def test_a_step_without_rows_is_an_error(one_model):
 
 
 def without_layers():
-    """Its state is no cache of the library."""
+    """Return a model whose state is no cache of the library."""
     config = transformers.RwkvConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2)
     return transformers.RwkvForCausalLM(config).eval()
 
 
 def sparse():
-    """Its layers keep keys that choose which others are looked at."""
+    """Return a model whose layers keep keys for choosing attended positions."""
     if not hasattr(transformers, "DeepseekV32Config"):
         pytest.skip(f"transformers {transformers.__version__} has no such layers")
     config = transformers.DeepseekV32Config(
@@ -698,7 +698,7 @@ def sparse():
 
 
 def window_by_length():
-    """A window that it takes off the end of the keys it is given, wherever the token is."""
+    """Return a model that cuts the window at the end of its keys, wherever the token is."""
     config = transformers.GPTNeoConfig(
         vocab_size=40, hidden_size=16, num_layers=2, num_heads=2, window_size=4,
         max_position_embeddings=64, attention_types=[[["global", "local"], 1]],
@@ -718,7 +718,7 @@ def window_by_length():
     ids=["without-layers", "sparse", "window-by-length", "other-module", "training"],
 )
 def test_a_model_that_cannot_be_cached_statically_is_refused(make, message):
-    """What it keeps, or what its steps give, is not what a static cache has."""
+    """Its state or its results differ from those of a static cache."""
     with pytest.raises(ConfigError, match=message):
         GraphDecoder(make(), max_batch_size=2, max_length=16)
 
@@ -750,7 +750,7 @@ def test_lengths_must_end_with_the_longest(one_model, lengths):
         decoder_of(one_model, lengths=lengths)
 
 
-# -- the cache by itself --------------------------------------------------------------------
+# -- the cache alone ------------------------------------------------------------------------
 
 
 def test_a_prompt_that_fails_takes_no_slot(one_model):
@@ -770,7 +770,7 @@ def test_a_prompt_that_fails_takes_no_slot(one_model):
 
 
 def layer_of(states, window=None):
-    """A layer of the library that has seen a prompt with these keys, and values beside them."""
+    """Return a layer of the library after a prompt with these keys and values."""
     made = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
     made.update(states, states + 1)
     return made
@@ -792,7 +792,7 @@ def test_a_ring_keeps_the_latest_positions_of_a_prompt_at_their_places(paddings,
     for row, padding in enumerate(paddings):
         length = width - padding
         want = torch.zeros(window + 1)
-        # The library keeps those that the next token may look at.
+        # The library keeps the positions that the next token may attend to.
         for position in range(max(0, length - window + 1), length):
             want[position % window] = position
         held = torch.zeros(window + 1)
@@ -814,7 +814,7 @@ def test_layers_of_other_shapes_have_memory_of_their_own():
 def test_the_benchmark_of_decoding_runs_with_tiny_models_on_a_cpu():
     script = Path(__file__).resolve().parents[3] / "bench" / "decoding.py"
     small = "--models llama-tiny --batches 2 --steps 2 --rounds 1 --trace-steps 4 --most 4"
-    # A script finds its neighbours beside it, also where the surroundings forbid that.
+    # A script imports modules from its folder, even if the environment forbids it.
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, str(script), *small.split()],

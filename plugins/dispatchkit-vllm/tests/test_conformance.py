@@ -1,4 +1,4 @@
-"""The facades agree with golden vectors, and the comparison finds what is wrong with a copy."""
+"""The facades agree with golden vectors, and the comparison detects changed copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parsed(name: str) -> list[dict[str, Any]]:
 
 
 def records(name: str, suits: Callable[[Any], bool] = bool) -> list[dict[str, Any]]:
-    """Copies of a file's records, to be changed freely."""
+    """Return copies of a file's records, which may be changed."""
     return [copy.deepcopy(record) for record in parsed(name) if suits(record)]
 
 
@@ -40,7 +40,7 @@ def write(path: Path, *lines: Any) -> str:
 
 @pytest.mark.parametrize("name", ["vllm-newest", "seed-003-lora", "vllm-newest-manager"])
 def test_a_sample_agrees(name: str):
-    """A quick look at some files; the next test compares all records of all."""
+    """A quick check of some files; the next test compares all records."""
     report = check_file(DATA / f"{name}.jsonl.gz", every=7)
     assert [record.problems for record in report.failed] == []
     assert report.num_compared > len(report.records)
@@ -48,14 +48,14 @@ def test_a_sample_agrees(name: str):
 
 @pytest.mark.slow
 def test_every_record_agrees():
-    """Each dialect answers as the pinned release, also where ladders interleave."""
+    """Each dialect answers as the pinned release, even if ladders interleave."""
     pytest.importorskip("torch")
     reports = [check_file(path) for path in FILES]
     assert [record for report in reports for record in report.failed] == []
     assert sum(report.num_passed for report in reports) == NUM_RECORDS
 
 
-# -- what is wrong with a copy is found ---------------------------------------------------
+# -- detected changes -----------------------------------------------------------------------
 
 
 def flip(record: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def expect_error(record: dict[str, Any]) -> None:
 
 
 def rich(record: dict[str, Any]) -> bool:
-    """Whether a record has something of everything that is tampered with."""
+    """Return whether a record contains every field that tests change."""
     return (
         len(record.get("keys", {}).get("FULL", ())) > 1
         and "PIECEWISE" in record["keys"]

@@ -1,4 +1,4 @@
-"""The documented tables say what the code says."""
+"""The documented tables match the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "dialects.md"
 
 
 def tables() -> list[list[list[str]]]:
-    """The page's tables as rows of cells, without their ruling lines."""
+    """Return the page's tables as rows of cells, without ruling lines."""
     found: list[list[list[str]]] = [[]]
     for line in PAGE.read_text().splitlines():
         if line.startswith("|"):

@@ -1,4 +1,4 @@
-"""Inside vLLM: a policy chooses among the graphs of either model runner, and only on request."""
+"""Inside vLLM: a policy chooses graphs of either model runner, only on request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loaded():
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, loaded):
-    for module in (core, controller):  # each runner loads the plugins, which takes its time
+    for module in (core, controller):  # each runner loads the plugins, which takes time
         monkeypatch.setattr(module, "load_plugins", lambda: loaded)
     for name in ("POLICY", "POLICY_OPTIONS", "STRICT", "TRACE", "METRICS"):
         monkeypatch.delenv(f"DISPATCHKIT_{name}", raising=False)
@@ -48,7 +48,7 @@ def clean(monkeypatch, loaded):
 
 @pytest.fixture(params=FORMS)
 def runner_module(request, monkeypatch) -> ModuleType:
-    """The first runner's module, in each form that its dispatcher has had."""
+    """Return the first runner's module in each form of its dispatcher."""
     installed(monkeypatch, modules := first_runner(request.param), worker_module())
     return modules["vllm.v1.worker.gpu_model_runner"]
 
@@ -79,13 +79,13 @@ def second_of(module: ModuleType, mode: str = "FULL_AND_PIECEWISE", model=None, 
 
 
 def tried(result) -> tuple[str, int]:
-    """The mode and padded size of an answer of either runner."""
+    """Return mode and padded size of an answer of either runner."""
     if isinstance(result, tuple):
         return result[0].name, result[1].num_tokens
     return result.cg_mode.name, result.num_tokens
 
 
-# -- asked for, or not ------------------------------------------------------------------
+# -- requested or not -----------------------------------------------------------------------
 
 
 def test_without_a_request_vllm_builds_its_own_classes(runner_module):
@@ -108,7 +108,7 @@ def test_the_own_rule_answers_as_vllm_does(runner_module, monkeypatch):
 
 
 def test_a_release_that_tells_uniform_batches_apart_in_any_mode_is_asked_so(monkeypatch):
-    """0.17 runs uniform decode eager in mode FULL; later releases take the graph for any batch."""
+    """0.17 runs uniform decode eager in mode FULL; later releases use the graph for any batch."""
     installed(monkeypatch, modules := first_runner("0.33"), worker_module())
     module = modules["vllm.v1.worker.gpu_model_runner"]
     own = module.CudagraphDispatcher
@@ -247,7 +247,7 @@ def test_the_entry_point_names_the_function():
     assert found.load() is engine.install
 
 
-# -- what cannot act says so ------------------------------------------------------------
+# -- settings that cannot act ---------------------------------------------------------------
 
 
 def started(runner, mode: str = "FULL_AND_PIECEWISE"):
@@ -282,7 +282,7 @@ def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog):
     ],
 )
 def test_wrong_settings_stop_the_start_where_nothing_could_act(given, error, names, manager_module):
-    """Else they show first on the machine with the GPUs."""
+    """Otherwise errors would first appear on the GPU machine."""
     engine.install()
     settings = config(mode="NONE", additional_config={"dispatchkit": given})
     of_another_kind = SimpleNamespace(vllm_config=settings, initialize=lambda mode: None)
@@ -366,7 +366,7 @@ def test_policies_that_build_on_the_release_s_rule_fit_everywhere(
         assert runner.cudagraph_dispatcher.controller.core is not None
 
 
-# -- nothing that a policy answers stops the engine -------------------------------------
+# -- faulty answers do not stop the engine --------------------------------------------------
 
 
 class Stubborn:
@@ -385,7 +385,7 @@ class Stubborn:
 
 
 def stubborn(monkeypatch, choose) -> None:
-    """Have a policy of this test made, whatever is asked for."""
+    """Create the test's policy for any requested name."""
 
     def make(settings, rule):
         policy = Stubborn(choose)
@@ -490,7 +490,7 @@ def test_nothing_is_decided_before_the_second_runner_captured(manager_module, mo
 
 
 def test_released_graphs_of_the_second_runner_are_not_chosen(manager_module, monkeypatch):
-    """Elastic expert parallelism releases all graphs, and captures them again later."""
+    """Elastic expert parallelism releases all graphs and captures them again later."""
     ask(monkeypatch, "vllm")
     runner = second_of(manager_module)
     manager = runner.cudagraph_manager
@@ -517,7 +517,7 @@ def test_the_second_runner_calls_nothing_for_a_ready_answer(policy, manager_modu
     ask(monkeypatch, policy, **options)
     runner = second_of(manager_module)
     manager = runner.cudagraph_manager
-    # Eager ones too, if they are for as many requests as their tokens say.
+    # Includes eager batches, if their requests match their tokens.
     batches = [(1, 1, 1), (3, 3, 1), (8, 8, 1), (7, 2, None)]
     expected = [runner.execute_model(*batch) for batch in batches]
     assert [found.num_reqs for found in expected[:3]] == [1, 4, 8]
@@ -585,7 +585,7 @@ def test_adapters_are_looked_up_by_the_graphs_that_serve_them(manager_module, mo
 
 
 class Learner:
-    """Keeps what it was told, and goes eager where it took long."""
+    """Records outcomes, and runs slow batches eager."""
 
     name = "learner"
 
@@ -607,7 +607,7 @@ class Learner:
 
 
 class FakeClock:
-    """A clock whose passes take as long as the test says."""
+    """A clock whose steps take the times that the test sets."""
 
     name = "device"
 
@@ -695,7 +695,7 @@ def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
 
 
 def test_a_policy_that_learns_later_is_told_of_eager_steps_too(manager_module, clock, monkeypatch):
-    """Eager steps are measured while a policy in force learns, and the model is left alone else."""
+    """Eager steps are measured only while the active policy learns."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(timing, "SAMPLE_EVERY", 1)
     ask(monkeypatch, "vllm")

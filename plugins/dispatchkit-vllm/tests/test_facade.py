@@ -1,4 +1,4 @@
-"""The facades behave as vLLM's classes do where the vectors do not look."""
+"""The facades behave as vLLM's classes where the vectors have no cases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_keys_are_a_live_set_over_the_registry(module):
     full.discard(some)
     assert some not in full
     assert full == plain - {some}
-    full.discard(some)  # not there any more: nothing happens
+    full.discard(some)  # no longer there, so nothing happens
     with pytest.raises(KeyError):
         full.remove(some)
     full.add(some)
@@ -125,7 +125,7 @@ def test_keys_initialized_can_be_set_by_hand(module):
     assert dispatcher.dispatch(*args)[0] is M.PIECEWISE
 
 
-# -- quirks that the native interface refuses ---------------------------------------------
+# -- quirks that the native interface refuses -----------------------------------------------
 
 
 @pytest.mark.parametrize("module", PADDING, ids=ids)

@@ -1,7 +1,7 @@
-"""Facade and native policy agree on random configurations, where they mean the same.
+"""Facade and native policy agree on random configurations with the same meaning.
 
-They differ on purpose where upstream asserts or reads a table from its end: those batches are
-told apart here by what the facade raises.
+They differ intentionally where upstream asserts or reads a table from its end; the facade's
+exception identifies these batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ batches = st.lists(
 
 
 def whole(setup: dict[str, Any]) -> dict[str, Any]:
-    """The set-up with sizes of whole requests, as a configuration layer leaves them."""
+    """Return the configuration with sizes of whole requests, as from a configuration layer."""
     query_len = setup["query_len"]
     sizes = sorted({-(-size // query_len) * query_len for size in setup["sizes"]})
     return {**setup, "sizes": sizes}
@@ -71,7 +71,7 @@ def facade(module: Any, setup: dict[str, Any]) -> Any:
 
 
 def same(answer: Any, decision: Any) -> bool:
-    """Whether a facade's answer and a native decision name the same mode and graph."""
+    """Return whether a facade's answer and a native decision name the same mode and graph."""
     mode, descriptor = answer
     if mode.name != decision.mode.name:
         return False
@@ -174,7 +174,7 @@ def test_manager(setup, asked, varlen):
 
 @given(setups, batches)
 def test_where_upstream_asserts_the_native_policy_goes_on(setup, asked):
-    """A bucket of partial requests stops vLLM; natively it sends the batch to PIECEWISE."""
+    """A bucket of partial requests stops vLLM; the native policy runs the batch PIECEWISE."""
     most = setup["max_loras"] + 1 if setup["max_loras"] else 0
     ours = native("vllm@0.13", setup, most)
     for num_tokens, uniform, loras, ceiling in asked:

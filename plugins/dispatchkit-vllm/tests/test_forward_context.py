@@ -1,4 +1,4 @@
-"""The forward context: set around a step, read inside it, never leaking out of it."""
+"""The forward context is set around a step, read inside it, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_outside_of_a_step_there_is_none():
     assert not forward_context_is_available()
     with pytest.raises(NoForwardContextError, match="set_forward_context"):
         get_forward_context()
-    with pytest.raises(AssertionError):  # what vLLM's code expects
+    with pytest.raises(AssertionError):  # expected by vLLM's code
         get_forward_context()
 
 

@@ -1,4 +1,4 @@
-"""GraphWrapper: pass through, capture, replay; alone, nested, copied; on the tape."""
+"""GraphWrapper: plain calls, capture, replay; alone, nested, copied; on the tape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dispatchkit_vllm.wrapper import (  # noqa: E402
 
 
 class Doubler(torch.nn.Module):
-    """Counts how often its Python runs; picklable, with attributes to be reached."""
+    """Counts its Python calls; picklable, with accessible attributes."""
 
     limit = 7
 
@@ -44,14 +44,14 @@ class Doubler(torch.nn.Module):
 
 
 class Switching(Doubler):
-    """Computes another thing in training."""
+    """Computes something else in training."""
 
     def forward(self, x):
         return super().forward(x) + int(self.training)
 
 
 class Broken:
-    """Something to call with an attribute that fails from inside."""
+    """A callable with an attribute that raises."""
 
     def __call__(self, x):
         return x
@@ -62,13 +62,13 @@ class Broken:
 
 
 class Pair(torch.nn.Module):
-    """Two pieces with something eager between them."""
+    """Two pieces with an eager call between them."""
 
     def __init__(self, device):
         super().__init__()
         self.first = GraphWrapper(Doubler(), "PIECEWISE", device)
         self.second = GraphWrapper(Doubler(), "PIECEWISE", device)
-        self.between = torch.empty(4)  # wrappers copy nothing: what a graph reads stays put
+        self.between = torch.empty(4)  # wrappers copy nothing, so inputs must keep their addresses
         self.num_runs = 0
 
     def forward(self, x):
@@ -127,7 +127,8 @@ def test_full_around_piecewise_exactly_one_layer_acts(device):
         x.add_(1)
         assert torch.equal(run(whole, mode, "key", x), (x * 2 + 1) * 2)
         runs.append((pair.num_runs, pair.first.unwrap().num_runs))
-    # The model's Python ran in all but the last; the pieces' not in the second piecewise step.
+    # The model's Python ran in all but the last step; the pieces' did not in the second piecewise
+    # step.
     assert runs == [(1, 1), (2, 2), (3, 2), (4, 3), (4, 3)]
     assert [len(each.entries) for each in (whole, pair.first, pair.second)] == [1, 1, 1]
 
@@ -176,7 +177,7 @@ def test_moved_inputs_are_found_in_debug_mode(device, monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL")
     quiet = GraphWrapper(Doubler(), "FULL", device)
     run(quiet, "FULL", "key", x)
-    run(quiet, "FULL", "key", moved)  # trusted outside of debug mode
+    run(quiet, "FULL", "key", moved)  # not checked outside debug mode
 
 
 def test_the_collector_rests_where_asked(device):
@@ -228,16 +229,16 @@ def test_mode_none_and_a_wrong_device_are_refused():
         GraphWrapper(Doubler(), "NONE", "tape")
     with pytest.raises(ConfigError, match="device"):
         GraphWrapper(Doubler(), "FULL", object())
-    pairs = GraphWrapper(Doubler(), "FULL_AND_PIECEWISE", "tape")  # accepted, matches no step
+    pairs = GraphWrapper(Doubler(), "FULL_AND_PIECEWISE", "tape")  # accepted, but matches no step
     run(pairs, "FULL", "key", torch.ones(2))
     assert pairs.entries == {}
 
 
-# -- acting as the module -----------------------------------------------------------------
+# -- behaviour as the module ----------------------------------------------------------------
 
 
 def test_attributes_reach_through_both_ways(device):
-    """Setting acts where reading looks; saved state has the plain module's names."""
+    """Setting and reading use the module; saved state has the plain module's names."""
     inner = Doubler()
     wrapper = GraphWrapper(inner, "FULL", device)
     assert wrapper.limit == 7
@@ -252,7 +253,7 @@ def test_attributes_reach_through_both_ways(device):
 
 @pytest.mark.parametrize("through", ["wrapper", "module"])
 def test_a_switched_or_moved_module_is_not_replayed(device, through):
-    """Graphs made before are let go of, and the next call captures anew."""
+    """Earlier graphs are released, and the next call captures again."""
     inner = Switching()
     wrapper = GraphWrapper(inner, "FULL", device)
     asked = wrapper if through == "wrapper" else inner
@@ -277,7 +278,7 @@ def test_a_switched_or_moved_module_is_not_replayed(device, through):
 
 
 def test_a_switched_module_keeps_its_graph_while_capturing_is_off(device):
-    """The call in training is refused; switched back, the graph made before serves again."""
+    """The call in training is refused; after switching back, the earlier graph is used again."""
     inner = Switching().eval()
     wrapper = GraphWrapper(inner, "FULL", device)
     x = torch.ones(2)
@@ -295,7 +296,7 @@ def test_a_switched_module_keeps_its_graph_while_capturing_is_off(device):
 
 
 def test_autocast_does_not_make_a_wrapper_capture_anew(device):
-    """Only the module does; a caller that wants both has a descriptor for each."""
+    """Only the module matters; a caller that needs both uses a descriptor for each."""
     inner = Doubler()
     wrapper = GraphWrapper(inner, "FULL", device)
     x = torch.ones(2)
@@ -306,7 +307,7 @@ def test_autocast_does_not_make_a_wrapper_capture_anew(device):
 
 
 def test_rules_of_a_release_may_replay_whatever_was_switched(device):
-    """As vLLM does, whose modules are never switched."""
+    """vLLM does the same, because its modules are never switched."""
     inner = Switching()
     wrapper = GraphWrapper(inner, "FULL", device, rules=WrapperRules(guards_module=False))
     x = torch.ones(2)
@@ -316,7 +317,7 @@ def test_rules_of_a_release_may_replay_whatever_was_switched(device):
 
 
 def test_a_missing_attribute_is_told_from_one_that_breaks_inside(device):
-    """A short message for one; an error inside a real attribute stays what it is."""
+    """A short message for a missing one; an error inside a real attribute is unchanged."""
     wrapper = GraphWrapper(Doubler(), "FULL", device)
     with pytest.raises(AttributeError, match="neither GraphWrapper nor the wrapped Doubler"):
         _ = wrapper.nowhere
@@ -326,7 +327,7 @@ def test_a_missing_attribute_is_told_from_one_that_breaks_inside(device):
 
 
 def test_half_built_objects_do_not_recurse():
-    """As copying and unpickling make them."""
+    """Copying and unpickling create them so."""
     bare = GraphWrapper.__new__(GraphWrapper)
     for name in ("runnable", "entries", "anything", "__setstate__x"):
         with pytest.raises(AttributeError):
@@ -339,7 +340,7 @@ def test_half_built_objects_do_not_recurse():
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_copies_start_without_graphs(device, duplicate):
-    """However the copy is made, and it captures its own."""
+    """Each kind of copy captures its own graphs."""
     wrapper = GraphWrapper(Doubler(), "FULL", device)
     x = torch.ones(2)
     run(wrapper, "FULL", "key", x)

@@ -1,4 +1,4 @@
-"""The native rule: which graph a batch gets, and why another step runs eager."""
+"""The native rule: the graph of each batch, and the reasons of eager steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, Unkno
 
 from dispatchkit_vllm import DIALECTS, VllmPolicy
 
-# Sizes that leave some batches to eager are part of what is tested.
+# Sizes that leave some batches eager are tested too.
 pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning")
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE
@@ -128,14 +128,14 @@ def test_more_requests_than_the_graph_holds_take_the_next_mode():
 
 
 def test_uniform_keys_hold_whole_requests_only():
-    """No captured graph holds a part of a request."""
+    """Graphs contain no partial requests."""
     for name in DIALECTS:
         made = dispatcher(name, query_lens=(3,), sizes=(1, 2, 4, 6, 8, 9, 16))
         uniform = [key.descriptor for key in made.registry if key.descriptor.uniform]
         assert uniform, name
         assert all(each.num_tokens % 3 == 0 for each in uniform), name
         for num_reqs in range(1, 6):
-            made.dispatch(3 * num_reqs, num_reqs, True)  # nothing raises for any batch
+            made.dispatch(3 * num_reqs, num_reqs, True)  # no batch raises
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_a_request_larger_than_every_size_leaves_the_sizes_as_they_are():
     ],
 )
 def test_captured_counts_of_adapters(dialect, settings, cases):
-    """Counts that cannot occur are not captured."""
+    """Impossible counts are not captured."""
     made = dispatcher(dialect, max_loras=5, **settings)
     assert {key.descriptor.num_active_loras for key in made.registry} == cases
 
 
 def test_a_count_takes_the_next_captured_one():
-    """The number of adapters is part of the key, and one above the limit is refused."""
+    """The number of adapters is part of the key; a number above the limit is refused."""
     made = dispatcher(max_loras=5, specialize_active_loras=True)
     chosen = [made.dispatch(3, 2, False, loras).key for loras in range(6)]
     assert [key.descriptor.num_active_loras for key in chosen] == [0, 1, 2, 4, 4, 5]
@@ -230,7 +230,7 @@ def test_drafter_knows_several_query_lengths():
 
 
 def test_drafter_finds_the_larger_plain_graph_that_upstream_misses():
-    """Where a larger FULL graph fits, a policy may take it."""
+    """A policy may choose a larger FULL graph that fits."""
     made = dispatcher("vllm-drafter", mode="FULL", query_lens=(3,), uniform_sizes=(3, 6))
     assert made.dispatch(6, 2, True).key == full(8)
 

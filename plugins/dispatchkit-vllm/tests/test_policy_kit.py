@@ -1,4 +1,4 @@
-"""Every dialect keeps the contract of policies, and the traits it claims."""
+"""Every dialect meets the contract of policies and the traits that it claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published dispatchers, run beside the facades; they are fetched by ``make rivals``."""
+"""The published dispatchers compared with the facades; ``make rivals`` fetches them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def config_of(cfg: dict[str, Any], mode_type: Any) -> Any:
 
 
 def result(call: Any) -> Any:
-    """What a call gives, in plain values, or the class of what it raises."""
+    """Return a call's result as plain values, or the class of its exception."""
     try:
         answer = call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -159,7 +159,7 @@ def test_capture_order_is_that_of_the_published_class():
 
 
 def test_the_swap_lands_where_the_runner_looks(release, monkeypatch):
-    """The runner names the class in its own module, and builds it from that name."""
+    """The runner looks the class up in its own module."""
     tree = runner_tree(release)
     imported = [
         alias.asname or alias.name
@@ -179,7 +179,7 @@ def test_the_swap_lands_where_the_runner_looks(release, monkeypatch):
     assert [ast.unparse(argument) for argument in built[0].args] == ["self.vllm_config"]
 
     with loaded(release) as module:
-        # The runner's own import statement and its own call, in a module of its name.
+        # The runner's own import statement and call, in a module of its name.
         runner = ModuleType("vllm.v1.worker.gpu_model_runner")
         statement = next(
             node

@@ -1,4 +1,4 @@
-"""The names of a third party's dispatcher: graphs, a policy and statistics in one object."""
+"""A third party's names for dispatchers: graphs, a policy and statistics in one object."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_replays_the_graph_of_a_key_and_runs_others_eager():
 
 
 def test_every_field_of_the_key_tells_graphs_apart():
-    """Variants of one size are kept apart."""
+    """Variants of one size are separate."""
     made = dispatcher()
     made.register_graph(create_dispatch_key(4, 2, 128, False), lambda: "replayed")
     for other in ((4, 1, 128, False), (4, 2, 64, False), (4, 2, 128, True)):
@@ -203,7 +203,7 @@ def test_an_empty_composite_and_a_name_taken_are_refused():
 
 
 def test_latencies_choose_the_mode():
-    """Graphs until eager is known to be faster, and of two graphs the faster."""
+    """Graphs are used until eager is known to be faster; of two graphs, the faster is used."""
     policy = AdaptiveDispatchPolicy(history_size=16)
     key = create_dispatch_key(4)
     graphs = (DispatchMode.FULL, DispatchMode.PIECEWISE)
@@ -217,7 +217,7 @@ def test_latencies_choose_the_mode():
     for _ in range(4):
         policy.record(key, DispatchMode.EAGER, 1.0)
     assert not policy.should_use_graph(key, True)
-    # Another key knows nothing of it.
+    # Another key is not affected.
     assert policy.should_use_graph(create_dispatch_key(8), True)
     with pytest.raises(ConfigError, match="latency"):
         policy.record(key, DispatchMode.FULL, -1.0)
@@ -252,7 +252,7 @@ def test_streams_need_the_distribution_that_brings_lane_policies(monkeypatch):
 
 
 def test_a_key_stays_on_its_stream_and_waits_for_the_caller():
-    """On a deferred tape, whose streams run apart: a missing wait gives old values."""
+    """On a deferred tape, whose streams are independent, a missing wait gives old values."""
     torch = pytest.importorskip("torch")
     tape = pytest.importorskip("dispatchkit.backends.tape")
     for seed in range(8):

@@ -51,7 +51,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("module", RELEASES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_dispatched_steps_equal_eager(module, device):
-    """A runner as vLLM's: dispatch, set the context, run; captured first, largest first."""
+    """As in vLLM's runner: dispatch, set the context, run; captured first, largest first."""
     torch.manual_seed(0)
     model = Model(module, device).eval()
     whole = module.CUDAGraphWrapper(model, None, "FULL")

@@ -1,4 +1,4 @@
-"""Split models and the torch.compile backend on a device: right results, one memory."""
+"""Split models and the torch.compile backend on a device: correct results in shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dispatchkit_compile import batch_facts, torch_compile  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own, as it loads inductor and as inductor advises
+    # torch's own warnings when it loads inductor
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
@@ -37,7 +37,7 @@ def attend(
     memory: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Put each row into its slot, then weigh the whole memory by the query."""
+    """Write each row to its slot, then weight the whole memory by the query."""
     memory.index_copy_(0, slots, value)
     weights = torch.softmax(query @ memory[1:].T, dim=-1)
     torch.mm(weights, memory[1:], out=out)
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Slot 0 takes the rows without a token."""
+    """Rows without a token use slot 0."""
 
     def __init__(self, layers=3):
         super().__init__()
@@ -98,7 +98,7 @@ def make_decoder():
 
 
 def make_batch(rows):
-    """Rows beyond the number of slots write slot 0 too, as padding does."""
+    """Rows beyond the number of slots write to slot 0 too, as padding does."""
     slots = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     used = min(rows, SLOTS)
     slots[:used] = torch.arange(1, used + 1, device=DEVICE)
@@ -110,13 +110,13 @@ def memories(model):
 
 
 def assert_same(got, want):
-    """Padded matrices may be multiplied by another kernel, with another order of sums."""
+    """Other kernels may multiply padded matrices and sum in another order."""
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_compiled_decoder_equals_eager_for_all_sizes_with_one_compile(compiler):
-    """FULL and PIECEWISE in turns over 1 to 64 rows, with plain pieces and inductor's."""
+    """FULL and PIECEWISE alternate over 1 to 64 rows, with plain and with inductor's pieces."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     compiled = torch_compile.compile(
@@ -146,7 +146,7 @@ def test_compiled_decoder_equals_eager_for_all_sizes_with_one_compile(compiler):
 
 
 def test_split_decoder_equals_eager():
-    """The same model split for a runner, without Dynamo in the step."""
+    """A runner splits the same model, without Dynamo in the step."""
     model = make_decoder()
     reference = copy.deepcopy(model)
     pieces = split_module(model, INPUTS, at=AT)
@@ -164,7 +164,7 @@ def test_split_decoder_equals_eager():
 
 
 def test_sizes_share_the_memory_between_pieces():
-    """All sizes together take little more than the largest alone."""
+    """All sizes together need little more memory than the largest alone."""
     rows, width, layers = 2048, 1024, 6
 
     def step(x):
@@ -203,7 +203,7 @@ def test_training_gets_right_gradients():
 
 
 def test_compiled_model_inside_a_runner_gives_right_results():
-    """The outer capture takes the inner graph's operations, or the step runs eager."""
+    """The outer capture records the inner graph's operations, or the step runs eager."""
     compiled = torch_compile.compile(lambda x: x * 2, sizes=SIZES)
     x = torch.randn(5, 8, device=DEVICE)
     compiled(x)
@@ -216,7 +216,7 @@ def test_compiled_model_inside_a_runner_gives_right_results():
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer that nobody declares, and draws if it is told to."""
+    """Counts its calls in an undeclared buffer, and draws on demand."""
 
     def __init__(self, draws=0.0):
         super().__init__()
@@ -248,7 +248,7 @@ def kernels_of(run):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_graphs_of_a_compiled_module_hold_its_kernels(mode, dynamic):
-    """Also for more sizes than Dynamo compiles for by itself."""
+    """This holds for more sizes than Dynamo compiles by default."""
     torch.manual_seed(1)
     net = Counting().to(DEVICE).eval().requires_grad_(False)
     fast = torch.compile(net, dynamic=dynamic)
@@ -288,7 +288,7 @@ def test_a_compiled_module_draws_anew_at_each_replay():
 
 
 def test_weights_that_only_compiled_kernels_read_are_held():
-    """The caller lets go of them; the graph still reads what it read."""
+    """The caller drops them, and the graph still reads their values."""
     torch.manual_seed(1)
     scale = torch.randn(WIDTH, device=DEVICE)
     net = {"scale": scale}

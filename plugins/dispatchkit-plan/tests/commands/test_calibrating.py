@@ -32,7 +32,7 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_of_this_folder_becomes_a_cost_model(run: Any, tmp_path: Path) -> None:
-    """Which other commands read."""
+    """Other commands can read it."""
     from dispatchkit_plan import load_cost_model
 
     done = run(
@@ -62,7 +62,6 @@ def test_a_model_of_this_folder_becomes_a_cost_model(run: Any, tmp_path: Path) -
     ],
 )
 def test_bad_input_is_code_2(run: Any, args: list[str], says: str, tmp_path: Path) -> None:
-    """And nothing is written."""
     done = run("calibrate", *args, "--json")
     assert (done.code, done.out) == (2, "")
     assert says in done.err

@@ -1,4 +1,4 @@
-"""``plan`` on the command line: a thin wrapper, so what is printed and what is refused."""
+"""``plan`` on the command line: a thin wrapper, so tests cover output and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
 
 
 def test_json_is_the_plan_and_nothing_else(run: Any) -> None:
-    """Sizes hold the largest one, counted among the graphs; the curve only falls."""
+    """The largest size is included and counted, and the curve never rises."""
     done = run("plan", TRACE, "--graphs", "8", "--max-size", "256", "--json")
     assert (done.code, done.err) == (0, "")
     plan = json.loads(done.out)
@@ -28,7 +28,7 @@ def test_json_is_the_plan_and_nothing_else(run: Any) -> None:
 
 
 def test_a_plan_for_one_half_is_judged_on_the_other(run: Any) -> None:
-    """And it can tell decode from mixed steps."""
+    """Judging distinguishes decode from mixed steps."""
     done = run("plan", TRACE, "--graphs", "12", "--fit-on", "first-half", "--keyed", "--json")
     plan = json.loads(done.out)
     assert plan["fit_on"] == "first-half"
@@ -37,7 +37,7 @@ def test_a_plan_for_one_half_is_judged_on_the_other(run: Any) -> None:
 
 
 def test_text_shows_sizes_rivals_and_warnings_apart(run: Any) -> None:
-    """Warnings go to standard error; the page fits 80 columns."""
+    """Warnings go to standard error, and the output fits 80 columns."""
     done = run("plan", TRACE, "--graphs", "6", "--keyed")
     assert done.code == 0
     assert "uniform decode: " in done.out
@@ -51,7 +51,7 @@ def test_text_shows_sizes_rivals_and_warnings_apart(run: Any) -> None:
     [("vllm", "cudagraph_capture_sizes"), ("dispatchkit", "DispatchConfig(")],
 )
 def test_settings_to_paste_are_one_whole_line(run: Any, engine: str, holds: str) -> None:
-    """However long: a wrapped line could not be pasted."""
+    """A wrapped line could not be pasted, so the line is not wrapped."""
     done = run("plan", TRACE, "--graphs", "40", "--engine", engine)
     assert len([line for line in done.out.splitlines() if holds in line and "512" in line]) == 1
     settings = json.loads(run("plan", TRACE, "--graphs", "40", "--engine", engine, "--json").out)[
@@ -79,7 +79,7 @@ def test_settings_to_paste_are_one_whole_line(run: Any, engine: str, holds: str)
     ],
 )
 def test_bad_input_is_a_message_and_code_2(run: Any, args: list[str], says: str) -> None:
-    """Nothing on standard output, not even as JSON."""
+    """Nothing is printed to standard output, even with --json."""
     done = run("plan", TRACE, *args, "--json")
     assert (done.code, done.out) == (2, "")
     assert says in done.err
@@ -87,7 +87,7 @@ def test_bad_input_is_a_message_and_code_2(run: Any, args: list[str], says: str)
 
 
 def test_a_torn_trace_is_named_with_its_line(run: Any, tmp_path: Path) -> None:
-    """Cut in mid-line."""
+    """The trace is truncated within a line."""
     path = tmp_path / "torn.csv"
     path.write_text("step,num_tokens,num_reqs\n0,3,3\n1,4")
     done = run("plan", str(path), "--graphs", "2", "--json")
@@ -104,7 +104,7 @@ def lengths(tmp_path: Path) -> str:
 
 
 def test_with_an_axis_each_bucket_has_sizes_of_its_own(run: Any, lengths: str) -> None:
-    """And the arguments of a runner are printed to paste."""
+    """The arguments of a runner are printed for pasting."""
     asked = ("plan", lengths, "--graphs", "6", "--axis", "length", "--engine", "dispatchkit")
     done = run(*asked)
     assert done.code == 0
@@ -139,7 +139,7 @@ OWN = ("plan", TRACE, "--beside", "128,512", "--cost-model", "lm-decode-h100")
 
 
 def test_sizes_that_deserve_a_graph_are_listed_with_what_they_save(run: Any) -> None:
-    """Within their own budget, and settings hold the sizes that are there anyway too."""
+    """They have their own budget, and settings contain the other sizes too."""
     asked = (*OWN, "--memory-bytes", "40e6", "--bytes-per-graph", "8e6")
     done = run(*asked, "--engine", "dispatchkit")
     assert (done.code, done.err) == (0, "")

@@ -1,4 +1,4 @@
-"""``report`` on the command line: what it takes, what it writes, what it refuses."""
+"""``report`` on the command line: inputs, outputs and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
 
 
 def test_a_trace_becomes_a_page(run: Any, tmp_path: Path) -> None:
-    """All figures, and JSON of what was written."""
+    """It has all figures, and a JSON summary."""
     path = tmp_path / "page.html"
     done = run("report", TRACE, "-o", str(path), "--json")
     assert done.code == 0, done.err
@@ -31,7 +31,7 @@ def test_a_trace_becomes_a_page(run: Any, tmp_path: Path) -> None:
 
 
 def test_one_figure_is_written_alone(run: Any, tmp_path: Path) -> None:
-    """As an SVG document that loads nothing; a figure that there is not is refused."""
+    """The figure is an SVG document that loads nothing; unknown figures are refused."""
     path = tmp_path / "waste.svg"
     done = run("report", TRACE, "--figure", "waste", "-o", str(path))
     assert done.code == 0, done.err
@@ -58,7 +58,7 @@ def test_a_figure_without_a_file_of_its_own_is_no_page(
 
 
 def test_the_picture_of_the_pages_is_what_its_command_draws(run: Any, tmp_path: Path) -> None:
-    """So that it shows what the planner does, and not what it did once."""
+    """So that the picture shows the current planner."""
     root = Path(__file__).parents[4]
     page = (root / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ dispatchkit (report .*--figure.*)$", page, flags=re.MULTILINE)
@@ -70,7 +70,7 @@ def test_the_picture_of_the_pages_is_what_its_command_draws(run: Any, tmp_path: 
 
 
 def test_simulations_become_a_page(run: Any, tmp_path: Path) -> None:
-    """What `simulate --json` prints, of one policy or of several."""
+    """The input is the output of `simulate --json` for one policy or several."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     one.write_text(run("simulate", TRACE, "--json").out)
     two.write_text(
@@ -99,7 +99,7 @@ def test_simulations_become_a_page(run: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_none_of_these_is_refused(run: Any, tmp_path: Path, text: str, says: str) -> None:
-    """With the file's name; nothing is written."""
+    """The error names the file, and nothing is written."""
     source, page = tmp_path / "source", tmp_path / "page.html"
     source.write_text(text)
     done = run("report", str(source), "-o", str(page), "--json")
@@ -122,7 +122,7 @@ def test_options_that_decide_are_refused_where_it_is_decided(run: Any, tmp_path:
 def test_a_path_that_cannot_be_written_is_told_before_the_work(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """The source is not even looked at."""
+    """The source is not read."""
     monkeypatch.chdir(tmp_path)
     done = run("report", "nowhere.csv", "-o", where)
     assert done.code == 2
@@ -132,7 +132,7 @@ def test_a_path_that_cannot_be_written_is_told_before_the_work(
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_told(run: Any, tmp_path: Path) -> None:
-    """As one line."""
+    """The error is one line."""
     tmp_path.chmod(0o500)
     done = run("report", TRACE, "-o", str(tmp_path / "page.html"))
     assert done.code == 2
@@ -142,7 +142,7 @@ def test_a_folder_without_permission_is_told(run: Any, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nothing_half_written(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of writing; what had the name before is kept."""
+    """During writing, the existing file is kept."""
     path = tmp_path / "page.html"
     path.write_text("before")
     replace = Path.replace

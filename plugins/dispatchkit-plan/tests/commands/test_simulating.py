@@ -1,4 +1,4 @@
-"""``simulate`` on the command line: a thin wrapper, so what is printed and what is refused."""
+"""``simulate`` on the command line: a thin wrapper, so tests cover output and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
 
 
 def test_json_is_what_the_library_says(run: Any) -> None:
-    """One policy gives one object."""
+    """A single policy gives a single object."""
     from dispatchkit.observe.trace import read_trace
 
     from dispatchkit_plan import Scenario
@@ -29,7 +29,7 @@ def test_json_is_what_the_library_says(run: Any) -> None:
 
 
 def test_several_policies_stand_side_by_side(run: Any) -> None:
-    """As a list in JSON, as columns in text."""
+    """JSON has a list, text has columns."""
     args = ["simulate", TRACE, "--policy", "vllm", "--policy", "vllm@0.11"]
     assert [row["label"] for row in json.loads(run(*args, "--json").out)] == ["vllm", "vllm@0.11"]
     done = run(*args)
@@ -38,7 +38,7 @@ def test_several_policies_stand_side_by_side(run: Any) -> None:
 
 
 def test_ranks_say_what_they_lose_to_each_other(run: Any) -> None:
-    """The same as the library's, and a table that fits a terminal."""
+    """Results equal the library's, and the table fits a terminal."""
     args = ["simulate", TRACE, "--policy", "vllm", "--ranks", "4"]
     found = json.loads(run(*args, "--json").out)
     assert found["ranks"] == 4
@@ -49,7 +49,7 @@ def test_ranks_say_what_they_lose_to_each_other(run: Any) -> None:
 
 
 def test_a_budget_makes_captures_and_evictions(run: Any) -> None:
-    """Options of the runner mean the same here."""
+    """Options of the runner have the same meaning here."""
     done = run("simulate", TRACE, "--max-graphs", "2", "--eviction", "benefit", "--json")
     found = json.loads(done.out)
     assert found["evictions"] > 0
@@ -71,7 +71,7 @@ def test_a_budget_makes_captures_and_evictions(run: Any) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_code_2(run: Any, args: list[str], says: str) -> None:
-    """Nothing on standard output, not even as JSON."""
+    """Nothing is printed to standard output, even with --json."""
     done = run("simulate", TRACE, *args, "--json")
     assert (done.code, done.out) == (2, "")
     assert says in done.err
@@ -79,7 +79,7 @@ def test_bad_input_is_one_line_and_code_2(run: Any, args: list[str], says: str) 
 
 
 def test_a_bad_trace_is_named(run: Any, tmp_path: Path) -> None:
-    """With its line."""
+    """The error names its line."""
     path = tmp_path / "bad.csv"
     path.write_text("num_tokens\n3\n-1\n")
     done = run("simulate", str(path), "--json")

@@ -1,4 +1,4 @@
-"""A trace under a policy, decision by decision."""
+"""Accounts of a trace under a policy, decision by decision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = load_cost_model("lm-decode-h100")
 
 
 def test_it_adds_up_to_what_a_simulation_says(trace: Any, plugins: Any, account: Any) -> None:
-    """Two ways through the same dispatcher."""
+    """Both use the same dispatcher."""
     expected = simulate(trace, plugins=plugins)
     assert account.num_steps == expected.num_steps
     assert account.modes() == dict(expected.modes)
@@ -33,13 +33,13 @@ def test_it_adds_up_to_what_a_simulation_says(trace: Any, plugins: Any, account:
 
 
 def test_parts_in_order_hold_every_step_once(account: Any) -> None:
-    """By mode, and their padding."""
+    """They are ordered by mode and have their padding."""
     assert sum(sum(part.modes.values()) for part in account.bins) == account.num_steps
     assert sum(part.padding for part in account.bins) == account.padding
 
 
 def test_each_decision_is_explained_as_it_was_taken(account: Any) -> None:
-    """An eager one names what would have caught it, a replay does not."""
+    """Eager decisions name the nearest graphs; replays do not."""
     for one in account.decisions:
         answer = account.explain(one)
         assert answer.decision is one.decision
@@ -52,7 +52,7 @@ def test_each_decision_is_explained_as_it_was_taken(account: Any) -> None:
 
 
 class Learner:
-    """Replays until it has been told a time, then runs eager."""
+    """Replays until it receives a time, then runs eager."""
 
     name = "learner"
 
@@ -74,7 +74,7 @@ class Learner:
 
 
 def test_a_policy_that_learns_is_told_times_and_its_change_is_seen() -> None:
-    """In the order of the steps."""
+    """Times arrive in the order of the steps."""
     policy = Learner()
     dispatcher = Dispatcher(policy, DispatchConfig(sizes=[8]), lazy=True)
     made = account_for(StepTrace({"num_tokens": [3, 3, 3, 0]}), dispatcher, MODEL)
@@ -87,7 +87,7 @@ def test_a_policy_that_learns_is_told_times_and_its_change_is_seen() -> None:
 
 
 def test_progress_is_told_to_the_end(trace: Any, plugins: Any) -> None:
-    """For a bar."""
+    """For a progress bar."""
     said: list[tuple[str, int, int]] = []
     config = DispatchConfig(max_num_tokens=4096)
     dispatcher = Dispatcher(plugins.create_policy("vllm"), config, lazy=True)
@@ -107,7 +107,7 @@ def test_bad_input_is_told(plugins: Any) -> None:
 
 
 def test_an_explanation_says_what_stands_behind_each_state(plugins: Any) -> None:
-    """On a live dispatcher: not captured, failed, switched off, ready."""
+    """States on a live dispatcher: not captured, failed, switched off, ready."""
     from dispatchkit import explain
 
     dispatcher = Dispatcher(plugins.create_policy("vllm"), DispatchConfig(sizes=[8]))

@@ -1,4 +1,4 @@
-"""Pages in a real browser: every plot is drawn, at both widths, in both themes, without network."""
+"""Pages in a real browser: every plot is drawn at both widths, in both themes, offline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if CHROMIUM is None:
 WIDTHS = {"desk": 1280, "phone": 390}
 PAGES = ["trace", "simulations", "live"]
 
-# Of each plot that is shown: does it have a size, and how many of its marks do?
+# For each visible plot: its size, and the number of marks with a size.
 MEASURE = """() => [...document.querySelectorAll('figure')].map(figure => {
   const seen = [...figure.querySelectorAll('svg')].filter(s => s.getClientRects().length);
   const svg = seen[0], box = svg ? svg.getBoundingClientRect() : null;
@@ -58,7 +58,7 @@ def folder(
     simulations: Any,
     make_statistics: Any,
 ) -> Path:
-    """A page of each kind."""
+    """Return a folder with a page of each kind."""
     made = tmp_path_factory.mktemp("pages")
     plan = waste_plan(trace, 512)
     rows = [one.to_json() for one in simulations]
@@ -85,9 +85,9 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("where", list(WIDTHS))
 @pytest.mark.parametrize("name", PAGES)
 def test_every_plot_is_drawn(browser: Any, folder: Path, name: str, where: str, theme: str) -> None:
-    """Marks of a size, inside their frame, in the theme's colors; no word cut, nothing to scroll.
+    """Marks have a size, lie in their frame and have the theme's colors; no text is cut.
 
-    With SCREENSHOTS set to a folder it leaves pictures there: a look is still needed.
+    If SCREENSHOTS names a folder, pictures are saved there for inspection.
     """
     context = browser.new_context(
         viewport={"width": WIDTHS[where], "height": 900}, color_scheme=theme, offline=True
@@ -126,7 +126,7 @@ def test_every_plot_is_drawn(browser: Any, folder: Path, name: str, where: str, 
 
 
 def test_numbers_fold_out(browser: Any, folder: Path) -> None:
-    """The table behind a plot, for who does not see it."""
+    """The table behind a plot serves readers who cannot see the plot."""
     tab = browser.new_page()
     try:
         tab.goto((folder / "trace.html").as_uri())

@@ -1,4 +1,4 @@
-"""Statistics of a runner that serves, and a report of them."""
+"""Statistics of a serving runner, and their report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def runner(plugins: Any) -> Any:
-    """A small runner with two graphs, one of them with padding to come."""
+    """Return a small runner with two graphs, one of which pads."""
     from dispatchkit import GraphRunner, StaticInput
     from dispatchkit.keys import CaptureSizeWarning
 
@@ -42,7 +42,7 @@ def runner(plugins: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_samples_of_a_runner_become_a_page(runner: Any, tmp_path: Path) -> None:
-    """Counts, padding by bucket, modes between samples, reasons; and the same from the file."""
+    """Counts, padding by bucket, modes between samples, reasons; equal after saving."""
     live = LiveStatistics()
     for size in (2, 5, 16):
         runner(torch.zeros(size, 2))
@@ -70,7 +70,7 @@ def test_samples_of_a_runner_become_a_page(runner: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_learning_policy_has_measured_is_drawn(statistics: dict[str, Any]) -> None:
-    """The fastest graph beside eager; arms without a time are left out."""
+    """The fastest graph is compared with eager; arms without a time are omitted."""
     report = report_of_statistics(statistics, source="x")
     (times,) = [figure for figure in report.figures if figure.name == "times"]
     assert times.table is not None
@@ -81,7 +81,7 @@ def test_what_a_learning_policy_has_measured_is_drawn(statistics: dict[str, Any]
 
 
 def test_arms_of_a_policy_that_explains_itself_are_sampled(runner: Any) -> None:
-    """Any policy whose explain() returns records."""
+    """Works for any policy whose explain() returns records."""
 
     @attrs.frozen
     class Known:
@@ -116,13 +116,13 @@ def test_arms_of_a_policy_that_explains_itself_are_sampled(runner: Any) -> None:
 def test_a_file_that_is_something_else_is_refused(
     statistics: dict[str, Any], change: dict[str, Any], says: str
 ) -> None:
-    """With what is wrong in it."""
+    """The error states what is wrong."""
     with pytest.raises(ConfigError, match=says):
         report_of_statistics({**statistics, **change}, source="x")
 
 
 def counters(steps):
-    """What a runner has counted after so many steps, half of them replayed."""
+    """Return a runner's counters after a number of steps, half of them replayed."""
     counts = dict.fromkeys(RunnerStats.__annotations__, 0)
     tables = {"hits": {}, "hit_tokens": {}, "eager_by_reason": {"x": steps // 2}}
     modes = {"FULL": steps - steps // 2, "PIECEWISE": 0, "NONE": steps // 2}

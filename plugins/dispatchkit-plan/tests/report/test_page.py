@@ -1,4 +1,4 @@
-"""The page: complete in itself, escaped, whole or not there."""
+"""A page is self-contained, escaped, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VOID = {"meta", "br"}
 
 
 class Reader(html.parser.HTMLParser):
-    """Checks that tags are closed in order, and gathers them and the text."""
+    """Parser that checks the nesting of tags and collects tags and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Reader(html.parser.HTMLParser):
 
 @pytest.fixture
 def pages(account: Any, trace: Any, simulations: Any, statistics: Any) -> dict[str, str]:
-    """One page of each kind."""
+    """Return one page of each kind."""
     rows = [one.to_json() for one in simulations]
     made = {
         "trace": report_of_account(account, plan=waste_plan(trace, 512)),
@@ -80,7 +80,7 @@ def pages(account: Any, trace: Any, simulations: Any, statistics: Any) -> dict[s
 
 @pytest.mark.parametrize("name", ["trace", "simulations", "live"])
 def test_a_page_is_complete_in_itself(pages: dict[str, str], name: str) -> None:
-    """Well formed; no script, no address, no file but itself; no number that is none."""
+    """Well formed, without scripts, addresses, other files or invalid numbers."""
     text = pages[name]
     found = Reader(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
@@ -103,7 +103,7 @@ def test_vllm_is_a_point_beside_the_best_sizes(pages: dict[str, str]) -> None:
 def test_without_sizes_or_arms_it_is_said_what_is_missing(
     account: Any, statistics: dict[str, Any]
 ) -> None:
-    """A plot that cannot be drawn is a sentence, with the next step."""
+    """A plot without data is replaced by a sentence with the next step."""
     made = render(report_of_account(account, plan="There are no sizes."), version="1")
     assert "There are no sizes." in made
     del statistics["arms"]
@@ -117,7 +117,7 @@ EVIL = "<script>alert(1)</script>\"'&\x00\ud800</svg><b onclick=x>"
 def test_text_of_data_is_escaped_everywhere(
     simulations: Any, statistics: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Labels, reasons, notes, names of files: all of it comes from outside."""
+    """Labels, reasons, notes and file names come from outside."""
     row = {
         **simulations[0].to_json(),
         "label": EVIL,
@@ -184,7 +184,7 @@ def test_any_data_gives_a_plot_that_is_well_formed_and_inside_its_frame(
 
 
 def test_long_tables_say_what_is_left_out_and_long_cells_are_cut() -> None:
-    """A page stays a page."""
+    """So that the page stays readable."""
     table = Table(("a",), (("x" * 1000,),), total=40)
     chart = Bars(label="b", bands=())
     made = Report(
@@ -200,7 +200,7 @@ def test_long_tables_say_what_is_left_out_and_long_cells_are_cut() -> None:
 
 
 def test_a_file_is_whole_or_not_there(account: Any, tmp_path: Path) -> None:
-    """Also by the one call from Python."""
+    """This holds for the Python function too."""
     path = tmp_path / "page.html"
     write_report(account, path)
     assert path.read_text(encoding="utf-8").endswith("</html>\n")
@@ -224,7 +224,7 @@ anything = st.recursive(
 def test_saved_files_that_were_changed_are_refused_with_a_message_or_drawn(
     make_statistics: Any, data: Any
 ) -> None:
-    """One value of a file replaced by anything."""
+    """One value of a file is replaced by an arbitrary value."""
     document = make_statistics()
     target: Any = document
     while isinstance(target, dict | list) and target:
@@ -269,7 +269,7 @@ _STROKE = re.compile(r'<line x1="([\d.]+)" y1="([\d.]+)" x2="[\d.]+" y2="([\d.]+
 def test_names_cover_no_name_and_no_point_and_no_stroke_goes_through_one(
     width: float, top: float, points: list[tuple[str, int, float]]
 ) -> None:
-    """On a phone as on a desk."""
+    """On phones and on wide screens."""
     marks = tuple(
         Line(name, "eager" if "default" in name else "other", ((x, y),), marked=True)
         for name, x, y in points

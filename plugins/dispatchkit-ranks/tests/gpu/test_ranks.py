@@ -1,6 +1,6 @@
-"""Ranks on GPUs: collectives inside graphs, and one decision for all of them.
+"""Ranks on GPUs: collectives inside graphs, and common decisions.
 
-Written for any number of GPUs; uses up to eight, and most tests need two.
+Supports any number of GPUs, uses up to eight, and most tests need two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fault_schedules import check_world, random_worlds  # noqa: E402
 
-# NCCL's first start takes long; a hang ends here.
+# NCCL's first start takes long; a hang ends after this time.
 LIMIT = 100.0
 NUM_FAULTS, FAULTS_PER_WORLD, FAULTS_AT_ONCE, FAULT_SECONDS = 200, 13, 8, 75.0
 
@@ -42,7 +42,7 @@ def worlds():
 
 
 def test_a_collective_of_one_rank_is_captured(worlds):
-    """What one GPU can show: NCCL takes part in captures and replays."""
+    """NCCL takes part in captures and replays with a single GPU too."""
     (found,) = worlds.run_one("spread_rows", 1, limit=LIMIT, num_steps=20, device="cuda")
     assert "error" not in found, found
     assert found["worst"] < 1e-4
@@ -51,13 +51,13 @@ def test_a_collective_of_one_rank_is_captured(worlds):
 
 
 def test_rows_of_one_rank_meet_on_its_device(worlds):
-    """A process group of NCCL's own is made, used and given up."""
+    """An NCCL process group is created, used and destroyed."""
     (found,) = worlds.run_one("meet", 1, limit=LIMIT, device="cuda")
     assert found == {"rows": [[1, 0, each] for each in range(3)], "bytes": [[0, 1, 2, 3]]}
 
 
 def test_rows_of_all_ranks_meet_on_their_devices(worlds, size):
-    """The largest of each column."""
+    """Each column gets its largest value."""
     for found in worlds.run_one("meet", size, limit=LIMIT, device="cuda"):
         assert "error" not in found, found
         assert found["rows"] == [[size, 0, each] for each in range(3)]
@@ -66,14 +66,14 @@ def test_rows_of_all_ranks_meet_on_their_devices(worlds, size):
 
 @pytest.mark.parametrize("same_batches", [False, True])
 def test_tensor_parallel_graphs_compute_what_one_gpu_does(worlds, size, same_batches):
-    """All-reduce inside FULL graphs, prompts and decode steps mixed."""
+    """All-reduce inside FULL graphs, with prompts and decode steps mixed."""
     arguments = {"num_steps": 60, "device": "cuda", "same_batches": same_batches}
     for found in worlds.run_one("tensor_parallel", size, limit=LIMIT, **arguments):
         assert "error" not in found, found
         assert found["lost"] == 0
         assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": 60}
         assert found["kinds"] == [False, True]
-        # Sums over ranks are rounded in another order.
+        # Sums over ranks round in another order.
         assert found["worst"] < 1e-4 * found["largest"]
         # The first exchange of steps belongs to start-up.
         assert found["exchanges"] == (0 if same_batches else 59)
@@ -81,7 +81,7 @@ def test_tensor_parallel_graphs_compute_what_one_gpu_does(worlds, size, same_bat
 
 @pytest.mark.parametrize("same_batches", [False, True])
 def test_a_tensor_parallel_decoder_chooses_the_tokens_of_one_gpu(worlds, size, same_batches):
-    """Two thousand steps of mixed traffic, each token chosen by the steps before."""
+    """Two thousand steps of mixed traffic; each token depends on the earlier steps."""
     arguments = {"num_steps": 2000, "device": "cuda", "same_batches": same_batches}
     for found in worlds.run_one("tensor_parallel", size, limit=LIMIT, **arguments):
         assert "error" not in found, found
@@ -93,7 +93,7 @@ def test_a_tensor_parallel_decoder_chooses_the_tokens_of_one_gpu(worlds, size, s
 
 
 def test_ranks_with_different_batches_run_graphs_of_one_size(worlds, size):
-    """Rows are added up over ranks inside the graph; idle ranks bring rows of fill."""
+    """Rows are summed over ranks inside the graph; idle ranks contribute filler rows."""
     found = worlds.run_one("spread_rows", size, limit=LIMIT, num_steps=60, device="cuda")
     for each in found:
         assert "error" not in each, each
@@ -105,7 +105,7 @@ def test_ranks_with_different_batches_run_graphs_of_one_size(worlds, size):
 
 @pytest.mark.parametrize("rule", ["alone", "leader"])
 def test_agreement_over_nccl_is_the_same(worlds, size, rule):
-    """Where rows meet on the devices, rather than on the CPU."""
+    """Rows are merged on the devices instead of the CPU."""
     arguments = {"seed": 3, "num_steps": 40, "rule": rule}
     on_device = worlds.run_one("schedule", size, limit=LIMIT, device="cuda", **arguments)
     on_cpu = worlds.run_one("schedule", size, limit=LIMIT, **arguments)
@@ -115,7 +115,7 @@ def test_agreement_over_nccl_is_the_same(worlds, size, rule):
 
 @pytest.mark.parametrize("kind", ["raise", "late"])
 def test_a_fault_over_nccl_stops_the_others_and_is_named(worlds, size, kind):
-    """NCCL's own watchdog would end the process after ten minutes, and name nobody."""
+    """NCCL's own watchdog would end the process after ten minutes, without naming a rank."""
     schedule = {
         "seed": 0,
         "num_steps": 5,
@@ -135,9 +135,9 @@ def test_a_fault_over_nccl_stops_the_others_and_is_named(worlds, size, kind):
 
 
 def test_random_faults_over_nccl_stop_cleanly(worlds, size):
-    """Two hundred schedules, as over gloo; within two minutes, however many that allows.
+    """Two hundred schedules, as over gloo, within two minutes.
 
-    Some worlds at a time: most of a fault's time is a wait.
+    Several worlds run concurrently, because a fault is mostly waiting.
     """
     deadline, counted, seed = time.monotonic() + FAULT_SECONDS, 0, 0
     while counted < NUM_FAULTS and time.monotonic() < deadline:
@@ -160,7 +160,7 @@ def test_random_faults_over_nccl_stop_cleanly(worlds, size):
     "example", [("tensor_parallel.py",), ("data_parallel.py",), ("data_parallel.py", "--learn")]
 )
 def test_the_examples_run_on_gpus(size, example):
-    """All ranks run the same modes; graphs hold the all-reduce wherever nothing is learnt."""
+    """All ranks run the same modes; graphs contain the all-reduce where nothing learns."""
     from launched import torchrun
 
     pytest.importorskip("dispatchkit_vllm")
@@ -173,7 +173,7 @@ def test_the_examples_run_on_gpus(size, example):
     if "--learn" not in example:
         assert re.fullmatch(r"\{'FULL': \d+\}", steps[0])
     if example == ("tensor_parallel.py",):
-        # Lines of two ranks may run into each other.
+        # Lines of two ranks may be interleaved.
         worst = re.findall(r"whole layer (\d\.\de[+-]\d\d)", report)
         assert len(worst) == size, report
         assert all(float(each) < 1e-4 for each in worst), report

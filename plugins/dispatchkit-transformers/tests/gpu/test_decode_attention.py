@@ -1,4 +1,4 @@
-"""Attention by cuDNN: right beside float32, in graphs, and under compiled code."""
+"""cuDNN attention equals float32, in graphs and in compiled code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTH, SLOTS = 96, 9
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Return what was said of each attention asked for: whether cuDNN computes it."""
+    """Return, for each requested attention, whether cuDNN computed it."""
     said = []
     ask = attention_module._for_cudnn
 
@@ -61,13 +61,13 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_by_products_of_matrices(
         query = torch.randn(rows, heads[0], tokens, size, device=DEVICE, dtype=dtype)
         used = torch.randint(1, length + 1, (rows,), device=DEVICE)
         used[0] = length
-        # Each token looks at one position more than the one before it, and the last one at all.
+        # Each token attends to one more position than the preceding token.
         ends = used[:, None] + torch.arange(1 - tokens, 1, device=DEVICE)
         looks = torch.arange(length, device=DEVICE) < ends.clamp(min=1).unsqueeze(-1)
         looks = looks.unsqueeze(1)
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(looks.shape, device=DEVICE, dtype=dtype).masked_fill_(~looks, lowest)
-        # What is large behind what is in use has no weight.
+        # Large values after the used positions have no weight.
         behind = torch.arange(LENGTH + 1, device=DEVICE) >= used[:, None]
         memory[:, :rows].masked_fill_(behind.view(1, rows, 1, -1, 1), 100.0)
         key, value = memory[:, :rows, :, :length]
@@ -101,14 +101,14 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
     exact = make().to(DEVICE).eval()
     model = copy.deepcopy(exact).to(torch.bfloat16)
     plain = copy.deepcopy(model)
-    exact.load_state_dict(model.state_dict())  # the same weights, as they are rounded
+    exact.load_state_dict(model.state_dict())  # the same weights as rounded
     model.set_attn_implementation(DECODE_ATTENTION)
     decoder = GraphDecoder(
         model, max_batch_size=8, max_length=LENGTH, lengths=[32, LENGTH], sizes=[2, 8],
         compile=compiled,
     )  # fmt: skip
     runner = decoder.runner(logits=True)
-    others = []  # the library's attention, in both types, on caches of their own
+    others = []  # the library's attention in both types, with separate caches
     for one in (exact, plain):
         found = static_models.probe(one, LENGTH)
         memory = found.cache(8, LENGTH)
@@ -122,7 +122,7 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
             block.normal_()
             for memory, _ in others:
                 memory.memory[index].copy_(block)
-        # Rows behind the batch must change nothing, whatever lies in their slots.
+        # Rows after the batch must change nothing, whatever is in their slots.
         for block in decoder.cache.memory:
             block[:, rows:] = float("nan")
         got = runner(tokens=tokens, positions=positions, length=length)[0].clone()
@@ -132,7 +132,7 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
         allowed = max(allowed, float((near - want).abs().max()))
         spread = max(spread, float(want.std()))
     assert worst <= 2 * allowed + 1e-3
-    assert allowed < spread  # else that would say nothing
+    assert allowed < spread  # otherwise the comparison would show nothing
     assert runner.stats().steps == 12
     assert not runner.stats().eager_by_reason
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:

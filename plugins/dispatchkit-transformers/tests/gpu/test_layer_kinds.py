@@ -1,4 +1,4 @@
-"""Every kind of layer through CUDA graphs: the tokens of ``generate``, in batches that change."""
+"""Every kind of layer through CUDA graphs: the tokens of ``generate``, in changing batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWa
 
 DEVICE = "cuda:0"
 ASKED = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Prompts of these lengths get so many new tokens: windows of 24 are passed in both.
+# Each prompt gets this many new tokens: windows of 24 are exceeded in both.
 PROMPTS, COUNTS = (3, 40, 7, 25, 2, 16), (40, 9, 30, 50, 12, 24)
 
 
@@ -27,7 +27,7 @@ def prompt_of(length):
 
 @pytest.fixture(params=[gemma3, qwen35, mamba], ids=lambda make: make.__name__)
 def model(request):
-    """In float32 without TF32: the static and the growing cache round alike, nearly."""
+    """Uses float32 without TF32, so that static and growing cache round almost equally."""
     torch.manual_seed(0)
     return request.param().to(DEVICE).eval()
 
@@ -39,12 +39,12 @@ def test_tokens_are_those_of_generate(model):
         for one, count in zip(prompts, COUNTS, strict=True)
     ]
     decoder = GraphDecoder(model, max_batch_size=4, max_length=96, lengths=[32, 96], sizes=[2, 4])
-    for _ in range(2):  # captured on the way, then all there
+    for _ in range(2):  # captured on demand first, then all available
         assert served(decoder, lambda number: decoder.admit(prompts[number]), COUNTS) == want
 
 
 def test_a_capture_amid_live_sequences_leaves_their_states_as_they_were(model):
-    """Graphs of each size and length are captured between the steps of others."""
+    """Graphs of each size and length are captured between steps of others."""
     prompts = [prompt_of(length) for length in PROMPTS[:3]]
     want = [
         model.generate(one, max_new_tokens=30, **ASKED)[0, one.shape[1] :].tolist()

@@ -1,4 +1,4 @@
-"""Prompts through CUDA graphs: the library's tokens, beside sequences that go on."""
+"""Prompts through CUDA graphs: the library's tokens, while other sequences continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 @pytest.mark.parametrize("attention", ["sdpa", "eager", DECODE_ATTENTION])
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 def test_tokens_after_prompts_through_graphs_are_those_of_generate(make, attention):
-    """In float32 without TF32, padded, in one chunk and in several, from slots of others."""
+    """In float32 without TF32, padded, in one and several chunks, in slots of others."""
     torch.manual_seed(0)
     model = make().to(DEVICE).eval()
     model.set_attn_implementation(attention)
@@ -76,7 +76,7 @@ def test_prompts_that_join_others_get_what_they_would_get_alone(make):
 
 @pytest.mark.parametrize("make", [gemma3, qwen35], ids=lambda make: make.__name__)
 def test_prompts_of_several_lengths_in_chunks_leave_other_slots_alone(make):
-    """Three together in chunks of 16, in slots with what is no number in them."""
+    """Three together in chunks of 16, in slots that contain NaN."""
     torch.manual_seed(0)
     model = make().to(DEVICE).eval()
     decoder = GraphDecoder(model, max_batch_size=4, max_length=256, prompt_sizes=(16, 192))
@@ -114,4 +114,4 @@ def test_logits_in_16_bits_are_as_near_to_float32_as_those_of_eager_prompts():
     want, eager, got = logits
     allowed = (eager - want).abs().max()
     assert (got - want).abs().max() <= 2 * allowed + 1e-3
-    assert allowed < want.std()  # else that would say nothing
+    assert allowed < want.std()  # otherwise the comparison would show nothing

@@ -1,4 +1,4 @@
-"""Drafts through CUDA graphs: the tokens of ``generate``, in batches that change."""
+"""Drafts through CUDA graphs: the tokens of ``generate``, in changing batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWa
 
 DEVICE, MAX_LENGTH = "cuda:0", 128
 ASKED = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Prompts of these lengths get so many new tokens: windows of 24 are passed in both.
+# Each prompt gets this many new tokens: windows of 24 are exceeded in both.
 PROMPTS, COUNTS = (3, 40, 7, 25, 2, 16), (40, 9, 30, 50, 12, 24)
 
 
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_generate(make, attention):
     prompts = [prompt_of(length) for length in PROMPTS]
     known = [said_by(model, one) for one in prompts]
     decoder = decoder_of(model, prompt_sizes=(16, 64))
-    for _ in range(2):  # captured on the way, then all there
+    for _ in range(2):  # captured on demand first, then all available
         drafter = Known(0.7, fewest=0)
         loop = SpeculativeDecoder(decoder, drafter)
 
@@ -98,6 +98,6 @@ def test_generate_with_drafts_gives_the_tokens_of_generate(how):
         assert torch.equal(loop.generate(**prompts, max_new_tokens=80, **ASKED), want)
     stats = decoder.stats()
     assert stats.drafted > 0
-    # Random weights repeat nothing for sure, so that look-up may be wrong each time.
+    # Random weights may repeat nothing, so that look-ups may all be wrong.
     assert how == "lookup" or stats.accepted > 0
     assert not stats.graphs["drafts"].eager_by_reason

@@ -1,4 +1,4 @@
-"""Decoding through CUDA graphs: the library's tokens, one cache, flat memory."""
+"""Decoding through CUDA graphs: the library's tokens, one cache, constant memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E40
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own, as it loads inductor and as inductor advises
+    # torch's own warnings when it loads inductor
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
@@ -33,7 +33,7 @@ PAD = 0
 
 @pytest.fixture(params=[llama, gpt2], ids=["llama", "gpt2"])
 def model(request):
-    """In float32 without TF32: the static and the growing cache round alike, nearly."""
+    """Uses float32 without TF32, so that static and growing cache round almost equally."""
     torch.manual_seed(0)
     return request.param().to(DEVICE).eval()
 
@@ -53,7 +53,7 @@ def test_greedy_tokens_are_those_of_generate(model, prompts, attention):
     decoder = GraphDecoder(model, max_batch_size=8, max_length=256, lengths=[32, 64, 256])
     asked = {"max_new_tokens": 100, "do_sample": False, "pad_token_id": PAD}
     want = model.generate(**prompts, **asked)
-    for _ in range(2):  # captured on the way, then all there
+    for _ in range(2):  # captured on demand first, then all available
         assert torch.equal(want, decoder.generate(**prompts, **asked))
     stats = decoder.stats().graphs["tokens"]
     assert {int(key.partition("axes=")[2]) for key in stats.hits} == {32, 64, 256}
@@ -100,12 +100,12 @@ def test_graphs_of_compiled_code(model, prompts, part):
     asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
     got = decoder.generate(**prompts, **asked)
     want = model.generate(**prompts, **asked)
-    # Fused kernels round otherwise; the first tokens are far from a tie.
+    # Fused kernels round differently; the first tokens are far from ties.
     assert torch.equal(want[:, :12], got[:, :12])
     (stats,) = decoder.stats().graphs.values()
     assert stats.captures == 1
     assert not stats.eager_by_reason
-    # They need nothing that Dynamo keeps.
+    # They need none of Dynamo's state.
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -132,7 +132,7 @@ def test_a_graphed_module_gives_what_the_module_gives(lanes):
 def test_the_benchmark_runs_with_small_models():
     script = Path(__file__).resolve().parents[4] / "bench" / "decoding.py"
     small = "--models llama-tiny --batches 1 4 --steps 3 --rounds 1 --trace-steps 20 --length 64"
-    # A script finds its neighbours beside it, also where the surroundings forbid that.
+    # A script imports modules from its folder, even if the environment forbids it.
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, str(script), *small.split(), "--most", "8"],

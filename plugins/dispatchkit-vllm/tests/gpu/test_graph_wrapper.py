@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Block(torch.nn.Module):
-    """Two linear pieces, captured each, with an eager softmax over rows between them."""
+    """Two captured linear pieces, with an eager softmax over rows between them."""
 
     def __init__(self, device, width=256):
         super().__init__()
@@ -32,7 +32,7 @@ class Block(torch.nn.Module):
             GraphWrapper(lambda x: second(x) + x, "PIECEWISE", device),
         )
 
-        # Wrappers copy nothing: what a graph reads keeps its address.
+        # Wrappers copy nothing, so a graph's inputs must keep their addresses.
         self.between = {size: torch.empty(size, width, device="cuda") for size in (64, 16, 4)}
 
     def forward(self, x):
@@ -67,7 +67,7 @@ def test_every_mode_equals_eager(device, seed):
 
 
 def test_weak_outputs_leave_their_memory_to_later_graphs(device):
-    """Many graphs with weak outputs take little more of the pool than one."""
+    """Many graphs with weak outputs use little more of the pool than one."""
     grown = {}
     for weak in (True, False):
         own = BackendDevice("cuda")
