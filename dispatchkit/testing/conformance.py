@@ -188,7 +188,7 @@ def _factory(policy: Any, asked: str) -> Callable[[], Any]:
     """Return a factory of policies that have the method ``asked``.
 
     Raises:
-        TypeError: The policies are of another kind.
+        TypeError: The policies lack the method.
     """
     if not inspect.isclass(policy) and any(hasattr(policy, method) for method, *_ in _KINDS):
         first, make = policy, lambda: copy.deepcopy(policy)

@@ -417,7 +417,7 @@ def test_autocast_is_seen_by_calls_whose_look_is_known(make_runner, quiet, dtype
     inputs = {"x": StaticInput((None, 4), dtype)}
     runner = make_runner(lambda x: x.float() @ weight, inputs)
     runner.capture()
-    x = torch.ones(4, 4).to(runner.buffers["x"].dtype)  # a full bucket, so no call proves anything
+    x = torch.ones(4, 4).to(runner.buffers["x"].dtype)  # a full bucket has no padding to check
     for number in range(8):
         is_on = (number // 2 + starts_under_it) % 2 == 1
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
@@ -718,7 +718,7 @@ def test_step_that_writes_into_its_input_is_not_captured(make_runner, quiet):
     assert x.tolist() == [1.0] * 3
 
 
-# -- inputs that lie where they are copied to -------------------------------------------------
+# -- inputs in the buffers they are copied to -------------------------------------------------
 
 PAIR = {"x": StaticInput((None, 2), "float32"), "z": StaticInput((None, 2), "float32")}
 

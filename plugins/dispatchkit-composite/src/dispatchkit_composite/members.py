@@ -53,7 +53,7 @@ class Member:
         """Parse a member from ``name[=policy][:priority]``.
 
         Raises:
-            ConfigError: The text has another form.
+            ConfigError: The text does not match this form.
         """
         what, colon, number = text.strip().partition(":")
         name, _, policy = (part.strip() for part in what.partition("="))

@@ -178,7 +178,7 @@ class LaneRun:
         for packed in cells.tolist():
             tokens, uniform, loras, value = batch_of(packed)
             tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
-        # A decision holds up to a number of requests. Dispatch batches with more separately.
+        # A decision holds up to a number of requests. Dispatch batches above it separately.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
         if len(beyond):

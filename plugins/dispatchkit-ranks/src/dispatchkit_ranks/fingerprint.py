@@ -22,7 +22,7 @@ from dispatchkit.dispatch import (
 from dispatchkit.keys import AxisBuckets, Batch, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
-# Number of sizes to compare the policy's decisions at. Comparing all sizes would take seconds.
+# Number of sizes at which decisions are compared. Comparing all sizes would take seconds.
 _MAX_PROBED_SIZES = 64
 
 

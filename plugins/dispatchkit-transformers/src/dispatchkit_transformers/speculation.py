@@ -171,7 +171,7 @@ class SpeculativeDecoder:
 
 
 class PromptLookup:
-    """A drafter of the tokens that followed an earlier occurrence of a row's last tokens.
+    """A drafter that repeats the tokens after an earlier occurrence of a row's last tokens.
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
     the device. A lookup on the host would have to wait for each step, and the device would be idle

@@ -202,7 +202,7 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
         folder: Folder that is searched for the module first.
 
     Raises:
-        ConfigError: ``model`` has another form, the module or function does not exist, or the
+        ConfigError: ``model`` is malformed, the module or function does not exist, or the
             function does not return a ``GraphRunner``.
     """
     form = "'module:function', the name of a function that returns a GraphRunner"
