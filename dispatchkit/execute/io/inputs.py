@@ -50,7 +50,8 @@ class InputSet:
     def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
         for name, spec in specs.items():
             if not isinstance(spec, StaticInput):
-                raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
+                hint = 'Declare it as StaticInput((None, 16), "float32"), with its own shape.'
+                raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput", hint)
             if spec.named:
                 raise ConfigError(
                     f"inputs[{name!r}]",

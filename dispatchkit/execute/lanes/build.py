@@ -69,6 +69,7 @@ def make_executors(work: Workload) -> tuple[Executor, ...]:
             "lanes",
             number,
             f"at most {limit}, the number of independent streams on {backend.torch_device}",
+            "Use fewer lanes.",
         )
     return tuple(Executor(work, group) for group in _pool_groups(work, number))
 
@@ -137,6 +138,7 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyPl
             "lanes",
             number,
             f"at most {len(handles)}, the number of distinct streams on {backend.torch_device}",
+            "Use fewer lanes.",
         )
     router = None
     if needs_key(policy):

@@ -138,7 +138,8 @@ class Step:
                     f"step[{index}]", piece, "marked with graph_piece(fn) or eager_piece(fn)"
                 )
         if is_list and not any(piece.is_graph for piece in given):
-            raise ConfigError("step", step, "a list with at least one graph_piece")
+            hint = "Mark a piece that may be captured with graph_piece(fn)."
+            raise ConfigError("step", step, "a list with at least one graph_piece", hint)
         self.pieces: tuple[Piece, ...] = tuple(
             attrs.evolve(piece, names=_accepted_names(piece, [*known, *axes], is_first=index == 0))
             for index, piece in enumerate(given)
@@ -214,7 +215,7 @@ def _accepted_names(piece: Piece, known: Sequence[str], *, is_first: bool) -> tu
         raise ConfigError(
             "inputs",
             list(known),
-            f"declared for each required parameter of {piece.name!r}; missing: "
-            f"{', '.join(required)}",
+            f"declared for each required parameter of {piece.name!r}",
+            f"Declare: {', '.join(required)}.",
         )
     return tuple(name for name in known if name in usable)
