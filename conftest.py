@@ -27,6 +27,9 @@ if "torch" in sys.modules:
 # Inductor compiles in this process instead of starting a pool of processes that each import torch.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
+# Imports and collection make little garbage, and looking for it would take a fifth of their time.
+gc.disable()
+
 # No deadlines: a busy machine must not fail a test.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=20, **_common)
@@ -97,6 +100,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # Python's automatic collections, of which there are thousands
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
