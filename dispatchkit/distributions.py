@@ -19,7 +19,7 @@ DEFAULT_POLICY = "vllm"
 #: for Python attributes of the package (``dispatchkit.<name>``).
 DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
     "policy": {
-        DEFAULT_POLICY: "dispatchkit-vllm",
+        **dict.fromkeys((DEFAULT_POLICY, "vllm-drafter", "vllm-lora-count"), "dispatchkit-vllm"),
         "adaptive": "dispatchkit-adaptive",
         "composite": "dispatchkit-composite",
         "grid": "dispatchkit-plan",

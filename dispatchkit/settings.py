@@ -25,6 +25,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.files import check_path
 from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning
 from dispatchkit.keys.checks import check_flag
@@ -417,6 +418,12 @@ def load_settings(
         UnknownNameError: A setting does not exist. The message lists the closest names.
         ConfigError: A value is invalid, or the file cannot be read or is not TOML.
     """
+    for name, one in (("given", given), ("environ", environ), ("sources", sources)):
+        if one is not None and not isinstance(one, Mapping):
+            raise ConfigError(name, one, "a dictionary by name, or None")
+    for name, path_given in (("file", file), ("start", start)):
+        if path_given is not None:
+            check_path(path_given, name)
     environ = os.environ if environ is None else environ
     call: dict[str, SettingValue] = {}
     for name, value in {**(given or {}), **more}.items():

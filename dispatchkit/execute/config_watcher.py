@@ -18,6 +18,8 @@ import attrs
 from dispatchkit.errors import ConfigError, DispatchkitError
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.files import check_path
+from dispatchkit.keys.checks import check_instance
 from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.settings import SETTINGS, load_settings
 
@@ -45,7 +47,8 @@ class ConfigWatcher:
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
-        self._runner, self._path = runner, Path(path)
+        self._runner = check_instance(runner, GraphRunner, "runner")
+        self._path = Path(check_path(path, "path"))
         self._seen: tuple[int, ...] | None = None
         self.error: DispatchkitError | None = None
 

@@ -28,12 +28,13 @@ from dispatchkit.execute.capture.external import external_step
 from dispatchkit.execute.capture.lifecycle import frozen_error
 from dispatchkit.execute.capture.report import CaptureReport, largest_first
 from dispatchkit.execute.executor import Executor
+from dispatchkit.execute.io.outputs import check_batch_dims
 from dispatchkit.execute.memory import LongPause
 from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.report import progress_display
 from dispatchkit.execute.step.reasons import DOWNGRADES, NEXT_STEPS, PADDED_DRAWS
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.checks import check_flag
+from dispatchkit.keys.checks import check_flag, check_instance
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
@@ -55,6 +56,15 @@ def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
         hint = "list(runner.registry) returns the runner's keys."
         raise ConfigError("keys", keys, "a list of GraphKeys", hint)
     return found
+
+
+def _check_key(key: Any) -> GraphKey:
+    """Validate a key, and return it.
+
+    Raises:
+        ConfigError: The value is not a key.
+    """
+    return check_instance(key, GraphKey, "key", "list(runner.registry) returns the runner's keys.")
 
 
 class Controls:
@@ -295,7 +305,13 @@ class Controls:
 
         Raises:
             InputError: The tensors do not match the declared inputs at the size of the key.
+            ConfigError: Another argument is invalid.
         """
+        _check_key(key)
+        if not isinstance(inputs, Mapping):
+            raise ConfigError("inputs", inputs, "a dictionary of tensors by input name")
+        check_batch_dims(output_batch_dims)
+        check_flag(has_effect, "has_effect")
         with self._lock:
             self._turns.wait()
             first = self._first
@@ -314,18 +330,20 @@ class Controls:
 
     def has(self, key: GraphKey) -> bool:
         """Return whether a key has a graph on any lane."""
+        _check_key(key)
         entries = (member.registry.get(key) for member in self._executors)
         return any(entry is not None and entry.state is KeyState.CAPTURED for entry in entries)
 
     def get(self, key: GraphKey) -> CapturedKey | None:
         """Return the captured key of the first lane, or None."""
-        return self._first.lifecycle.live().get(key)
+        return self._first.lifecycle.live().get(_check_key(key))
 
     def evict(self, key: GraphKey) -> None:
         """Evict the graphs of a key.
 
         See ``GraphRunner.evict``.
         """
+        _check_key(key)
         with self._lock:
             self._turns.wait()
             holders = [member for member in self._executors if key in member.lifecycle.live()]
@@ -361,6 +379,8 @@ class Controls:
             RegistryError: Not exactly one of mode and key is given, or the key is not declared.
         """
         check_flag(enabled, "enabled")
+        if key is not None:
+            _check_key(key)
         chosen = None if mode is None else RuntimeMode.parse(mode)
         for member in self._executors:
             member.registry.set_enabled(enabled, mode=chosen, key=key)
@@ -485,6 +505,7 @@ class Controls:
             Whether all graphs of the key were queued for upload. False if the key has no graph or
             the backend does not support uploads.
         """
+        _check_key(key)
         uploads = features_of(self._first.work.backend).uploads
         if uploads is None:
             return False

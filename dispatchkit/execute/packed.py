@@ -59,7 +59,7 @@ class PackedRunner:
         if not isinstance(runner, GraphRunner):
             raise ConfigError(
                 "runner",
-                type(runner).__name__,
+                runner,
                 "a GraphRunner",
                 "Ranks that agree on steps cannot pack in the runner, because they would run "
                 "different numbers of steps. Pack the items first, call the runner once per bin, "

@@ -15,6 +15,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from dispatchkit import eager_region  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.errors import ConfigError  # noqa: E402
 from dispatchkit.execute.capture import eager_call, segments  # noqa: E402
 
 twice = eager_region(lambda x: x * 2)
@@ -99,3 +100,8 @@ def test_segments_without_work_are_not_replayed(backend):
     assert len(calls_of(graph)) == 2
     assert graph.pieces.segments == ()
     case.check(backend, runner, lambda x: twice(twice(x)), (4, 2))
+
+
+def test_only_a_function_is_an_eager_region():
+    with pytest.raises(ConfigError, match=r"fn must be a function, or omitted, got 3\. Write"):
+        eager_region(3)

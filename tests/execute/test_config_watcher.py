@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from dispatchkit.errors import ConfigError  # noqa: E402
 from dispatchkit.execute import ConfigWatcher, SwapWarning  # noqa: E402
 
 
@@ -97,6 +98,13 @@ def test_a_file_that_is_missing_is_told_of(runner, tmp_path):
     watcher = ConfigWatcher(runner, tmp_path / "nowhere.toml")
     with pytest.warns(SwapWarning, match=r"nowhere\.toml"):
         watcher.poll()
+
+
+def test_it_watches_a_path_for_a_runner(runner):
+    with pytest.raises(ConfigError, match="runner must be a GraphRunner, got 3"):
+        ConfigWatcher(3, "settings.toml")
+    with pytest.raises(ConfigError, match="path must be the path of a file"):
+        ConfigWatcher(runner, 3)
 
 
 def test_it_can_be_given_a_thread(runner, write):

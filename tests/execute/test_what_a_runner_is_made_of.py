@@ -278,6 +278,12 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
     runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=[4], policy=policy)
     with pytest.raises(ConfigError, match="sizes must be a list"):
         runner.swap(sizes=4)
+
+    def register(**wrong):
+        key = next(iter(runner.registry))
+        right = {"key": key, "graph": None, "inputs": {}, "outputs": None}
+        runner.controls.register(**{**right, **wrong})
+
     for call, message in (
         (
             lambda: runner.swap(policy="threshold", policy_options=3),
@@ -289,6 +295,16 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
         (lambda: runner.freeze(strict="x"), "strict must be True or False"),
         (lambda: runner.invalidate(3), "reason must be a nonempty string"),
         (lambda: runner.controls.set_enabled("x"), "enabled must be True or False"),
+        (lambda: runner.controls.set_enabled(True, key=3), r"a GraphKey, got 3\. list\("),
+        (lambda: runner.controls.has([]), r"key must be a GraphKey, got \[\]"),
+        (lambda: runner.controls.get([]), r"key must be a GraphKey, got \[\]"),
+        (lambda: runner.evict("FULL tokens=4"), "key must be a GraphKey, got 'FULL tokens=4'"),
+        (lambda: runner.controls.upload(3), "key must be a GraphKey, got 3"),
+        (lambda: runner.controls.input_path(3), "key must be a GraphKey, got 3"),
+        (lambda: register(key=3), "key must be a GraphKey, got 3"),
+        (lambda: register(inputs=3), "inputs must be a dictionary of tensors by input name, got 3"),
+        (lambda: register(output_batch_dims="x"), "output_batch_dims must be an index, None, or a"),
+        (lambda: register(has_effect="x"), "has_effect must be True or False"),
         (
             lambda: runner.controls.set_eviction("lru"),
             r"score must be a function .* swap\(eviction",

@@ -186,7 +186,7 @@ def test_the_check_of_public_names_lets_public_ones_pass() -> None:
 def test_the_table_of_distributions_is_what_they_bring() -> None:
     """A wrong distribution in a message would mislead its reader."""
     from dispatchkit import load_plugins
-    from dispatchkit.distributions import DISTRIBUTIONS, load_attribute
+    from dispatchkit.distributions import DISTRIBUTIONS, distribution_of, load_attribute
 
     loaded = load_plugins(environ={})
     brought = {
@@ -198,6 +198,10 @@ def test_the_table_of_distributions_is_what_they_bring() -> None:
     for kind, known in brought.items():
         for name, distribution in DISTRIBUTIONS[kind].items():
             assert known[name].origin.distribution == distribution, name
+        for name, one in known.items():
+            distribution = one.origin.distribution
+            if distribution in {plugin.name for plugin in PLUGINS}:
+                assert distribution_of(kind, name) == distribution, name
     own = {one.origin.distribution for one in loaded.commands.values()}
     assert own <= set(DISTRIBUTIONS["command"].values())  # includes all
     for name in DISTRIBUTIONS["attribute"]:

@@ -143,6 +143,21 @@ def test_the_nearest_names_are_told() -> None:
     assert caught.value.nearest[0] == "FULL_AND_PIECEWISE"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"given": 3}, "given must be a dictionary by name, or None, got 3"),
+        ({"environ": 3}, "environ must be a dictionary by name, or None, got 3"),
+        ({"sources": 3}, "sources must be a dictionary by name, or None, got 3"),
+        ({"file": 3}, "file must be the path of a file"),
+        ({"start": 3}, "start must be the path of a file"),
+    ],
+)
+def test_sources_of_the_wrong_kind_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(**arguments)
+
+
 def test_call_wins_over_environment_over_file(tmp_path: Path) -> None:
     """Overridden values are kept with their sources."""
     (tmp_path / "pyproject.toml").write_text('[tool.dispatchkit]\npolicy = "a"\nlazy = true\n')

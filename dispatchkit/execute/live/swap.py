@@ -8,6 +8,7 @@ table, and keys that only the old policy used are removed.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapReques
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.setup import requested_mode
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import naming_unknown
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.options import MemoryOptions
@@ -98,6 +100,7 @@ class Swapper:
         """
         return self._requests.settings_in_force()
 
+    @functools.partial(naming_unknown, owner="swap")
     def proposed(
         self,
         *,

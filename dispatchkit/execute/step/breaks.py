@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
+from dispatchkit.errors import ConfigError
 from dispatchkit.once import line_of_call
 
 __all__ = ["eager_region", "graph_break"]
@@ -108,9 +109,14 @@ def eager_region(fn: Any = None) -> Any:
 
     Args:
         fn: Function to mark; omitted for a block.
+
+    Raises:
+        ConfigError: ``fn`` is not a function.
     """
     if fn is None:
         return _EagerBlock()
+    if not callable(fn):
+        raise ConfigError("fn", fn, "a function, or omitted", "Write `with eager_region():`.")
 
     @functools.wraps(fn)
     def eager(*args: Any, **kwargs: Any) -> Any:

@@ -88,8 +88,9 @@ def test_each_launch_waits_as_long_as_was_asked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(time, "sleep", waits.append)
     run_steps(LaunchLogBackend("tape", delay_us=50))
     assert waits == pytest.approx([50e-6] * 3)
-    with pytest.raises(ConfigError, match="delay_us"):
-        LaunchLogBackend("tape", delay_us=-1)
+    for wrong in ({"delay_us": -1}, {"delay_us": "x"}, {"capacity": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            LaunchLogBackend("tape", **wrong)
 
 
 def test_it_is_chosen_by_name() -> None:

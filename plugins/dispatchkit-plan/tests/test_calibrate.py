@@ -275,8 +275,9 @@ def test_settings_that_cannot_be_used(tape, step):
     runner = GraphRunner(step, INPUTS, sizes=[1, 2], mode="FULL", backend=tape)
     with pytest.raises(ConfigError, match="pace"):
         calibrate(runner, pace="fast")
-    with pytest.raises(ConfigError, match="samples"):
-        calibrate(runner, samples=0)
+    for wrong in ({"samples": 0}, {"name": 3}, {"progress": 3}, {"make_inputs": 3}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} must be"):
+            calibrate(runner, **wrong)
     with pytest.raises(ConfigError, match="a mode with graphs"):
         calibrate(step, inputs=INPUTS, sizes=[1, 2], mode="NONE", backend=tape)
     with pytest.raises(ConfigError, match="inputs"):

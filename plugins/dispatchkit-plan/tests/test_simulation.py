@@ -360,6 +360,11 @@ def test_what_cannot_be_simulated_is_refused():
             Scenario(**{setting: value})
     with pytest.raises(ConfigError, match=r"a StepTrace, got 'a.csv'. .*read_steps\(path\)"):
         simulate("a.csv")
+    for wrong in ({"relative": -1}, {"outliers": 2}, {"factor": "x"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Noise(**wrong)
+    with pytest.raises(ConfigError, match="plugins must be a PluginSet, got 3"):
+        simulate(trace, plugins=3)
     with pytest.raises(ConfigError, match=r"a Scenario, got 'vllm'"):
         simulate(trace, "vllm")
     with pytest.raises(ConfigError, match="sizes"):

@@ -242,5 +242,11 @@ def test_no_change_and_no_such_policy_or_model_are_refused(runner):
         forecast_swap(runner, trace, cost_model=TRUE)
     with pytest.raises(ConfigError, match="policy"):
         forecast_swap(runner, trace, cost_model=TRUE, policy="nobody")
+    with pytest.raises(UnknownNameError, match=r"setting of swap must be .* Did you mean 'sizes'"):
+        forecast_swap(runner, trace, cost_model=TRUE, sizs=[4])
+    with pytest.raises(ConfigError, match="runner must be a GraphRunner, got 3"):
+        forecast_swap(3, trace, cost_model=TRUE, policy="threshold")
+    with pytest.raises(ConfigError, match=r"trace must be a StepTrace, got 'a\.csv'"):
+        forecast_swap(runner, "a.csv", cost_model=TRUE, policy="threshold")
     with pytest.raises(UnknownNameError, match="cost model"):
         forecast_swap(runner, trace, cost_model="nobody", policy="threshold")

@@ -198,6 +198,11 @@ def test_a_trace_without_steps_is_refused() -> None:
         (lambda: Predictive(least_used="x"), "least_used"),
         (lambda: Predictive().attach(3), "runner"),
         (lambda: keys_of_trace(3), "trace"),
+        (lambda: KeyPredictor(3), "keys"),
+        (lambda: KeyPredictor([3]), "keys[0]"),
+        (lambda: simulate_prediction(3, KEYS, max_graphs=1), "keys"),
+        (lambda: simulate_prediction([], 3, max_graphs=1), "declared"),
+        (lambda: fewest_eager_steps(3, max_graphs=1), "keys"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, setting) -> None:

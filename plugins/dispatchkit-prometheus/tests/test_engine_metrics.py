@@ -104,6 +104,6 @@ def test_what_cannot_be_shown_is_refused(tmp_path):
         taken.listen()
         with pytest.raises(ConfigError, match="a free port"):
             engine.EngineExport(str(taken.getsockname()[1]))
-    for where in (str(tmp_path / "missing" / "engine.prom"), "70000"):
+    for where in (str(tmp_path / "missing" / "engine.prom"), "70000", 9000):
         with pytest.raises(ConfigError, match="metrics"):
             engine.EngineExport(where)

@@ -127,6 +127,14 @@ def test_what_ranks_cannot_have_is_refused_by_name(settings):
         simulate_ranks(trace_of(10), 2, scenario_of(**settings))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"trace": "a.csv"}, {"ranks": "x"}, {"scenario": 3}, {"exchange": 3}]
+)
+def test_arguments_of_the_wrong_type_are_refused_by_name(wrong):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} must be"):
+        simulate_ranks(**{"trace": trace_of(10), "ranks": 2, **wrong})
+
+
 def test_fewer_steps_than_ranks():
     with pytest.raises(TraceError, match="fewer steps"):
         simulate_ranks(trace_of(3), 4, scenario_of())

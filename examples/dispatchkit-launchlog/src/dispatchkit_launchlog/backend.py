@@ -17,6 +17,7 @@ from dispatchkit.backends import (
     resolve_backend,
 )
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_count
 
 
 class Launch(NamedTuple):
@@ -56,8 +57,10 @@ class LaunchLogBackend:
         delay_us: float = 0.0,
         capacity: int = 10_000,
     ) -> None:
-        if delay_us < 0:
-            raise ConfigError("delay_us", delay_us, "a number of at least 0")
+        delay: Any = delay_us
+        if not isinstance(delay, int | float) or not delay >= 0:
+            raise ConfigError("delay_us", delay, "a number of at least 0")
+        check_count(capacity, "capacity")
         inner = resolve_backend(backend, device=device)
         self._inner, self._delay = inner, delay_us / 1e6
         self.launches: deque[Launch] = deque(maxlen=capacity)

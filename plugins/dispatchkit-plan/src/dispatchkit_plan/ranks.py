@@ -26,7 +26,7 @@ import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, decision_us
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.keys import DispatchConfig, RuntimeMode, check_count
+from dispatchkit.keys import DispatchConfig, RuntimeMode, check_count, check_instance
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.plugins import PluginSet, load_plugins
 
@@ -148,6 +148,8 @@ def simulate_ranks(
     """
     check_trace(trace)
     scenario, exchange = scenario or Scenario(), exchange or Exchange()
+    check_instance(scenario, Scenario, "scenario", "Write Scenario(policy='vllm'), for example.")
+    check_instance(exchange, Exchange, "exchange", "Write Exchange(), for example.")
     ranks = check_count(ranks, "ranks")
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
     _check(scenario, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -39,6 +40,18 @@ class Noise:
     relative: float = 0.10
     outliers: float = 0.01
     factor: float = 10.0
+
+    def __attrs_post_init__(self) -> None:
+        for setting, least, most in (
+            ("relative", 0.0, math.inf),
+            ("outliers", 0.0, 1.0),
+            ("factor", 0.0, math.inf),
+        ):
+            value = getattr(self, setting)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most:
+                allowed = "a share from 0 to 1" if most == 1 else "a number of at least 0"
+                raise ConfigError(setting, value, allowed)
 
     def measured(self, time_us: float, chance: random.Random) -> float:
         """Return a simulated measurement of a step that takes ``time_us``."""

@@ -132,6 +132,8 @@ def simulate(
     """
     check_trace(trace)
     scenario = scenario or Scenario()
+    if plugins is not None:
+        check_instance(plugins, PluginSet, "plugins", "load_plugins() returns one.")
     check_instance(scenario, Scenario, "scenario", "Write Scenario(policy='vllm'), for example.")
     model = scenario.model
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)

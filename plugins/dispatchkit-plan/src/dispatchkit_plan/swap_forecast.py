@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.dispatch import Dispatcher, Policy, Reason
-from dispatchkit.errors import TraceError
+from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import DispatchConfig
 from dispatchkit.observe import StepTrace
 from dispatchkit.registry import GraphRegistry, KeyState
@@ -137,6 +137,8 @@ def forecast_swap(
         PolicyError: The policy rejects the configuration.
         TraceError: No step has tokens, or no step is within the candidate's limit.
     """
+    if not hasattr(runner, "swapper"):
+        raise ConfigError("runner", runner, "a GraphRunner")
     check_trace(trace)
     proposal = runner.swapper.proposed(**change)
     scenario = Scenario(cost_model=cost_model)

@@ -208,6 +208,8 @@ def test_a_file_is_whole_or_not_there(account: Any, tmp_path: Path) -> None:
         write_report(account, tmp_path / "no" / "page.html")
     with pytest.raises(ConfigError, match="source must be"):
         write_report(3, path)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a list of simulations, got \[3\]"):
+        write_report([3], path)  # type: ignore[list-item]
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import check_count
+from dispatchkit.keys import check_count, check_instance
 
 # Decays of the long-run and of the recent counts of each key.
 _SLOW, _FAST = 0.998, 0.95
@@ -42,6 +42,20 @@ _LONG, _LATE = 0.3, 0.6
 _MAX_PENDING = 10_000
 
 T = TypeVar("T", bound=Hashable)
+
+
+def check_keys(keys: Any, setting: str) -> tuple[GraphKey, ...]:
+    """Validate a list of keys, and return it as a tuple.
+
+    Raises:
+        ConfigError: It is not a list, or an item is not a key.
+    """
+    if not isinstance(keys, Iterable):
+        raise ConfigError(setting, keys, "a list of GraphKeys")
+    hint = "list(runner.registry) returns the keys of a runner."
+    return tuple(
+        check_instance(key, GraphKey, f"{setting}[{index}]", hint) for index, key in enumerate(keys)
+    )
 
 
 def is_number(value: object) -> bool:
@@ -65,6 +79,7 @@ class KeyPredictor:
     """
 
     def __init__(self, keys: Iterable[GraphKey], *, order: int = 2, decay: float = 0.98) -> None:
+        keys = check_keys(keys, "keys")
         self._order = check_count(order, "order")
         if not is_number(decay) or not 0.0 < decay <= 1.0:
             raise ConfigError("decay", decay, "a number above 0 and at most 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -13,7 +14,7 @@ from dispatchkit.keys import check_count
 from dispatchkit.observe import StepTrace, trace_config
 
 from dispatchkit_predictive.capture_planner import CapturePlanner
-from dispatchkit_predictive.predictor import KeyPredictor
+from dispatchkit_predictive.predictor import KeyPredictor, check_keys
 
 
 @attrs.frozen
@@ -40,6 +41,12 @@ class PredictionSimulation:
     captures: int
     hit_rate: float
     used: float
+
+
+def _check_steps(keys: Any) -> None:
+    if not isinstance(keys, Sequence):
+        hint = "keys_of_trace(trace) returns one."
+        raise ConfigError("keys", keys, "a list with the key of each step, or None", hint)
 
 
 def keys_of_trace(
@@ -98,6 +105,8 @@ def simulate_prediction(
         ConfigError: A setting is invalid.
     """
     check_count(idle_every, "idle_every")
+    _check_steps(keys)
+    declared = check_keys(declared, "declared")
     if not declared:
         raise ConfigError("declared", declared, "at least one key")
     planner = CapturePlanner(KeyPredictor(declared), max_graphs=max_graphs)
@@ -177,6 +186,7 @@ def fewest_eager_steps(
     """
     check_count(max_graphs, "max_graphs")
     check_count(idle_every, "idle_every")
+    _check_steps(keys)
     uses: defaultdict[GraphKey, deque[int]] = defaultdict(deque)
     for step, key in enumerate(keys):
         if key is not None:

@@ -105,6 +105,8 @@ class EngineExport:
     def __init__(
         self, where: str, *, rank: int = 0, world_size: int = 1, period_s: float = _PERIOD_S
     ) -> None:
+        if not isinstance(where, str):
+            raise ConfigError("metrics", where, "a port or the path of a file, as text")
         self.registry = CollectorRegistry()
         self.collector = EngineCollector(rank)
         self.registry.register(self.collector)

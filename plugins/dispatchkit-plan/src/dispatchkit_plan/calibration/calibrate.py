@@ -35,7 +35,7 @@ import torch
 from dispatchkit.backends import GraphBackend
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput, preserved_state, sample_inputs
-from dispatchkit.keys import GraphKey, RuntimeMode, check_count, check_counts
+from dispatchkit.keys import GraphKey, RuntimeMode, check_count, check_counts, check_instance
 
 from dispatchkit_plan.calibration.graph_memory import (
     MeasuredRunner,
@@ -105,6 +105,10 @@ def calibrate(
     if pace not in ("queued", "waited"):
         raise ConfigError("pace", pace, "'queued' or 'waited'")
     samples = check_count(samples, "samples")
+    check_instance(name, str, "name")
+    for setting, function in (("make_inputs", make_inputs), ("progress", progress)):
+        if function is not None and not callable(function):
+            raise ConfigError(setting, function, "a function, or None")
     asked = () if eager_sizes is None else check_counts(eager_sizes, "eager_sizes")
     with suppressed_warnings():
         measured = make_measured_runner(
