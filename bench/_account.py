@@ -36,7 +36,7 @@ class Parts:
         self.given = dict(zip(names(3), case.device[FIXED], strict=True))
         self.values = tuple(self.given.values())
         self.runner = runner
-        for _ in range(3):  # fills caches, and records the layout of the inputs
+        for _ in range(3):  # fill caches, and record the layout of the inputs
             runner(**self.given)
             runner.run_in_place(FIXED)
         executor = runner.lanes[0]
@@ -149,7 +149,7 @@ class Parts:
             "+ the table's row": looked_up,
             "+ autocast, modules, values, stream": guarded,
             "+ rows behind the batch": cleaned,
-            "+ counts, values compared in each 16th step": counted,
+            "+ counts, values compared in every 16th step": counted,
             "the same by the plan": planned,
             "the same by dispatcher and plan": dispatched,
             "run_in_place": self.runner.run_in_place,
@@ -213,7 +213,7 @@ class Parts:
             "the call": lambda _: runner(**given),
         }
 
-    def beside(self, case: Case) -> dict[str, Run]:
+    def comparisons(self, case: Case) -> dict[str, Run]:
         """Return single C calls and alternatives, for comparison."""
         launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
         values, set_node = self.values, self.set_node
@@ -227,8 +227,8 @@ class Parts:
 
         found: dict[str, Run] = {
             "the launch": lambda _: launch(graph, argument),
-            "inputs elsewhere: node set, and the launch": set_anew,
-            "one view made": lambda _: values[0][:100],
+            "inputs elsewhere: node updated, and the launch": set_anew,
+            "one view created": lambda _: values[0][:100],
             "one result cloned": lambda _: values[0].clone(),
             "nothing": lambda _: None,
         }
@@ -255,7 +255,7 @@ def account(rounds: int) -> None:
             median = statistics.median(values)
             emit(BENCH, name, median, "us", rounds, group=f"account, {group}", best=best, **more)
             below = values
-    samples = in_turns(parts.beside(case), [FIXED], rounds=rounds, together=10)
+    samples = in_turns(parts.comparisons(case), [FIXED], rounds=rounds, together=10)
     for name, values in samples.items():
         best, median = round(min(values), 2), statistics.median(values)
-        emit(BENCH, name, median, "us", rounds, group="account, beside", best=best)
+        emit(BENCH, name, median, "us", rounds, group="account, comparisons", best=best)

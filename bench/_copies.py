@@ -364,7 +364,7 @@ class Inputs:
 
         return step
 
-    # -- nodes of the graph, and a kernel of our own -----------------------------------------
+    # -- nodes of the graph, and a custom kernel ---------------------------------------------
 
     def copy_nodes(self) -> Step:
         """Return a graph whose copy nodes get new sources before each launch."""
@@ -535,6 +535,6 @@ def copies_and_launch(rounds: int) -> None:
             "cudaMemcpyBatchAsync, the thread's stream before the default one",
             lambda i=inputs: i.batched(V(PER_THREAD), None),
         )
-        measure_case("copy nodes set anew", inputs.copy_nodes)
+        measure_case("copy nodes updated", inputs.copy_nodes)
         measure_case("one kernel", lambda i=inputs: with_kernel(i.kernel))
-        measure_case("one kernel as a node set anew", lambda i=inputs: with_kernel(i.kernel_node))
+        measure_case("one kernel node updated", lambda i=inputs: with_kernel(i.kernel_node))

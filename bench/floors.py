@@ -1,4 +1,4 @@
-"""Measure the parts of a step on a device, independent of who combines them.
+"""Measure the individual operations of a step on a device.
 
     python bench/floors.py [ROUNDS] [--only GROUP]
 
@@ -102,7 +102,7 @@ def copies(rounds: int) -> None:
 
         measure(group, "copy_ for each", one_by_one, rounds)
         measure(group, "one fused copy", lambda v=views, g=given: fused(v, g), rounds)
-        measure(group, "the same with tails", lambda b=both, f=filled: fused(b, f), rounds)
+        measure(group, "one fused copy, with tails", lambda b=both, f=filled: fused(b, f), rounds)
 
 
 def launches(rounds: int) -> None:
@@ -148,7 +148,7 @@ def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) 
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     samples = []
     for _ in range(rounds):
-        torch.cuda._sleep(2_000_000)  # lets the host get ahead
+        torch.cuda._sleep(2_000_000)  # lets the host run ahead of the device
         first.record()
         for _ in range(20):
             launch(handle, None)

@@ -283,7 +283,7 @@ class _WorkerStages:
     def _each(self, stage: str, names: Iterable[str], do: Callable[[str], None]) -> None:
         for name in names:
             if time.time() > self._ends[stage]:
-                _print_line(f"skipped {stage} of {name}: no time")
+                _print_line(f"skipped {stage} of {name}: time limit exceeded")
                 continue
             try:
                 do(name)

@@ -179,7 +179,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
         "runner, lanes, views": lambda number: views.submit(given),
     }
     whole, host = by_turns(cases, each * lanes, rounds)
-    beside = {
+    bases = {
         "raw streams": ["serial"],
         "raw streams, copies": ["serial"],
         "runner, serial": ["serial"],
@@ -191,7 +191,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
     for name, samples in whole.items():
         ratios = {
             base: statistics.median(map(lambda a, b: a / b, whole[base], samples))
-            for base in beside.get(name, [])
+            for base in bases.get(name, [])
         }  # ratios of speeds: above 1 is faster than the base
         median, on_host = statistics.median(samples), statistics.median(host[name])
         if brief:
@@ -215,7 +215,7 @@ def measure_host(rounds: int) -> None:
         for _ in range(20):
             one(given)
 
-    def calls_beside_lanes() -> None:
+    def calls_with_lanes() -> None:
         for _ in range(20):
             many(given)
 
@@ -223,7 +223,7 @@ def measure_host(rounds: int) -> None:
         for _ in range(20):
             many.submit(given)
 
-    cases = {"call": calls, "call, 4 lanes": calls_beside_lanes, "submit, 4 lanes": submits}
+    cases = {"call": calls, "call, 4 lanes": calls_with_lanes, "submit, 4 lanes": submits}
     times = interleaved(cases, rounds=rounds)
     emit_all(BENCH, times, per=20, ratio_to="call")
 

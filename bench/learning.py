@@ -1,20 +1,22 @@
-"""What learning costs the host: the outcomes of measured steps, and the cells that change.
+"""Measure the host time of a policy that learns.
 
-A policy serves uniform traffic by the real dispatcher at known costs with noise, one steady step
-in 16 measured, without a device or a plan. Each outcome that is told (``observe``), with the cells
-that it changes, and each cell that is filled again are timed in this thread's own processor time.
-``step`` is what one step does of both: the most that any one had to wait. A machine that is busy
-shows in ``loop_ns``, what one addition in a loop takes (some 15 to 20 on a quiet one).
+Uniform traffic goes through the real dispatcher, with noisy times of a cost model, one regular step
+in 16 measured, and no device or plan. Times are CPU times of this thread:
+
+- ``observe``: one outcome, with the update of the table.
+- ``fill``: one cell that is filled again.
+- ``step``: both of them together in one step.
+- ``loop_ns``: one addition in a loop, about 15 to 20 ns unless the machine is busy.
 
     python bench/learning.py
     python bench/learning.py --steps 2000 --models lm --json
 
-With ``--device`` a runner serves a small MLP in turns with ``vllm`` and with a policy that learns
-and chooses as ``vllm`` does, so that the difference is what learning costs: ``more`` is
-microseconds a step, medians of blocks. By parts: ``events`` (begin, end and reading of measured
-steps), ``observe`` and ``fill`` with its plan; and the most in one step.
+With ``--device``, two runners of a small MLP take turns. One uses ``vllm``, the other a policy that
+learns but chooses like ``vllm``. ``more`` is their difference in microseconds per step, between the
+medians of blocks. ``parts`` attributes it to ``events`` (start, end and reading of measured steps),
+``observe``, and ``fill`` with its plan. ``most`` is the most expensive step.
 
-    python bench/learning.py --device cuda            # some 20 seconds
+    python bench/learning.py --device cuda            # about 20 seconds
     python bench/learning.py --device cpu --steps 2000
 """
 
@@ -42,7 +44,7 @@ BLOCK = 200
 
 
 def main() -> None:
-    """Print one row for each model: microseconds per step, per call, and at most."""
+    """Measure each model, or a runner, and print the results."""
     options = parse()
     if options.device:
         row = on_device(options)
@@ -56,18 +58,18 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--models", default="mlp,lm", help="names of bench/policies.py, with commas")
+    add("--models", default="mlp,lm", help="names in bench/policies.py, comma-separated")
     add("--policy", default="adaptive")
     add("--steps", type=int, default=5000)
     add("--sample-every", type=int, default=16)
     add("--seed", type=int, default=0)
-    add("--device", choices=("cuda", "cpu"), help="serve with a runner; on cpu that of the tape")
-    add("--json", action="store_true", help="print one JSON object a line")
+    add("--device", choices=("cuda", "cpu"), help="measure a runner; cpu uses the tape")
+    add("--json", action="store_true", help="print one JSON object per line")
     return parser.parse_args()
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Serve with one model's costs, and return what learning took."""
+    """Return the host time of learning at the costs of one model."""
     model_name, sizes, low, high = MODELS[name]
     model = load_cost_model(model_name)
     graph, eager = (
@@ -93,11 +95,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for num_tokens in range(low, high + 1):
         table.dispatch(num_tokens)
     clock = time.thread_time_ns
-    filled, asked = table.dispatch(low), [0]
+    filled, num_decided = table.dispatch(low), [0]
     decide = policy.decide
 
     def counted(*args: Any) -> Any:
-        asked[0] += 1
+        num_decided[0] += 1
         return decide(*args)
 
     policy.decide = counted
@@ -108,15 +110,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     gc.disable()
     for step in range(1, options.steps + 1):
         num_tokens = chance.randint(low, high)
-        before, start = asked[0], clock()
+        before, start = num_decided[0], clock()
         filled = table.dispatch(num_tokens)
-        fill_us = (clock() - start) / 1e3 if asked[0] > before else 0.0
+        fill_us = (clock() - start) / 1e3 if num_decided[0] > before else 0.0
         observe_us = 0.0
         spacing = options.sample_every * getattr(policy, "pace", 1)
         if filled.timed and (filled.one_shot or step - last >= spacing):
             last, us = step, cost(num_tokens, filled)
             pending.append(Outcome(table.batch(num_tokens), filled, us, step=step))
-            # As in a runner, a step that fills a cell passes on no outcome.
+            # As in a runner, a step that fills a cell reports no outcome.
             while pending and not fill_us:
                 start = clock()
                 table.observe(pending.pop(0))
@@ -140,11 +142,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-class Parts:
-    """Adds up what a runner spends on learning, by parts.
+class PartTimer:
+    """Timer of the parts of learning in a runner.
 
     Args:
-        runner: Its methods that learning calls are timed from now on.
+        runner: Runner whose methods are wrapped to be timed.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -181,7 +183,7 @@ class Parts:
 
 
 def on_device(options: argparse.Namespace) -> dict[str, Any]:
-    """Serve with and without learning in turns, and return what learning took."""
+    """Return the time that learning adds to the steps of a runner."""
     import torch
 
     from dispatchkit import GraphRunner, RunnerOptions, StaticInput
@@ -208,7 +210,7 @@ def on_device(options: argparse.Namespace) -> dict[str, Any]:
         runner.capture()
         return runner
 
-    # Leaves nothing for a gain below 90%, and tries nothing: it chooses as `vllm` does.
+    # Requires a gain of 90% for a change and never probes, so it chooses like `vllm`.
     policy = AdaptivePolicy(margin=0.9, explore=0.0, seed=options.seed)
     runners = {"without": runner_of("vllm"), "with": runner_of(policy)}
     chance = random.Random(options.seed)
@@ -230,7 +232,7 @@ def on_device(options: argparse.Namespace) -> dict[str, Any]:
     for block in blocks:
         for name, times in took.items():
             times.append(serve(name, block))
-    parts = Parts(runners["with"])
+    parts = PartTimer(runners["with"])
     for block in blocks:
         serve("with", block)
     step = {name: statistics.median(times) for name, times in took.items()}
@@ -255,16 +257,16 @@ def device_summary(row: dict[str, Any]) -> str:
     )
     most = " + ".join(f"{name} {us:.0f}" for name, us in row["most"].items())
     return (
-        f"{row['device']} {row['steps']} steps, us a step: with {row['step']['with']:.2f}, without "
-        f"{row['step']['without']:.2f}, more {row['more']:.2f}; {parts}; most in one "
+        f"{row['device']} {row['steps']} steps, us per step: with {row['step']['with']:.2f}, "
+        f"without {row['step']['without']:.2f}, more {row['more']:.2f}; {parts}; most in one step "
         f"{sum(row['most'].values()):.0f} ({most}); pace {row['pace']}"
     )
 
 
 def summary(row: dict[str, Any]) -> str:
     parts = ", ".join(
-        f"{part} {one['n']}: {one['per_step']:.2f} a step, median {one['median']:.1f}, "
-        f"99% {one['p99']:.1f}, most {one['max']:.1f}"
+        f"{part} {one['n']}: {one['per_step']:.2f} per step, median {one['median']:.1f}, "
+        f"P99 {one['p99']:.1f}, max {one['max']:.1f}"
         for part, one in ((part, row[part]) for part in PARTS)
     )
     head = f"{row['policy']} {row['model']} {row['steps']} steps, us (loop {row['loop_ns']:.0f} ns)"

@@ -2,7 +2,7 @@
 
     python bench/memory.py pools [--steps N] [--apart | --by-hand]
     python bench/memory.py sleep [--gib N]
-    python bench/memory.py beside [--model small|large] [--way WAY] [--max-pause-us N]
+    python bench/memory.py concurrent [--model small|large] [--way WAY] [--max-pause-us N]
     python bench/memory.py dropped [--runners N]
 
 - ``pools``: eight runners (a UNet at four resolutions, two decoders, an encoder, a drafter) that
@@ -12,7 +12,7 @@
   alone, and approximately with eager.
 - ``sleep``: memory released by ``memory.sleep()``, the times of sleep, wake, first replay and of
   new captures, and whether the first replays are bit for bit the same as before.
-- ``beside``: step times of one thread while another captures 51 graphs: no captures, in the
+- ``concurrent``: step times of one thread while another captures 51 graphs: no captures, in the
   background (steps run between the parts of a capture), also between operators, and by
   ``capture()`` under the lock; with much free memory, and with little more than the captures need.
 - ``dropped``: host and device memory after runners are created, captured and dropped with garbage
@@ -289,7 +289,7 @@ def pools_by_hand(cases: Any, before: int, *, keep_outputs: bool) -> None:
     seconds = time.perf_counter() - start
     emit(
         BENCH,
-        f"eight loops by hand, one pool, outputs {'kept' if keep_outputs else 'let go'}",
+        f"eight loops by hand, one pool, outputs {'kept' if keep_outputs else 'released'}",
         used() - before,
         "bytes",
         1,
@@ -324,7 +324,7 @@ def sleep(options: argparse.Namespace) -> None:
         cycle(memory, runners, inputs, before, number, capture_s)
         if seconds_left(options) < 10:
             return
-    for again in ("capture again", "capture again, a second time"):
+    for again in ("capture again", "capture once more"):
         for runner in runners:
             runner.invalidate()
         start = time.perf_counter()
@@ -423,7 +423,7 @@ class Serving:
                     stream.synchronize()
             except Exception as error:  # noqa: BLE001 - any failure is counted
                 self.lost += 1
-                print(f"lost: {type(error).__name__}: {error}"[:300], flush=True)
+                print(f"stopped by {type(error).__name__}: {error}"[:300], flush=True)
                 continue
             self.times.append((time.perf_counter() - start) * 1e6)
             expected = self._expected[at]
@@ -431,7 +431,7 @@ class Serving:
             self.wrong += bool((result.float() - expected).abs().max() > 0.03 * scale)
 
 
-def beside(options: argparse.Namespace) -> None:
+def concurrent(options: argparse.Namespace) -> None:
     width, count = (512 // SCALE, 12) if options.model == "small" else (4096 // SCALE, 24)
     module = ready(Layers, width, count)
     ladder = (1, 2, 4, *range(8, 385, 8)) if HAS_GPU else (1, 2, 4, 8, 384)
@@ -448,7 +448,7 @@ def beside(options: argparse.Namespace) -> None:
             if seconds_left(options) < 5:
                 print(f"no time left for {way}, {'little' if little else 'much'} memory")
                 return
-            case = BesideCase(options, module, width, ladder, inputs, expected)
+            case = ConcurrentCase(options, module, width, ladder, inputs, expected)
             found, now_taken = case.run(way, leave=taken if little else None)
             taken = max(taken, now_taken)
             quiet = found if way == "none" else quiet
@@ -457,7 +457,7 @@ def beside(options: argparse.Namespace) -> None:
             used()
 
 
-class BesideCase:
+class ConcurrentCase:
     """Steps concurrent with one way of capturing.
 
     Attributes:
@@ -588,7 +588,7 @@ def dropped(options: argparse.Namespace) -> None:
     host, device = look()
     emit(
         BENCH,
-        "runners made and dropped",
+        "runners created and dropped",
         done,
         "runners",
         done,
@@ -616,7 +616,7 @@ def main() -> None:
     one.add_argument("--apart", action="store_true")
     one.add_argument("--by-hand", action="store_true")
     case(sleep).add_argument("--gib", type=float, default=10.0)
-    one = case(beside)
+    one = case(concurrent)
     one.add_argument("--model", choices=("small", "large"), default="small")
     one.add_argument("--way", choices=(*WAYS, "all"), default="all")
     one.add_argument("--max-pause-us", type=float, default=2000.0)

@@ -1,9 +1,10 @@
-"""Dispatch policies on real traffic, by a cost model and a simulated clock.
+"""Simulate dispatch policies on recorded traffic with the costs of a model.
 
-Every step goes through the real dispatcher. Policies see times with 10% noise and one outlier
-of ten times in a hundred; what is printed is counted in true times. ``over_oracle_pct`` is what
-a policy took longer than the best choice at every step, ``worst_prefix_vs_base_pct`` the most it
-was ever behind the base policy (``vllm``) after 200 steps.
+Every step goes through the real dispatcher; only time is simulated. Policies receive times with
+10% noise and one tenfold outlier in a hundred, and the results use true times.
+``over_oracle_pct`` is the additional time of a policy relative to the best choice at every step.
+``worst_prefix_vs_base_pct`` is its largest additional time relative to the base policy
+(``vllm``), over all prefixes of at least 200 steps.
 
     python bench/policies.py                          # all traces, the MLP's costs
     python bench/policies.py --cost-model lm
@@ -33,7 +34,7 @@ sys.path.insert(0, str(ROOT / "plugins" / "dispatchkit-adaptive" / "tests"))
 from rehearsal import rehearse  # noqa: E402
 
 TRACES = ROOT / "tests" / "data" / "traces"
-#: Word -> (cost model, capture sizes, fewest tokens, most tokens of a step).
+#: Name -> (cost model, capture sizes, minimum and maximum number of tokens of a step).
 MODELS: dict[str, tuple[str, str, int, int]] = {
     "mlp": ("mlp-h100", "512,768,1024,2048", 385, 2048),
     "lm": ("lm-decode-h100", "", 1, 512),
@@ -42,7 +43,7 @@ UNIFORM_STEPS = 5000
 
 
 def main() -> None:
-    """Print a row for every policy, trace and seed, then what they come to."""
+    """Simulate every policy, trace and seed, and print the results."""
     options = parse()
     model_name, sizes, low, high = MODELS.get(options.cost_model, (options.cost_model, "", 1, 512))
     model = load_cost_model(model_name)
@@ -94,26 +95,34 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--trace", default="all", help="a trace file, `uniform`, or `all` of tests/data/traces")
-    add("--cost-model", default="mlp", help="mlp, lm, a built-in model or a file")
-    add("--sizes", default="", help="capture sizes with commas; by default those of the model")
+    add(
+        "--trace",
+        default="all",
+        help="trace file, `uniform`, or `all` (uniform and tests/data/traces)",
+    )
+    add("--cost-model", default="mlp", help="mlp, lm, a built-in cost model or its file")
+    add(
+        "--sizes",
+        default="",
+        help="capture sizes, comma-separated (default: those of the cost model)",
+    )
     add("--policies", default="vllm,adaptive")
     add("--seeds", type=int, default=10)
-    add("--sample-every", type=int, default=1, help="one steady step in so many is measured")
-    add("--delay", type=int, default=0, help="steps until an outcome is told")
-    add("--slow-eager", type=float, default=1.0, help="eager takes so many times as long midway")
-    add("--json", action="store_true", help="print one JSON object a line")
+    add("--sample-every", type=int, default=1, help="measure one of this many regular steps")
+    add("--delay", type=int, default=0, help="steps until an outcome is reported")
+    add("--slow-eager", type=float, default=1.0, help="factor on eager times from halfway on")
+    add("--json", action="store_true", help="print one JSON object per line")
     return parser.parse_args()
 
 
-def traces(which: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield names and sizes of steps; those outside a range are left out."""
-    if which in ("all", "uniform"):
+def traces(name: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the name and the step sizes of each trace, without sizes outside the range."""
+    if name in ("all", "uniform"):
         chance = random.Random(1)
         yield "uniform", [chance.randint(low, high) for _ in range(UNIFORM_STEPS)]
-    if which == "uniform":
+    if name == "uniform":
         return
-    for path in sorted(TRACES.glob("step_*")) if which == "all" else [Path(which)]:
+    for path in sorted(TRACES.glob("step_*")) if name == "all" else [Path(name)]:
         trace = read_trace(path)
         steps = [step.num_tokens for step in trace if low <= step.num_tokens <= high]
         if steps:
@@ -123,7 +132,7 @@ def traces(which: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
 def costs(
     model: CostModel, half: int, slow_eager: float
 ) -> Callable[[int, int, GraphKey | None], float]:
-    """Return what a step costs; eager takes ``slow_eager`` times as long in the second half."""
+    """Return the cost function; eager steps are slower by ``slow_eager`` in the second half."""
     eager = functools.cache(model.eager_us.__call__)
     graph = functools.cache(model.graph_us.__call__)
 

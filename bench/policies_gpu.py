@@ -1,35 +1,37 @@
-"""``adaptive`` against ``vllm`` on a GPU: total time of streams of batches, measuring included.
-
-Two models, a wide MLP (8 layers of 4096) and a decoder; two kinds of traffic, uniform sizes up to
-2048 and the sizes of a recorded trace; the same capture sizes for both policies. All serve the
-same batches in the same order, in blocks that take turns, so that a drift of the clock hits all
-alike; who goes first changes from block to block. In a block nothing is waited for.
-
-``hindsight`` serves with the best single arm of each bucket, known before: eager and graphs are
-timed first, by the host's clock over steps that follow each other and by the device's behind other
-work. Where the two name different arms both are served, and the faster counts.
-
-A size that is run eager for the first time in a process costs more (libraries choose their kernels
-by size). So before the totals each size runs eager once, and both policies have their tables
-filled; ``cold`` says what the first steps took without either. What the policy asks for at capture
-is not part of a total; it is printed as ``seed_s``.
+"""Measure ``adaptive`` on a GPU, compared with ``vllm`` and with the best fixed arms.
 
     python bench/policies_gpu.py                       # all four, about 120 seconds
     python bench/policies_gpu.py --models mlp --traces uniform --steps 1000
 
-One line for each kind of traffic, as soon as it is known, then the goals. All there is to know
-goes to a file (``--details``), one JSON object a line, with what ``adaptive`` knew at the end:
+There are two models, a wide MLP (8 layers of 4096) and a decoder, and two kinds of traffic, uniform
+sizes up to 2048 and the sizes of a recorded trace. All cases serve the same batches in the same
+order with the same capture sizes. They take turns in blocks, and a different case is first in each
+block, so that clock drift affects all equally. The device is synchronized only between blocks.
 
-- ``gain`` over ``vllm`` and ``over`` the hindsight, in brackets those of the first part.
-- ``device``, ``host``: what the steps whose arm was not that of the hindsight lost and won, by the
-  times of the arms by either clock. Neither is the whole truth where the host is the slower one
-  at some steps and the device at others.
-- ``learn``: the host's time in the policy, per step, and the most at once: the outcomes it was told
-  (``told``), with the ranges of cells it emptied, and the times it was asked for an answer again
-  (``asked``).
+``hindsight`` is the best single arm of each bucket, a graph or eager. The arms are timed in
+advance: by the host over consecutive steps, and by the device behind other work. If the two clocks
+select different arms, both selections are served and the faster one counts.
 
-Each model has a process of its own, so that a failure of one is not one of the other. Without
-CUDA, ``--device cpu`` runs small models on the tape, to see that the program itself works.
+The first eager run of a size takes longer, because libraries select kernels by size. Therefore,
+each size runs eager once and both policies fill their tables before the totals are measured. The
+line ``cold`` contains the first steps without this preparation. Runs that the policy requests at
+capture are not part of the totals; ``calibration_s`` is their duration.
+
+Each kind of traffic prints one line as soon as it is measured, and the goals follow at the end.
+The files in ``--details`` contain all results as one JSON object per line, and the final estimates
+of ``adaptive``. In the printed lines:
+
+- ``gain`` is relative to ``vllm`` and ``over`` to the hindsight; values of the first part are in
+  parentheses.
+- ``device`` and ``host`` are the losses and gains, by the arm times of either clock, of steps whose
+  arm differs from the hindsight's. Neither is exact if the host limits some steps and the device
+  others.
+- ``learn`` is the host time of the policy per step, and the longest outcome. ``outcomes`` is the
+  number of reported outcomes, ``cleared`` the number of cell ranges they cleared, and ``decided``
+  the number of new decisions.
+
+Each model uses its own process, so that a failure does not affect the other. Without CUDA,
+``--device cpu`` runs small models on the tape, which tests the script only.
 """
 
 from __future__ import annotations
@@ -65,31 +67,31 @@ from dispatchkit.observe.trace import read_trace
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 BLOCK = 50
 EARLY = 2000
-#: Without a GPU, sizes are so many times smaller.
+#: Divisor of all sizes without a GPU.
 SMALLER = 32
-#: About so many sizes are timed eager for the hindsight, at least two of each bucket.
+#: Approximate number of sizes timed eager for the hindsight; at least two per bucket.
 TIMED_SIZES = 48
-# Goals: at least so many times faster than vllm on the MLP; at most so many times the best arms;
-# at most so many times vllm on the decoder.
+# Goals: minimum speedup over vllm on the MLP, maximum time relative to the best arms, and maximum
+# time relative to vllm on the decoder.
 MLP_GAIN, OVER_HINDSIGHT, DECODER_LOSS = 1.15, 1.01, 1.01
 
 
 class Mlp(nn.Module):
-    """Layers of one width, with a residual."""
+    """Linear layers of equal width with residual connections."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return as many rows as there are in ``x``."""
+        """Return the last layer's output; shape (N, width), like ``x``."""
         for layer in self.layers:
             x = x + torch.relu(layer(x))
         return x
 
 
 class Decoder(nn.Module):
-    """The decode step of a transformer without its cache: many small kernels per layer."""
+    """Decode step of a transformer without a cache, with many small kernels per layer."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return as many rows as there are in ``x``."""
+        """Return the last layer's output; shape (N, width), like ``x``."""
         for layer in self.layers:
             q, k, v = layer["qkv"](layer["norm"](x)).chunk(3, dim=-1)
             weight = torch.sigmoid((q * k).sum(-1, keepdim=True) / q.shape[-1] ** 0.5)
@@ -120,14 +122,15 @@ class Decoder(nn.Module):
 
 @attrs.frozen
 class Case:
-    """A model to serve with.
+    """A model and the amount of its traffic.
 
     Attributes:
-        make: Makes it.
-        width: Of its input.
+        make: Factory that returns the module for a width and a number of layers.
+        width: Number of input features.
+        layers: Number of layers.
         sizes: Capture sizes.
-        steps: Steps of each kind of traffic.
-        cold_steps: Of the first kind, before any size has run eager.
+        steps: Number of steps of each kind of traffic.
+        cold_steps: Number of measured steps of the first kind before any size has run eager.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -138,7 +141,7 @@ class Case:
     cold_steps: int = 0
 
 
-# Steps and cold steps of the decoder are few since one takes some milliseconds.
+# The decoder has fewer steps and no cold steps, because its steps take several milliseconds.
 CASES = {
     "mlp": Case(Mlp, 4096, 8, (512, 768, 1024, 2048), 12_000, 1000),
     "decoder": Case(
@@ -148,15 +151,15 @@ CASES = {
 
 
 def main() -> None:
-    """Serve all traffic with each model and policy, and print what it took."""
+    """Measure each model in its own process."""
     options = parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print(json.dumps({"bench": "policies_gpu", "skipped": "torch finds no CUDA device"}))
         sys.exit(0)
     models = options.models.split(",")
     if len(models) == 1:
-        lines = Model(models[0], options).run()
-        print_ends(lines)
+        lines = ModelBenchmark(models[0], options).run()
+        print_goals(lines)
         sys.exit(any("failed" in line for line in lines))
     codes = [
         subprocess.run(
@@ -170,45 +173,45 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--models", default="mlp,decoder", help="with commas")
+    add("--models", default="mlp,decoder", help="names of models, comma-separated")
     add(
         "--traces",
         default="uniform,azure_conv_high",
-        help="`uniform`, or names of tests/data/traces",
+        help="`uniform` or names in tests/data/traces, comma-separated",
     )
-    add("--steps", type=int, help="12000 of the MLP, 2000 of the decoder; a trace is repeated")
-    add("--sample-every", type=int, default=16, help="one steady step in so many is measured")
-    add("--details", default="build/policies_gpu", help="folder of the files with all there is")
+    add("--steps", type=int, help="default: 12000 (mlp), 2000 (decoder); a trace repeats")
+    add("--sample-every", type=int, default=16, help="measure one of this many regular steps")
+    add("--details", default="build/policies_gpu", help="folder for the complete results")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
 
 
 @attrs.frozen
 class Times:
-    """What the arms take alone, milliseconds by one clock.
+    """Milliseconds of each arm by one clock.
 
     Attributes:
-        graphs: Of each graph, by its size.
-        eager: Of eager, by size, ascending.
+        graphs: Time of each graph, by its size.
+        eager: Time of eager steps, by size, ascending.
     """
 
     graphs: dict[int, float]
     eager: dict[int, float]
 
     def of(self, size: int, graph: int) -> float:
-        """Return what a batch takes with a graph, or eager where that is 0."""
+        """Return the milliseconds of a batch with a graph, or eager if ``graph`` is 0."""
         return self.graphs[graph] if graph else self.eager_ms(size)
 
     def eager_ms(self, size: int) -> float:
-        """Return what eager takes; between timed sizes by a straight line."""
-        known = list(self.eager)
-        index = min(max(bisect_left(known, size), 1), max(len(known) - 1, 1))
-        low, high = known[index - 1], known[min(index, len(known) - 1)]
+        """Return the milliseconds of eager, interpolated linearly between timed sizes."""
+        timed = list(self.eager)
+        index = min(max(bisect_left(timed, size), 1), max(len(timed) - 1, 1))
+        low, high = timed[index - 1], timed[min(index, len(timed) - 1)]
         share = (size - low) / (high - low) if high > low else 0.0
         return self.eager[low] + share * (self.eager[high] - self.eager[low])
 
     def best_arms(self, steps: Iterable[int], sizes: Sequence[int]) -> dict[int, int]:
-        """Return for each bucket the graph to use for all of its batches, or 0 for eager."""
+        """Return the best arm for all batches of each bucket: its graph, or 0 for eager."""
         eager: Counter[int] = Counter()
         graph: Counter[int] = Counter()
         for size in steps:
@@ -218,12 +221,12 @@ class Times:
         return {top: 0 if eager[top] < graph[top] else top for top in sorted(graph)}
 
 
-class Model:
-    """One model, what it is served with, and what came of it.
+class ModelBenchmark:
+    """The measurement of one model.
 
     Args:
-        name: One of ``CASES``.
-        options: The command line.
+        name: Name in ``CASES``.
+        options: Command-line arguments.
     """
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
@@ -259,37 +262,37 @@ class Model:
         self.backend = self.vllm.backend
 
     def run(self) -> list[dict[str, Any]]:
-        """Serve all traffic; return all lines. What fails is one of them."""
+        """Measure all traffic and return the lines, including failures."""
         traces: dict[str, list[int]] = {}
-        with self.kept("traffic"):
+        with self.part("traffic"):
             for trace in self.options.traces.split(","):
                 traces[trace] = self.traffic(trace)
-        with self.kept("cold"):
+        with self.part("cold"):
             if self.case.cold_steps and traces:
                 self.cold(*next(iter(traces.items())))
         times: dict[str, Times] = {}
-        with self.kept("times"):
+        with self.part("times"):
             sizes = sorted({size for steps in traces.values() for size in steps})
             self.warm(sizes)
             times = self.time_arms(sizes)
         for trace, steps in traces.items() if times else ():
-            with self.kept(trace):
+            with self.part(trace):
                 self.serve(trace, steps, times)
             gc.collect()
         return self.lines
 
-    def kept(self, part: str) -> Kept:
-        """Return what keeps a failure of a part from the others."""
-        return Kept(self, part)
+    def part(self, name: str) -> PartGuard:
+        """Return a context that records the duration or failure of a part."""
+        return PartGuard(self, name)
 
-    def say(self, **line: Any) -> None:
-        """Keep a line, in the file at once."""
+    def record(self, **line: Any) -> None:
+        """Record a line and write it to the file immediately."""
         self.lines.append({**self.facts, **line})
         with self.details.open("a") as file:
             file.write(json.dumps(self.lines[-1]) + "\n")
 
     def traffic(self, trace: str) -> list[int]:
-        """Return the sizes of the steps, 1 to 2048."""
+        """Return the sizes of the steps, at most 2048."""
         count = self.case.steps
         if trace == "uniform":
             chance = random.Random(1)
@@ -302,7 +305,7 @@ class Model:
         return [max(1, size // small) for size in steps]
 
     def runner(self, policy: Any) -> tuple[GraphRunner, float]:
-        """Return a captured runner, and the seconds that the policy's runs at capture took."""
+        """Return a captured runner, and the duration of its calibration in seconds."""
         on_gpu = self.options.device == "cuda"
         runner = GraphRunner(
             self.module,
@@ -332,10 +335,10 @@ class Model:
         return runner, seconds
 
     def cold(self, trace: str, steps: Sequence[int]) -> None:
-        """Serve the first steps in a process that has run hardly any size eager yet."""
+        """Measure the first steps, before most sizes have run eager in this process."""
         steps = steps[: self.case.cold_steps]
         self.served_cold.update(steps)
-        adaptive, seed_s = self.runner("adaptive")
+        adaptive, calibration_s = self.runner("adaptive")
         totals, _ = self.take_turns(
             {
                 "vllm": lambda size: self.vllm(self.rows[:size]),
@@ -344,10 +347,12 @@ class Model:
             steps,
         )
         gain = totals["vllm"] / totals["adaptive"]
-        self.say(trace=trace, case="cold", n=len(steps), seed_s=seed_s, gain=gain, **totals)
+        self.record(
+            trace=trace, case="cold", n=len(steps), calibration_s=calibration_s, gain=gain, **totals
+        )
 
     def warm(self, sizes: Sequence[int]) -> None:
-        """Run each size eager once; say how much longer its first time takes than the second."""
+        """Run each size eager once, and record the additional time of first runs."""
         start = time.perf_counter()
         firsts = []
         for size in sizes:
@@ -355,7 +360,7 @@ class Model:
             if self.case.cold_steps and size not in self.served_cold:
                 firsts.append(first - self.waited(size))
         cuts = statistics.quantiles(firsts, n=10) if len(firsts) > 1 else [0.0] * 9
-        self.say(
+        self.record(
             case="first_use",
             sizes=len(sizes),
             seconds=time.perf_counter() - start,
@@ -365,7 +370,7 @@ class Model:
         )
 
     def waited(self, size: int) -> float:
-        """Return the milliseconds of one eager step, waited for."""
+        """Return the milliseconds of one eager step, including synchronization."""
         self.backend.synchronize()
         start = time.perf_counter()
         self.vllm(self.rows[:size], ceiling=0)
@@ -373,23 +378,23 @@ class Model:
         return (time.perf_counter() - start) * 1e3
 
     def time_arms(self, steps: Sequence[int]) -> dict[str, Times]:
-        """Time each graph, and eager at some sizes of each bucket, by both clocks."""
+        """Return the times of each graph, and of eager at some sizes of each bucket, by clock."""
         start = time.perf_counter()
         sizes = self.case.sizes
-        came: dict[int, list[int]] = {}
+        by_bucket: dict[int, list[int]] = {}
         for size in sorted(set(steps)):
-            came.setdefault(bucket_of(size, sizes), []).append(size)
+            by_bucket.setdefault(bucket_of(size, sizes), []).append(size)
         found: dict[str, Times] = {"host": Times({}, {}), "device": Times({}, {})}
         points = max(2, TIMED_SIZES // len(sizes))
         for top in sizes:
             graph = self.both_clocks(top, 2)
             for clock, ms in graph.items():
                 found[clock].graphs[top] = ms
-            for size in spread(came.get(top, []), points):
+            for size in spread(by_bucket.get(top, []), points):
                 for clock, ms in self.both_clocks(size, 0).items():
                     found[clock].eager[size] = ms
         seconds = time.perf_counter() - start
-        self.say(
+        self.record(
             case="arms",
             seconds=seconds,
             **{
@@ -401,7 +406,7 @@ class Model:
         return found
 
     def both_clocks(self, size: int, ceiling: int) -> dict[str, float]:
-        """Return milliseconds of a step among others like it, and behind other work."""
+        """Return the milliseconds of a step: by the host, and by the device behind other work."""
         backend, runner, rows = self.backend, self.vllm, self.rows
         start_event, end_event = backend.new_event(timing=True), backend.new_event(timing=True)
         batch, stream = rows[:size], backend.current_stream()
@@ -429,9 +434,9 @@ class Model:
     def take_turns(
         self, cases: dict[str, Callable[[int], Any]], steps: Sequence[int]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what each took in all, and in the first part, in milliseconds.
+        """Return the milliseconds of each case, in total and in the first part.
 
-        By the host's clock, since what measuring and learning cost the host is part of it.
+        Times are host times, which include the cost of measuring and learning.
         """
         totals, early = dict.fromkeys(cases, 0.0), dict.fromkeys(cases, 0.0)
         names, backend = list(cases), self.backend
@@ -452,18 +457,18 @@ class Model:
         return totals, early
 
     def serve(self, trace: str, steps: Sequence[int], times: dict[str, Times]) -> None:
-        """Serve one kind of traffic with both policies and in hindsight; say what came of it."""
+        """Measure one kind of traffic with both policies and the hindsight."""
         sizes, rows, vllm = self.case.sizes, self.rows, self.vllm
         policy = load_plugins().create_policy("adaptive")
-        learning = Learning(policy)  # before a runner takes its methods
-        adaptive, seed_s = self.runner(policy)
+        learning = LearningCosts(policy)  # before a runner binds its methods
+        adaptive, calibration_s = self.runner(policy)
         start = time.perf_counter()
         for runner in (vllm, adaptive):
             for size in set(steps):
                 runner.dispatcher.dispatch(size)
         fill_s = time.perf_counter() - start
-        told: list[Decision] = []
-        adaptive.taps.on_decision(told.append)
+        decisions: list[Decision] = []
+        adaptive.taps.on_decision(decisions.append)
         learning.start()
         cases: dict[str, Callable[[int], Any]] = {
             "vllm": lambda size: vllm(rows[:size]),
@@ -478,17 +483,17 @@ class Model:
             cases[name] = lambda size, by=ceilings: vllm(rows[:size], ceiling=by[size])
         totals, early = self.take_turns(cases, steps)
         adaptive.taps.on_decision(None)
-        learning.end()
+        learning.stop()
         name = min(best, key=totals.__getitem__)
         for case, total in totals.items():
             ratio = totals["vllm"] / total
-            self.say(
+            self.record(
                 trace=trace, case=case, n=len(steps), total=total, early=early[case], gain=ratio
             )
         self.account(
             trace,
             steps,
-            told,
+            decisions,
             times,
             best[name],
             {
@@ -500,28 +505,28 @@ class Model:
                 "early_gain": early["vllm"] / early["adaptive"],
                 "early_over": early["adaptive"] / early[name],
                 "hindsight_by": name.removeprefix("hindsight_"),
-                "seed_s": seed_s,
+                "calibration_s": calibration_s,
                 "fill_s": fill_s,
                 **learning.facts(len(steps)),
             },
         )
         print_summary(self.lines[-1])
-        known = adaptive.dispatcher.policy.explain()  # type: ignore[attr-defined]
-        self.say(trace=trace, case="known", buckets=[attrs.asdict(one) for one in known])
+        buckets = adaptive.dispatcher.policy.explain()  # type: ignore[attr-defined]
+        self.record(trace=trace, case="estimates", buckets=[attrs.asdict(one) for one in buckets])
 
     def account(
         self,
         trace: str,
         steps: Sequence[int],
-        told: Sequence[Decision],
+        decisions: Sequence[Decision],
         times: dict[str, Times],
         best: dict[int, int],
         facts: dict[str, Any],
     ) -> None:
-        """Say what other arms than the best ones lost and won, by the times of the arms."""
+        """Record the losses and gains of arms that differ from the best ones."""
         changed = {clock: Counter[str]() for clock in times}
         by_bucket: dict[int, Counter[str]] = {}
-        for index, (size, decision) in enumerate(zip(steps, told, strict=False)):
+        for index, (size, decision) in enumerate(zip(steps, decisions, strict=False)):
             arm = 0 if decision.key is None else decision.key.num_tokens
             top = bucket_of(size, self.case.sizes)
             is_probe = decision.reason == "probe"
@@ -533,11 +538,11 @@ class Model:
                     changed[clock]["probes"] += more  # type: ignore[assignment]
             counts = by_bucket.setdefault(top, Counter())
             counts["probe" if is_probe else "graph" if arm else "eager"] += 1
-        self.say(
+        self.record(
             trace=trace,
             case="summary",
             n=len(steps),
-            told_decisions=len(told),
+            num_decisions=len(decisions),
             **facts,
             probes=sum(counts["probe"] for counts in by_bucket.values()),
             changed={
@@ -549,11 +554,11 @@ class Model:
         )
 
 
-class Learning:
-    """Counts what a policy is told and asked while it serves, and the host's time for that.
+class LearningCosts:
+    """Counters of the calls of a policy, with their host time.
 
     Args:
-        policy: A policy that learns.
+        policy: Policy that learns.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -566,42 +571,42 @@ class Learning:
             updates = observe(outcome)
             took = time.perf_counter_ns() - start
             self.ns, self.most_ns = self.ns + took, max(self.most_ns, took)
-            self.told += 1
-            self.emptied += sum(one.decision is None and not one.one_shot for one in updates)
+            self.outcomes += 1
+            self.cleared += sum(one.decision is None and not one.one_shot for one in updates)
             return updates
 
         def decided(batch: Any, graphs: Any) -> Any:
             start = time.perf_counter_ns()
             answer = decide(batch, graphs)
             self.ns += time.perf_counter_ns() - start
-            self.asked += 1
+            self.decided += 1
             return answer
 
         policy.observe, policy.decide = observed, decided
 
     def start(self) -> None:
-        """Count from here on."""
-        self.told = self.asked = self.emptied = self.ns = self.most_ns = 0
+        """Reset the counters."""
+        self.outcomes = self.decided = self.cleared = self.ns = self.most_ns = 0
 
-    def end(self) -> None:
-        """Count no more."""
+    def stop(self) -> None:
+        """Unwrap the methods of the policy."""
         del self._policy.observe, self._policy.decide
 
     def facts(self, steps: int) -> dict[str, Any]:
-        """Return the counts, and the microseconds per step."""
+        """Return the counts and host times as fields of a line."""
         return {
-            "told": self.told,
-            "asked": self.asked,
-            "emptied": self.emptied,
+            "outcomes": self.outcomes,
+            "decided": self.decided,
+            "cleared": self.cleared,
             "learn_us": self.ns / 1e3 / steps,
             "learn_most_us": self.most_ns / 1e3,
         }
 
 
-class Kept:
-    """What goes wrong inside is printed, and the rest goes on."""
+class PartGuard:
+    """Context of one part of a benchmark, which records its failure so that others continue."""
 
-    def __init__(self, model: Model, part: str) -> None:
+    def __init__(self, model: ModelBenchmark, part: str) -> None:
         self._model, self._part, self._start = model, part, 0.0
 
     def __enter__(self) -> None:
@@ -610,15 +615,15 @@ class Kept:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         seconds = time.perf_counter() - self._start
         if error is None:
-            self._model.say(part=self._part, seconds=seconds)
+            self._model.record(part=self._part, seconds=seconds)
             return False
         text = "".join(traceback.format_exception(error))
-        self._model.say(part=self._part, seconds=seconds, failed=text)
+        self._model.record(part=self._part, seconds=seconds, failed=text)
         return isinstance(error, Exception)
 
 
 def print_summary(line: dict[str, Any]) -> None:
-    """Print what came of one kind of traffic, milliseconds and microseconds."""
+    """Print the results of one kind of traffic."""
     clocks = "; ".join(
         f"{clock} lost {one['early']:.0f}+{one['late']:.0f} won {one['won']:.0f}"
         for clock, one in line["changed"].items()
@@ -633,15 +638,15 @@ def print_summary(line: dict[str, Any]) -> None:
         f"{line['adaptive']:.0f} hindsight {line['hindsight']:.0f} ms ({line['hindsight_by']}); "
         f"gain {line['gain']:.4f} ({line['early_gain']:.4f}) over {line['over']:.4f} "
         f"({line['early_over']:.4f}); {clocks}; probes {line['probes']}; "
-        f"learn {line['learn_us']:.1f} us/step, most {line['learn_most_us']:.0f}: told "
-        f"{line['told']} emptied {line['emptied']} asked {line['asked']}; "
-        f"seed {line['seed_s']:.1f} s; {arms[:120]}",
+        f"learn {line['learn_us']:.1f} us/step, max {line['learn_most_us']:.0f}: outcomes "
+        f"{line['outcomes']} cleared {line['cleared']} decided {line['decided']}; "
+        f"calibration {line['calibration_s']:.1f} s; {arms[:120]}",
         flush=True,
     )
 
 
-def print_ends(lines: Sequence[dict[str, Any]]) -> None:
-    """Print the goals of each kind of traffic, and what failed."""
+def print_goals(lines: Sequence[dict[str, Any]]) -> None:
+    """Print whether each kind of traffic meets the goals, and the failures."""
     found = [line for line in lines if line.get("case") == "summary"]
     for line in found:
         goals = [("over_hindsight", line["over"], OVER_HINDSIGHT, 1)]
@@ -650,8 +655,8 @@ def print_ends(lines: Sequence[dict[str, Any]]) -> None:
         else:
             goals.append(("over_vllm", 1.0 / line["gain"], DECODER_LOSS, 1))
         texts = [
-            f"{goal} {value:.4f} ({'met' if sign * value <= sign * asked else 'NOT met'}: {asked})"
-            for goal, value, asked, sign in goals
+            f"{goal} {value:.4f} ({'met' if sign * value <= sign * limit else 'NOT met'}: {limit})"
+            for goal, value, limit, sign in goals
         ]
         print(f"{line['model']} {line['trace']}: {', '.join(texts)}", flush=True)
     for line in lines:
@@ -661,7 +666,7 @@ def print_ends(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def spread(sizes: Sequence[int], count: int) -> list[int]:
-    """Return at most so many of the sizes, evenly, both ends with them."""
+    """Return up to ``count`` evenly spaced sizes, including the first and last."""
     last = len(sizes) - 1
     if last < count:
         return list(sizes)

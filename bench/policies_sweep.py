@@ -1,9 +1,9 @@
-"""How much each constant of ``adaptive`` matters: `bench/policies.py` with one changed at a time.
+"""Run ``bench/policies.py`` with one constant of ``adaptive`` changed at a time.
 
-For each constant that is not derived from another, at half and at twice its value (or at the values
-in ``CONSTANTS``): per cent over the best choice at every step, the mean of traces and seeds, in
-three cases: every step measured, eager 1.5 times slower from the middle on, and one step in 16
-measured and told 32 steps late.
+Each constant that is not derived from another takes the values in ``CONSTANTS``. A result is the
+time above that of the best choice at every step, in percent, averaged over traces and seeds. The
+three columns are: every step measured; eager 1.5 times slower from halfway on; and one step in 16
+measured and reported 32 steps late.
 
     python bench/policies_sweep.py
     python bench/policies_sweep.py --only LIMIT,DOUBT --seeds 10
@@ -44,14 +44,14 @@ CASES = {"measured": (1.0, 1, 0), "slow eager": (1.5, 1, 0), "late": (1.0, 16, 3
 
 
 def main() -> None:
-    """Print a line for the constants as they are, and one for each other value."""
+    """Print the results of the unchanged constants, then of each changed value."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", default="azure_conv_high,azure_conv_lora")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="names of constants, with commas")
+    parser.add_argument("--only", default="", help="names of constants, comma-separated")
     options = parser.parse_args()
     only = set(filter(None, options.only.split(",")))
-    print_row("as it is", None, options)
+    print_row("no change", None, options)
     for module, name, values in CONSTANTS:
         if only and name not in only:
             continue
@@ -69,7 +69,7 @@ def print_row(name: str, value: float | None, options: argparse.Namespace) -> No
 
 
 def over(case: str, options: argparse.Namespace) -> float:
-    """Return per cent over the best choice, the mean of traces and seeds."""
+    """Return the mean time above the best choices, in percent."""
     slow, sample_every, delay = CASES[case]
     name, sizes, low, high = MODELS["mlp"]
     model, plugins = load_cost_model(name), load_plugins()

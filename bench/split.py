@@ -393,7 +393,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
                 worst[name] = max(worst[name], float((got - want).norm() / want.norm()))
     print("# largest relative difference from eager:", worst, flush=True)
     if max(worst.values()) > (5e-2 if HAS_GPU else 1e-3):
-        raise SystemExit("encoder: a result differs from eager's")
+        raise SystemExit("encoder: a result differs from eager")
 
     def whole(run: Callable[[list[torch.Tensor]], torch.Tensor]) -> Callable[[], None]:
         def trace() -> None:

@@ -114,7 +114,7 @@ def make_runner(model: VoiceDetector, slots: SlotState) -> GraphRunner:
 def alone(model: VoiceDetector, audio: torch.Tensor) -> torch.Tensor:
     """Return the probabilities of one caller without others. Shape (hops,)."""
     slots = SlotState(BANKS, 1, device=DEVICE)
-    slot = torch.tensor([slots.join("the only one")], device=DEVICE)
+    slot = torch.tensor([slots.join("caller")], device=DEVICE)
     with torch.no_grad():
         return torch.cat([model(hop.unsqueeze(0), slots.rows(slot)) for hop in audio])
 
@@ -151,11 +151,11 @@ def main() -> None:
             at[caller] += 1
         slots.leave(*(caller for caller in ready if at[caller] == num_hops))
 
-    wanted = torch.stack([alone(model, own) for own in audio])
+    expected = torch.stack([alone(model, own) for own in audio])
     stats = runner.stats()
     print(f"{args.callers} callers with {weights}, up to {most} at a time, {num_hops} hops each")
     print(f"{stats.steps} steps, {stats.steps_by_mode['NONE']} of them eager")
-    print(f"largest difference from each caller alone: {(results - wanted).abs().max():.1e}")
+    print(f"largest difference from each caller alone: {(results - expected).abs().max():.1e}")
 
 
 if __name__ == "__main__":

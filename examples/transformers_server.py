@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     args = parser.parse_args()
     counts = read_trace(args.trace)[: args.steps].column("num_reqs")
-    wanted = [max(1, count * MOST // max(counts)) for count in counts]
+    num_requests = [max(1, count * MOST // max(counts)) for count in counts]
 
     decoder = GraphDecoder(
         tiny_model(), max_batch_size=MOST, max_length=LENGTHS[-1], lengths=LENGTHS
@@ -59,7 +59,7 @@ def main() -> None:
     random = torch.Generator().manual_seed(0)
     texts: list[list[int]] = []  # tokens of each live row, in the decoder's order
     finished = 0
-    for count in wanted:
+    for count in num_requests:
         full = [row for row, length in enumerate(decoder.row_lengths) if length >= LENGTHS[-1]]
         oldest = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
         leaving = {*full, *oldest[: max(0, len(texts) - count)]}
@@ -73,7 +73,7 @@ def main() -> None:
             text.append(token)
 
     stats = decoder.stats()
-    print(f"{stats.steps} steps, {sum(wanted)} tokens, {finished} requests finished")
+    print(f"{stats.steps} steps, {sum(num_requests)} tokens, {finished} requests finished")
     print(f"{stats.moved} rows moved, {stats.moved_bytes} bytes copied")
     graphs = stats.graphs["tokens"]
     print(f"{graphs.captures} graphs captured, {graphs.steps_by_mode['NONE']} eager steps")

@@ -1,4 +1,4 @@
-"""Mutation testing of the code that decides: change one thing, and see whether a test fails.
+"""Mutation testing of the code that decides: make one change, and check whether a test fails.
 
     python scripts/mutate.py --sample 300 --results mutants.jsonl
 
@@ -9,8 +9,8 @@ forked from one that has already collected the tests. In it, the code of the fun
 and the tests that reach it run until one fails: first those of the module, and fast ones before
 slow ones. Changes that take effect while modules are loaded are imported instead, and all tests of
 the folders run; the same applies to surviving changes of functions that run during collection. The
-source is never written. A survivor shows a missing test, or a change that no caller can observe:
-docs/reference/mutation.md lists the latter, each with its reason.
+source is never written. A survivor indicates a missing test, or a change that no caller can
+observe: docs/reference/mutation.md lists the latter, each with its reason.
 
 Published mutation testing tools start pytest again for each mutant or rewrite the checkout, and
 need hours where this script needs minutes.
@@ -389,8 +389,12 @@ def main() -> None:
     )
     parser.add_argument("--sample", type=int, help="number of random mutants, from all files")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--only", default="", help="text that names (file and change) must contain")
-    parser.add_argument("--results", type=Path, help="file to which a JSON line is added for each")
+    parser.add_argument(
+        "--only", default="", help="test only mutants whose name (file and change) contains this"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="file to which a JSON line per mutant is appended"
+    )
     parser.add_argument("--again", action="store_true", help="repeat the survivors in --results")
     parser.add_argument("--count", action="store_true", help="print the number of mutants and exit")
     chosen = parser.parse_args()
@@ -414,14 +418,14 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         results = chosen.results or Path(folder, "results")
-        wanted = [task for task in everything if chosen.only in task.name]
-        random.Random(chosen.seed).shuffle(wanted)
-        wanted = wanted[: chosen.sample]
+        selected = [task for task in everything if chosen.only in task.name]
+        random.Random(chosen.seed).shuffle(selected)
+        selected = selected[: chosen.sample]
         before = read(results)
         again = {"survived"} if chosen.again else set()
-        left = [task for task in wanted if before.get(task.name) in {None, *again}]
+        left = [task for task in selected if before.get(task.name) in {None, *again}]
         test(left, results, Path(folder, "reached"))
-        report(wanted, read(results))
+        report(selected, read(results))
 
 
 def read(results: Path) -> dict[str, str]:
@@ -432,7 +436,7 @@ def read(results: Path) -> dict[str, str]:
     return {line["id"]: line["result"] for line in lines}
 
 
-def test(wanted: list[Task], results: Path, reached: Path) -> None:
+def test(selected: list[Task], results: Path, reached: Path) -> None:
     """Test mutants, and add a line to the results for each."""
 
     def on_result(task: Task, result: str, seconds: float) -> None:
@@ -446,24 +450,26 @@ def test(wanted: list[Task], results: Path, reached: Path) -> None:
     found = json.loads(reached.read_text())
     outside = {tuple(each) for each in found["outside"]}
     tests = [TestReach(*each[:2], frozenset(map(tuple, each[2]))) for each in found["tests"]]
-    runner = MutantRunner(wanted, tests, outside, on_result)
+    runner = MutantRunner(selected, tests, outside, on_result)
     results.touch()
     start_at = results.stat().st_size
     in_fork(lambda: run_pytest(TestSelection(), runner), quiet=True)
     with results.open(encoding="utf-8") as file:
         file.seek(start_at)
         done = {json.loads(line)["id"] for line in file}
-    for task in wanted:
+    for task in selected:
         if task.name not in done:
             start = time.monotonic()
             on_result(task, imported(task, tests), time.monotonic() - start)
 
 
-def report(wanted: list[Task], results: dict[str, str]) -> None:
+def report(selected: list[Task], results: dict[str, str]) -> None:
     """Print the number of mutants with each result, by folder."""
     for package in PACKAGES:
         counts = Counter(
-            results.get(task.name, "not run") for task in wanted if task.path.parent.name == package
+            results.get(task.name, "not run")
+            for task in selected
+            if task.path.parent.name == package
         )
         print(f"{package}/: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
 

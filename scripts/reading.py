@@ -28,8 +28,8 @@ def files() -> dict[str, tuple[int, str]]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        says = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
-        found[str(path.relative_to(PACKAGE))] = len(text.splitlines()), says.replace("\n", " ")
+        summary = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+        found[str(path.relative_to(PACKAGE))] = len(text.splitlines()), summary.replace("\n", " ")
     return found
 
 
@@ -51,8 +51,8 @@ def rewritten(page: str) -> str:
     core = [count for name, (count, _) in there.items() if not name.startswith(BESIDE)]
     for at, line in enumerate(lines):
         if name := _name(line):
-            count, says = there[name]
-            lines[at] = f"- `{name}` ({_count(ENTRY, line, 2, count)}): {says}"
+            count, summary = there[name]
+            lines[at] = f"- `{name}` ({_count(ENTRY, line, 2, count)}): {summary}"
         elif HEADING.fullmatch(line):
             count_now = _count(HEADING, line, 2, sections[line])
             lines[at] = HEADING.sub(rf"\1 ({count_now} lines)", line)
@@ -68,7 +68,7 @@ def _name(line: str) -> str | None:
 
 
 def _count(pattern: re.Pattern[str], line: str, group: int, now: int) -> str:
-    """Return a count rounded to tens, or the existing count if it is nearly right.
+    """Return a count rounded to tens, or the existing count if it is close.
 
     The counts are only for planning, and small edits should not make the page out of date.
     """

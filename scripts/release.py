@@ -23,7 +23,7 @@ SOURCES = {
     for path in [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 }
 NO_TESTS = 5  # exit code of pytest if no tests were selected
-# These test the checkout itself: its set-up, its sources, its pages.
+# These tests check the checkout itself: its setup, sources and pages.
 OF_THE_CHECKOUT = (
     "--ignore=tests/packaging",
     "--ignore=tests/cli/test_docs.py",
@@ -73,11 +73,9 @@ def versions_disagree() -> str:
         package = source / name.replace("-", "_")
         file = package / "_version.py" if name == "dispatchkit" else package / "__init__.py"
         text = file.read_text()
-        said = re.search(r'__version__\s*(?::\s*\w+)?\s*=\s*"([^"]+)"', text)
-        if said and said[1] != found[name]:
-            return (
-                f"{name} has version {found[name]} in pyproject.toml, but {said[1]} in {file.name}."
-            )
+        match = re.search(r'__version__\s*(?::\s*\w+)?\s*=\s*"([^"]+)"', text)
+        if match and match[1] != found[name]:
+            return f"{name} has version {found[name]} in pyproject.toml, {match[1]} in {file.name}."
     if f"## {found['dispatchkit']}" not in (ROOT / "CHANGELOG.md").read_text():
         return f"CHANGELOG.md has no section {found['dispatchkit']}."
     return ""

@@ -58,7 +58,7 @@ class Faults:
     def arm_capture(self, at_operation: int, *, out_of_memory: bool) -> None:
         """Make the next capture fail after ``at_operation`` operations."""
         error = torch.OutOfMemoryError if out_of_memory else PlannedError
-        self.at_operation, self.with_error = at_operation, error("planted in a capture")
+        self.at_operation, self.with_error = at_operation, error("injected in a capture")
 
     def disarm(self) -> None:
         """Disarm all faults."""
@@ -67,7 +67,7 @@ class Faults:
         self.at_operation = -1
 
     def use(self, what: str) -> bool:
-        """Return whether a fault is armed; disarm and count it if so."""
+        """Disarm and count a fault; return whether it was armed."""
         if what not in self._armed:
             return False
         with self._lock:
@@ -99,7 +99,7 @@ class FaultyGraph:
     def replay(self) -> None:
         """Launch the graph, unless the launch fails."""
         if self.backend.faults.use("launch refused"):
-            raise PlannedError("planted at a launch")
+            raise PlannedError("injected at a launch")
         self.backend.launches += 1
         self.graph.replay()
 
@@ -269,7 +269,7 @@ class Comparison:
         """
         first = int(self._first)
         if first >= 0:
-            raise SoakError(f"{what} {first} returned another result than eager.")
+            raise SoakError(f"{what} {first} returned a result that differs from eager.")
 
 
 def plugins_with_faults(faults: Faults) -> PluginSet:
@@ -286,13 +286,13 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
         def decide(self, batch: Any, graphs: Any) -> Decision | None:
             """Leave every batch to other policies, or raise."""
             if faults.use("policy raised"):
-                raise PlannedError("planted in a policy")
+                raise PlannedError("injected in a policy")
             return None
 
         def observe(self, outcome: Any) -> None:
             """Learn nothing, or raise."""
             if faults.use("learning raised"):
-                raise PlannedError("planted in what a policy learns")
+                raise PlannedError("injected in an update of a policy")
 
     class FlakyPolicy(FlakyMember):
         """Policy that decides by itself, so no other policy decides if it raises."""
@@ -319,7 +319,7 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
 
     def raise_if_due(event: Any) -> None:
         if faults.use("observer raised"):
-            raise PlannedError("planted in an observer")
+            raise PlannedError("injected in an observer")
 
     module.dispatchkit_register_policies = dispatchkit_register_policies
 

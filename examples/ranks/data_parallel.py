@@ -100,7 +100,7 @@ def main() -> None:
     modes = {name: count for name, count in steps.steps_by_mode.items() if count}
     print(
         f"rank {rank}: steps {modes}, tables from the leader {ranked.ranked.epoch}, "
-        f"agreement {cost.total_us / max(1, cost.num_exchanges):.0f} us a step"
+        f"agreement {cost.total_us / max(1, cost.num_exchanges):.0f} us per step"
     )
     runner.clear()  # graphs that use a communicator must be destroyed before it
     dist.destroy_process_group()
