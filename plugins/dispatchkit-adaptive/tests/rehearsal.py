@@ -1,7 +1,7 @@
-"""A policy run against known costs, without a device: what would it lose?
+"""Simulate a policy at known costs, and compare its choices with the best ones.
 
-The real dispatcher serves every step; only the clock is simulated. The policy sees noisy times,
-the result is counted in true ones.
+Every step goes through the real dispatcher; only time is simulated. The policy receives noisy
+times, and the result uses true times.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from dispatchkit import (
 
 from dispatchkit_plan.scenario import Noise
 
-#: (number of the step, tokens, graph or None for eager) -> microseconds
+#: Function of (number of the step, tokens, graph or None for eager); returns microseconds.
 Cost = Callable[[int, int, GraphKey | None], float]
 
 
 @attrs.frozen
 class Rehearsal:
-    """What came of it; all times are true ones, in microseconds.
+    """Result of a simulation, in true times.
 
     Attributes:
-        steps: Steps served.
-        total_us: What the policy's choices cost.
-        oracle_us: What the best choice at every step would have cost.
-        base_us: What the base policy's choices would have cost.
-        worst_prefix_pct: Most that the policy was behind the base, in per cent of the base,
-            after any number of steps from ``grace`` on; None in a shorter run.
-        measured: Steps that were measured.
-        changes: Steps whose choice differs from the base's.
+        steps: Number of steps.
+        total_us: Total time of the policy's choices, in microseconds.
+        oracle_us: Total time of the best choice at every step.
+        base_us: Total time of the base policy's choices.
+        worst_prefix_pct: Largest additional time relative to the base policy, in percent, over all
+            prefixes of at least ``grace`` steps; None if the run is shorter.
+        measured: Number of measured steps.
+        changes: Number of steps whose choice differs from that of the base policy.
     """
 
     steps: int
@@ -53,7 +53,7 @@ class Rehearsal:
 
     @property
     def over_oracle_pct(self) -> float:
-        """Cost over the oracle's, in per cent of it."""
+        """Additional time relative to the best choices, in percent."""
         return 100.0 * (self.total_us / self.oracle_us - 1.0) if self.oracle_us else 0.0
 
 
@@ -70,20 +70,20 @@ def rehearse(
     noise: Noise | None = None,
     grace: int = 200,
 ) -> Rehearsal:
-    """Serve batches of some sizes with a policy, by known costs.
+    """Simulate a policy on batches of the given sizes.
 
     Args:
-        policy: The policy, without history.
-        config: Its configuration; every declared graph counts as captured.
-        sizes: Tokens of each step.
-        cost: What a step costs.
-        base: The policy that the prefix is compared with.
-        seed: Of the noise.
-        sample_every: One steady step in so many is measured, more seldom where the policy's
-            ``pace`` says so; one-shot ones always are.
-        delay: Steps until an outcome is told.
-        noise: How measured times differ from true ones.
-        grace: Steps from which on prefixes are compared.
+        policy: Policy without history.
+        config: Configuration of the policy; every declared graph counts as captured.
+        sizes: Number of tokens of each step.
+        cost: Cost function of a step.
+        base: Policy to compare with.
+        seed: Seed of the noise.
+        sample_every: One of this many regular steps is measured, or fewer if the policy's ``pace``
+            is larger than 1. One-shot steps are always measured.
+        delay: Number of steps until an outcome is reported.
+        noise: Difference between measured and true times.
+        grace: Length of the shortest compared prefix.
     """
     chance, noise = random.Random(seed), noise or Noise()
     served, reference = _captured(policy, config), _captured(base, config)
@@ -134,11 +134,11 @@ def _outcome(
 def _calibrate(
     policy: Policy, dispatcher: Dispatcher, cost: Cost, noise: Noise, chance: random.Random
 ) -> None:
-    """Give a policy the timed runs that it asks for after a capture."""
-    wants = getattr(policy, "calibration_runs", None)
-    while wants is not None and (runs := wants(dispatcher.graphs)):
+    """Run the calibration that a policy requests after a capture."""
+    requests = getattr(policy, "calibration_runs", None)
+    while requests is not None and (runs := requests(dispatcher.graphs)):
         for run in runs:
             for _ in range(run.runs):
                 us = cost(0, run.batch.num_tokens, run.decision.key)
-                seen = noise.measured(us, chance)
-                dispatcher.observe(Outcome(run.batch, run.decision, seen))
+                measured = noise.measured(us, chance)
+                dispatcher.observe(Outcome(run.batch, run.decision, measured))

@@ -1,4 +1,4 @@
-"""The policy ``adaptive``: what it learns, when it changes its mind, and what it never does."""
+"""The policy ``adaptive``: learning, changes of decisions, and limits on both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def serve(policy: Any, config: DispatchConfig = CONFIG) -> Dispatcher:
 
 
 class Device:
-    """Runs steps at known costs; tells each outcome at once."""
+    """Simulated device: runs steps at known costs, and reports each outcome immediately."""
 
     def __init__(self, dispatcher: Dispatcher, eager_per_token: float, graph: float) -> None:
         self.dispatcher, self.chance = dispatcher, random.Random(3)
@@ -81,7 +81,7 @@ class Device:
 
 
 def test_calibration_runs_only_close_arms_again() -> None:
-    """The graphs of 512 and 768 take almost equally long; eager is far slower, and runs once."""
+    """The graphs of 512 and 768 take almost the same time; eager is far slower and runs once."""
     device = Device(serve(adaptive()), 9.0, 900.0)
     device.us = lambda num_tokens, graph: 9e4 if graph is None else 900.0 + graph.num_tokens / 1e3  # type: ignore[method-assign]
     rounds: list[list[Decision]] = []
@@ -106,7 +106,7 @@ class TestKitOverAnotherBase(PolicyTests):
         return adaptive(base="threshold", base_options={"max_waste": 0.5})
 
 
-# -- what is learnt -----------------------------------------------------------------------------
+# -- learning ----------------------------------------------------------------------------------
 
 
 def test_without_any_time_it_is_its_base() -> None:
@@ -117,7 +117,7 @@ def test_without_any_time_it_is_its_base() -> None:
 
 
 def test_calibration_finds_the_faster_arm_before_the_first_step() -> None:
-    """Eager takes 2 µs a token, the graph of 512 tokens 900: eager up to about 450."""
+    """Eager takes 2 µs per token and the graph of 512 takes 900, so eager wins up to about 450."""
     device = Device(serve(adaptive()), 2.0, 900.0)
     device.calibrate()
     table = device.dispatcher
@@ -134,7 +134,7 @@ def test_it_learns_while_serving_without_calibration() -> None:
 
 
 def test_a_slow_graph_that_mends_is_found_again() -> None:
-    """A mode that was slow is tried again now and then."""
+    """A slow mode is probed again from time to time."""
     device = Device(serve(adaptive()), 1.5, 900.0)
     device.calibrate()
     for _ in range(200):
@@ -160,7 +160,7 @@ def test_a_change_of_eager_in_one_bucket_is_expected_in_the_others() -> None:
 
 
 def test_a_jump_that_was_only_seen_in_other_arms_is_verified() -> None:
-    """A slower host slows eager at small sizes; what that implies for large ones is tried once."""
+    """A slower host slows eager at small sizes; a probe verifies the estimate for large ones."""
     device = Device(serve(adaptive()), 1.7, 900.0)
     device.calibrate()
     for _ in range(240):
@@ -179,7 +179,7 @@ def test_a_jump_that_was_only_seen_in_other_arms_is_verified() -> None:
 
 
 def test_the_bucket_of_an_outcome_is_chosen_at_once_however_many_others_wait() -> None:
-    """The lead grows with each step of 1,100 tokens, and so does what eager may be used for."""
+    """The account grows with each step of 1,100 tokens, and with it the limit of eager."""
     config = DispatchConfig(mode="FULL", sizes=(*range(8, 513, 8), 768, 1024, 2048))
     policy = adaptive()
     device = Device(serve(policy, config), 2.6, 2.25)
@@ -195,7 +195,7 @@ def test_the_bucket_of_an_outcome_is_chosen_at_once_however_many_others_wait() -
 
 
 def test_the_winner_follows_the_state_of_the_queue() -> None:
-    """Idle, eager waits for the host and loses; with work queued ahead it wins."""
+    """On an idle device, eager waits for the host and loses; behind queued work it wins."""
     policy = adaptive()
     device = Device(serve(policy), 1.0, 900.0)
     device.step(500)
@@ -204,19 +204,19 @@ def test_the_winner_follows_the_state_of_the_queue() -> None:
         for queued, eager_us in ((False, 1500.0), (True, 600.0)):
             policy.record(batch, RuntimeMode.NONE, eager_us, queued=queued)
             policy.record(key(512), RuntimeMode.FULL, 900.0, queued=queued)
-    seen = {}
+    chosen = {}
     for queued in (False, True, False):
         for _ in range(40):
             decision = table.dispatch(500)
             us = 900.0 if decision.key else 600.0 if queued else 1500.0
             table.observe(Outcome(batch, decision, us, queued=queued))
-        seen[queued] = table.dispatch(500).key
-        assert seen[queued] == (None if queued else key(512))
-    assert len(seen) == 2
+        chosen[queued] = table.dispatch(500).key
+        assert chosen[queued] == (None if queued else key(512))
+    assert len(chosen) == 2
 
 
 def test_host_times_are_not_compared_with_device_times() -> None:
-    """A host time is labelled so, and kept apart."""
+    """Host times are labeled and stored separately."""
     policy = adaptive()
     table = serve(policy)
     table.dispatch(500)
@@ -239,7 +239,7 @@ def test_host_times_are_not_compared_with_device_times() -> None:
 def test_what_did_not_run_to_its_end_or_ran_for_the_first_time_teaches_nothing(
     facts: dict[str, Any],
 ) -> None:
-    """However long it took: a failure says nothing, and a first run nothing of the later ones."""
+    """The time of a failed or first run does not predict later runs."""
     policy = adaptive()
     table = serve(policy)
     for _ in range(50):
@@ -269,7 +269,7 @@ def test_larger_graphs_and_other_modes_are_arms_too() -> None:
 
 
 def test_hard_constraints_stand_above_what_was_learnt() -> None:
-    """Not even a mode that was measured to be faster is taken where it is not allowed."""
+    """A mode that is not allowed is not used, even if it was measured to be faster."""
     config = DispatchConfig(sizes=(64,), max_num_tokens=64)
     policy = adaptive()
     table = serve(policy, config)
@@ -284,7 +284,7 @@ def test_hard_constraints_stand_above_what_was_learnt() -> None:
 
 
 def test_a_learned_cell_is_served_from_the_table() -> None:
-    """The policy is asked once more when an answer flips, and then not any more."""
+    """``decide`` runs once more after a decision changes, and then no more."""
     asked: list[int] = []
 
     class Counting(AdaptivePolicy):
@@ -310,7 +310,7 @@ def test_only_cells_whose_answer_flips_are_changed() -> None:
     kept = {n: device.dispatcher.dispatch(n) for n in (300, 500)}
     batch = device.dispatcher.batch(400)
     updates = []
-    for _ in range(30):  # eager becomes slow where it was just good enough
+    for _ in range(30):  # eager becomes slower where it was barely faster
         eager = attrs.evolve(device.dispatcher.dispatch(400), mode=RuntimeMode.NONE, key=None)
         updates += policy.observe(Outcome(batch, eager, 1000.0))
     flipped = [update for update in updates if not update.one_shot]
@@ -337,7 +337,7 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
 
 
 def test_what_was_never_measured_is_tried_once_the_account_covers_three_times_its_time() -> None:
-    """Which is 1,800 µs more here; three quarters of 1% of the time cover that in 267 steps."""
+    """A trial costs 1,800 µs more here; three quarters of 1% of 267 steps cover it."""
     table = serve(adaptive())
     found = []
     for step in range(1, 400):
@@ -390,7 +390,7 @@ def test_inside_a_composite_it_learns_from_its_own_steps() -> None:
     assert (decision.policy, decision.reason) == ("adaptive", "eager_is_faster")
 
 
-# -- by hand, and in words ----------------------------------------------------------------------
+# -- record and explain ------------------------------------------------------------------------
 
 
 def test_recorded_times_decide() -> None:
@@ -442,7 +442,7 @@ def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
     device.step(500)
     (report,) = policy.explain(untold)
     assert report.eager_up_to == 0
-    assert f"-> {key(512)};" in str(report)  # and not eager, of which nothing is known
+    assert f"-> {key(512)};" in str(report)  # not eager, which has no estimate
     assert "eager: not measured" in str(report)
     device.calibrate()
     for _ in range(60):
@@ -479,7 +479,7 @@ def test_unknown_base_is_an_error_with_the_nearest_names() -> None:
         adaptive(base="vlm")
 
 
-# -- kept on disk -------------------------------------------------------------------------------
+# -- saved state --------------------------------------------------------------------------------
 
 HERE = {"device": "H100", "driver": "cuda 13", "torch": "2.13", "model": "mlp"}
 
@@ -557,7 +557,7 @@ def test_save_needs_a_path() -> None:
 
 
 def test_a_runner_measures_what_the_policy_asks_for() -> None:
-    """Calibration runs and steady steps come back as samples; results are those of eager."""
+    """Calibration runs and regular steps become samples; results equal eager."""
     torch = pytest.importorskip("torch")
     from dispatchkit import GraphRunner, StaticInput
 
@@ -573,7 +573,7 @@ def test_a_runner_measures_what_the_policy_asks_for() -> None:
     runner.capture()
     policy: Any = runner.dispatcher.policy
     rows = torch.randn(8, 8)
-    # The capture has given it its runs; there is nothing new.
+    # Calibration ran after the capture, so there are no further requests.
     assert policy.calibration_runs(runner.dispatcher.graphs) == []
     for _ in range(20):
         assert torch.allclose(runner(rows[:3]), rows[:3] @ weight)
@@ -585,35 +585,35 @@ def test_a_runner_measures_what_the_policy_asks_for() -> None:
     assert sum(samples.values()) >= 16 + 20
 
 
-# -- what it costs --------------------------------------------------------------------------------
+# -- calls of the base ----------------------------------------------------------------------------
 
 
-class Counted:
-    """The default policy; counts how often it is asked."""
+class CountingBase:
+    """The default policy, with a counter of calls of ``decide``."""
 
     def __init__(self) -> None:
-        self.inner, self.asked = PLUGINS.create_policy("vllm"), 0
+        self.inner, self.num_decided = PLUGINS.create_policy("vllm"), 0
 
     def declare(self, config: DispatchConfig) -> Any:
         return self.inner.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        self.asked += 1
+        self.num_decided += 1
         return self.inner.decide(batch, graphs)
 
 
 def test_what_is_learnt_asks_the_base_nothing_again() -> None:
-    """Only a change of the graphs does."""
-    base = Counted()
+    """The base is called again only after a change of the graphs."""
+    base = CountingBase()
     table = serve(adaptive(base=base))
     batch = table.batch(300)
     first = table.decide(batch)
-    asked = base.asked
+    asked = base.num_decided
     assert table.decide(batch) == first
-    assert base.asked == asked
+    assert base.num_decided == asked
     table.registry.evicted(key(512))
     assert table.decide(batch).key != key(512)
-    assert base.asked > asked
+    assert base.num_decided > asked
 
 
 def test_fewer_steps_are_measured_once_nothing_changes_and_more_at_an_odd_one() -> None:

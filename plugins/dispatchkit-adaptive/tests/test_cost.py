@@ -1,4 +1,4 @@
-"""What learning costs a step, in lines of Python: some 0.05 µs each on a quiet machine."""
+"""The cost of learning per step, in executed lines of Python (about 0.05 µs each)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, SAMPLE_EVERY, LOW = 800, 16, 385
 
 
 def lines_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Return the result of a call, and how many lines of Python it took."""
+    """Return the result of a call and the number of executed lines of Python."""
     count = 0
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
@@ -34,9 +34,9 @@ def lines_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 
 def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() -> None:
-    """An outcome takes at most 33 µs, and outcomes below 2.5 µs a step on average.
+    """An outcome takes at most 33 µs, and all outcomes take below 2.5 µs per step on average.
 
-    A step that fills a cell again passes on no outcome; a later one does.
+    A step that fills a cell reports no outcome; a later step reports it.
     """
     costs = load_cost_model("mlp-h100")
     config = DispatchConfig(mode="FULL", max_num_tokens=2048, sizes="512,768,1024,2048")

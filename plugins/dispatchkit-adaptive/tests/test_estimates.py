@@ -1,4 +1,4 @@
-"""What is known of the time of one arm: robust levels and slopes, and changes that are noticed."""
+"""The estimated time of one arm: robust levels and slopes, and detected changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make(memory: int = 64, *, over_tokens: bool = False, top: int = 700) -> Esti
 def feed(
     arm: Estimate, cost: Callable[[int], float], sizes: list[int], seed: int = 0
 ) -> list[float]:
-    """Add noisy samples; return the factors of the changes that were noticed."""
+    """Add noisy samples; return the factors of the detected changes."""
     chance = random.Random(seed)
     found = []
     for n in sizes:
@@ -54,7 +54,7 @@ def test_an_outlier_just_after_a_change_decides_nothing_either() -> None:
 
 @pytest.mark.parametrize("outlier", [1e-3, 1e9])
 def test_one_outlier_decides_nothing(outlier: float) -> None:
-    """The level of an arm is a robust one."""
+    """The level of an arm is robust against outliers."""
     arm = make(32)
     for _ in range(10):
         arm.add(8, 100.0)
@@ -83,7 +83,7 @@ def test_traffic_of_one_size_does_not_push_out_the_slope() -> None:
 
 
 def test_far_from_what_was_measured_little_is_known() -> None:
-    """The slope may be anything from constant to proportional."""
+    """The time may be constant, proportional or anything in between, so the error is large."""
     arm = make(over_tokens=True, top=200)
     for _ in range(20):
         arm.add(200, 50.0)
@@ -131,7 +131,7 @@ def test_a_small_change_is_followed_too() -> None:
 
 
 def test_two_outliers_in_a_row_are_no_change_and_four_are() -> None:
-    """Three outliers out of some thousands are sure to lie close together once."""
+    """Among thousands of samples, three outliers in a row occur by chance."""
     arm = make()
     feed(arm, lambda n: 1000.0, [512] * 100)
     assert [arm.add(512, us) for us in (10_000.0, 10_000.0, 1150.0)] == [0.0] * 3
@@ -158,7 +158,7 @@ def test_steady_times_are_seldom_taken_for_a_change() -> None:
 
 
 def test_changes_of_other_arms_lead_only_so_far() -> None:
-    """One after the other they would lead anywhere; a sample of its own ends that."""
+    """Changes of other arms move the estimate within limits, until the arm has a new sample."""
     arm = make(over_tokens=True)
     feed(arm, lambda n: 1000.0, sizes(600, 700, 50))
     before = arm.error(650)
@@ -166,7 +166,7 @@ def test_changes_of_other_arms_lead_only_so_far() -> None:
         for _ in range(10):
             arm.borrow(math.log(factor))
         assert arm.expect(650) == pytest.approx(expected, rel=0.05)
-    assert arm.error(650) > 5 * before  # what is only believed is doubted
+    assert arm.error(650) > 5 * before  # estimates without samples have a larger error
     arm.add(650, 2500.0)
     arm.borrow(math.log(0.7))
     assert arm.expect(650) == pytest.approx(1750.0, rel=0.05)

@@ -37,14 +37,14 @@ def test_the_fastest_mode_is_selected_and_unknown_ones_first() -> None:
 
 
 def test_one_outlier_does_not_decide() -> None:
-    """However far off it is."""
+    """An outlier of any size does not change the choice."""
     policy = taught(EAGER=20.0, FULL=10.0)
     policy.record("key", "FULL", 10_000.0)
     assert policy.should_use_graph("key", True)
 
 
 def test_the_slower_way_is_tried_again_now_and_then() -> None:
-    """What was slow once may have become fast."""
+    """A slow mode may have become fast."""
     policy = taught(EAGER=10.0, FULL=20.0)
     tries = [policy.should_use_graph("key", True) for _ in range(640)]
     assert tries.count(True) == 10

@@ -1,4 +1,4 @@
-"""The policy in a real runner, on a tape whose costs are planted: measuring included."""
+"""The policy in a real runner on a tape with simulated costs, including that of measuring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit_adaptive import AdaptivePolicy  # noqa: E402
 
 SIZES = (16, 24, 32, 64)
-#: What the device needs to note the time once, microseconds.
+#: Device time of recording one event, in microseconds.
 EVENT_US = 2.0
 
 
@@ -28,11 +28,11 @@ def graph_us(size):
 
 
 def eager_us(num_tokens):
-    """Eager pays for its launches and not for padding: it wins below about 0.9 of a bucket."""
+    """Return the time of eager, which is faster than the graph below about 0.9 of a bucket."""
     return 50.0 + 4.2 * num_tokens
 
 
-class PlantedEvent:
+class SimulatedEvent:
     def __init__(self, backend):
         self._backend, self.at = backend, 0.0
 
@@ -55,7 +55,7 @@ class PlantedEvent:
         return end.at - self.at
 
 
-class PlantedGraph:
+class SimulatedGraph:
     def __init__(self, graph, backend, size):
         self._graph, self._backend, self._size = graph, backend, size
 
@@ -67,10 +67,10 @@ class PlantedGraph:
         self._backend.spend(graph_us(self._size))
 
 
-class PlantedTape(TapeBackend):
-    """The tape with a clock of its own, which steps move on by what they are to cost.
+class SimulatedTape(TapeBackend):
+    """Tape with a simulated clock that steps advance by their cost.
 
-    ``now`` is noisy, as policies see it; ``total_us`` counts what steps and events truly cost.
+    ``now`` is noisy, as in measurements; ``total_us`` is the true time of steps and events.
     """
 
     def __init__(self, seed):
@@ -90,15 +90,15 @@ class PlantedTape(TapeBackend):
         return x + 1
 
     def new_event(self, *, timing=False):
-        return PlantedEvent(self) if timing else super().new_event(timing=timing)
+        return SimulatedEvent(self) if timing else super().new_event(timing=timing)
 
     def capture(self, run, *, stream, pool, generators=()):
         graph = super().capture(run, stream=stream, pool=pool, generators=generators)
-        return PlantedGraph(graph, self, self.last_size)
+        return SimulatedGraph(graph, self, self.last_size)
 
 
 def serve(policy, sizes, sample_every):
-    backend = PlantedTape(seed=1)
+    backend = SimulatedTape(seed=1)
     runner = GraphRunner(
         backend.step,
         {"x": StaticInput((None,), "float32")},
@@ -124,23 +124,23 @@ def test_learning_pays_for_its_measuring():
     best = sum(
         min(eager_us(size), graph_us(next(one for one in SIZES if one >= size))) for size in sizes
     )
-    # 13.4 per cent can be won here.
+    # The best choices save 13.4 percent.
     assert learnt.total_us < 0.91 * base.total_us
     assert learnt.total_us < 1.05 * best
-    # Steady steps one in eight, and some probes; two records for each.
+    # One regular step in eight is measured, and some probes, with two events each.
     assert learnt.num_records < 2 * len(sizes) * 0.3
     assert runner.stats().steps == len(sizes)
 
 
 def test_only_what_was_measured_is_told_and_calibrations_are_no_steps():
     policy = AdaptivePolicy(seed=2)
-    heard = []
+    outcomes = []
     observe = policy.observe
-    policy.observe = lambda outcome: (heard.append(outcome), observe(outcome))[1]
+    policy.observe = lambda outcome: (outcomes.append(outcome), observe(outcome))[1]
     _, runner = serve(policy, [20] * 120, 16)
     runner.drain(wait=True)
-    calibrations = [one for one in heard if one.decision.reason == "calibration"]
-    served = [one for one in heard if one.decision.reason != "calibration"]
+    calibrations = [one for one in outcomes if one.decision.reason == "calibration"]
+    served = [one for one in outcomes if one.decision.reason != "calibration"]
     assert len(calibrations) >= 8 * len(SIZES)
     assert all(one.decision.one_shot and one.completed for one in calibrations)
     steady = [one.step for one in served if not one.decision.one_shot]

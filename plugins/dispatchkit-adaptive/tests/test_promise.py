@@ -1,8 +1,8 @@
-"""The promise: never over one per cent behind the base, whatever the times do.
+"""The promise: the policy is never more than one percent slower than its base.
 
-Costs are simulated and the real dispatcher serves every step. An adversary changes one arm by
-at most 1.5 times per 1,000 steps, at once or little by little, at the worst moments that
-hypothesis finds.
+Costs are simulated, and every step goes through the real dispatcher. An adversary changes the
+time of one arm by a factor of at most 1.5 per 1,000 steps, suddenly or gradually, at the worst
+moments that hypothesis finds.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ DRIFT = 1.5
 
 @attrs.frozen
 class Change:
-    """One arm changes by a factor within 1,000 steps: at once, or evenly over them."""
+    """A change of one arm by a factor, sudden or gradual over 1,000 steps."""
 
-    arm: int  # the size of a graph; 0 is eager
+    arm: int  # size of a graph, or 0 for eager
     at: int
     factor: float
     at_once: bool
@@ -50,7 +50,7 @@ class Change:
 
 @st.composite
 def adversaries(draw: st.DrawFn) -> tuple[list[Change], int]:
-    """Return changes, at most one in any 1,000 steps, and how many steps to run."""
+    """Return changes, at most one per 1,000 steps, and the number of steps."""
     first = draw(st.integers(0, 400))
     changes = [
         Change(
@@ -67,7 +67,7 @@ def adversaries(draw: st.DrawFn) -> tuple[list[Change], int]:
 def costs(
     changes: list[Change], ratio: float | None
 ) -> Callable[[int, int, GraphKey | None], float]:
-    """Return costs: the MLP's, or eager at a given share of the graph's time at its middle."""
+    """Return costs of the MLP, or with eager at a share of the graph's time in mid-bucket."""
 
     def cost(step: int, num_tokens: int, key: GraphKey | None) -> float:
         arm = 0 if key is None else key.num_tokens
@@ -84,7 +84,7 @@ def costs(
 
 
 def traffic(kind: int, steps: int, seed: int) -> list[int]:
-    """Return sizes of steps: all of one size, of four, or any."""
+    """Return the sizes of steps: one size, four sizes, or random sizes."""
     chance = random.Random(seed)
     few = [chance.randint(385, 2048) for _ in range((1, 4, steps)[kind])]
     return [chance.choice(few) for _ in range(steps)]
@@ -113,7 +113,7 @@ def test_no_prefix_is_far_behind_the_base_under_adversaries(
 @pytest.mark.slow_except("1-0")
 @pytest.mark.parametrize(("sample_every", "delay"), [(1, 0), (16, 32)])
 def test_most_of_what_the_pad_rule_loses_is_won(sample_every: int, delay: int) -> None:
-    """The pad rule is 29% over the oracle here; also when few steps are measured, and late."""
+    """Padding is 29% slower than the best choices; sparse and late measurements suffice too."""
     result = rehearse(
         AdaptivePolicy(plugins=PLUGINS),
         CONFIG,
@@ -142,7 +142,7 @@ def test_without_noise_calibration_alone_finds_every_winner() -> None:
 
 @pytest.mark.slow
 def test_where_graphs_always_win_next_to_nothing_is_spent() -> None:
-    """Eager takes twice as long: it is seldom tried, and never kept."""
+    """Eager takes twice as long, so it is rarely probed and never used."""
     result = rehearse(
         AdaptivePolicy(plugins=PLUGINS),
         CONFIG,

@@ -1,4 +1,4 @@
-"""Batches above the largest size: whether parts pay is learnt like any other choice."""
+"""Batches above the largest size: the policy learns whether parts are faster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adaptive(**options: Any) -> AdaptivePolicy:
 def run(
     dispatcher: Dispatcher, steps: int, *, eager_us: float, graph_us: float
 ) -> tuple[float, list[Decision]]:
-    """Run steps at known costs, each measured; returns their time, and the last decisions."""
+    """Run measured steps at known costs; return their total time and the last decisions."""
     chance, total, decisions = random.Random(1), 0.0, []
     for step in range(1, steps + 1):
         num_tokens = chance.choice(SIZES)
@@ -55,7 +55,7 @@ def run(
 def test_parts_are_used_where_they_are_faster_whatever_the_base_does(
     base: str, graph_us: float, *, splits: bool
 ) -> None:
-    """Never far behind the base: a probe now and then is all that the slower way gets."""
+    """The slower way runs only in occasional probes, so the policy stays close to the base."""
     options = {"split": True} if base == "threshold" else {}
     dispatcher = serve(adaptive(base=base, base_options=options))
     took, last = run(dispatcher, 3000, eager_us=1000.0, graph_us=graph_us)
@@ -78,7 +78,7 @@ def test_nothing_is_tried_where_batches_may_not_be_split() -> None:
 
 
 def test_one_graph_gives_way_to_parts_that_compute_far_less() -> None:
-    """A batch of 136 fits a graph of 512, and nearly two of 128 and 8."""
+    """A batch of 136 fits the graph of 512 with much padding, or two of 128 with little."""
     dispatcher = serve(adaptive())
     arms = {arm for _ in range(2) for arm in _arms_of(dispatcher, 136)}
     assert any(" + " in arm for arm in arms)
@@ -103,8 +103,8 @@ def test_what_was_learnt_of_parts_is_in_the_state_file(tmp_path: Path) -> None:
     assert sum(bool(decision.parts) for decision in last) > 95
 
 
-class Halves(OneBucketPolicy):
-    """Cuts in halves, which no arm stands for."""
+class HalvingPolicy(OneBucketPolicy):
+    """Policy that splits batches into halves, which is not an arm of ``adaptive``."""
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision:
         answer = super().decide(batch, graphs)
@@ -118,6 +118,6 @@ class Halves(OneBucketPolicy):
 
 
 def test_a_base_that_splits_in_a_way_of_its_own_is_left_alone() -> None:
-    dispatcher = serve(adaptive(base=Halves()))
+    dispatcher = serve(adaptive(base=HalvingPolicy()))
     _, last = run(dispatcher, 300, eager_us=1.0, graph_us=1000.0)
     assert all(len(decision.parts) == 2 and not decision.timed for decision in last)

@@ -1,4 +1,4 @@
-"""State files: whatever is in one, learning goes on; whatever is in its way, nothing is lost."""
+"""State files: invalid contents and paths neither stop learning nor lose data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = DispatchConfig(sizes=[4, 8])
 
 
 def learnt(steps: int = 40) -> AdaptivePolicy:
-    """Return a policy that has measured some steps."""
+    """Return a policy with some measured steps."""
     policy = AdaptivePolicy(plugins=PLUGINS)
     use(policy, steps)
     return policy
@@ -39,7 +39,7 @@ def use(policy: AdaptivePolicy, steps: int = 40) -> None:
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
-    """Write a state file whose digest is right."""
+    """Write a state file with a valid digest."""
     digest = state_module._digest(body)
     whole = {
         "format": state_module.FORMAT,
@@ -68,7 +68,7 @@ odd = st.one_of(
 def test_whatever_an_arm_has_learning_goes_on(
     body: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, data: Any
 ) -> None:
-    """A valid digest says who wrote the file, and not that it makes sense."""
+    """A valid digest does not imply valid contents."""
     changed = copy.deepcopy(body)
     arm = changed["arms"][data.draw(st.integers(0, len(changed["arms"]) - 1))]
     name = data.draw(st.sampled_from(sorted(arm)))
@@ -106,7 +106,7 @@ def a_missing_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [a_folder, a_loop, a_missing_folder])
 def test_a_file_that_cannot_be_used_stops_no_program(tmp_path: Path, make: Any) -> None:
-    """It is warned about when it is read, and saving is a typed error that leaves nothing."""
+    """Reading it warns, and saving raises a typed error and leaves no temporary file."""
     path = tmp_path / "state.json"
     make(path)
     if make is a_missing_folder:
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_used_stops_no_program(tmp_path: Path, make: Any) 
 def test_a_state_file_stays_where_it_was_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever folder the program changes to."""
+    """A later change of the working directory has no effect."""
     monkeypatch.chdir(tmp_path)
     policy = AdaptivePolicy(state="state.json", plugins=PLUGINS)
     (tmp_path / "elsewhere").mkdir()
