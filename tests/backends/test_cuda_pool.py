@@ -50,7 +50,7 @@ def test_what_the_host_keeps_for_ended_pools_goes_back_now_and_then(freed):
 
 
 def test_memory_that_cannot_be_freed_yet_is_freed_later(freed, monkeypatch):
-    """Somebody else captures without this package."""
+    """Another library captures without this package."""
 
     def refuse():
         raise RuntimeError("a capture is running")

@@ -214,7 +214,7 @@ def test_without_a_driver_the_pool_is_given_up_or_pinned_and_it_is_said(device, 
 def test_a_capture_that_cannot_begin_costs_the_pool_and_no_draws(device, caplog):
     pool = CudaPool()
     kept, _ = attempt(pool)
-    device.host_opened.add(kept.handle)  # somebody else records into it
+    device.host_opened.add(kept.handle)  # another library records into it
     one, wrong = attempt(pool)
     assert isinstance(wrong, RuntimeError)
     assert not device.draws_refused

@@ -28,7 +28,7 @@ def torchs_answer():
 
 
 def test_the_capturing_thread_is_told_yes_and_no_other():
-    """However the library got the function, in nested and concurrent captures."""
+    """Holds for every way to import the function, and in nested and concurrent captures."""
     answers = []
 
     def ask_elsewhere():

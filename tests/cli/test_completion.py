@@ -20,7 +20,7 @@ import pytest
 def test_what_may_follow_is_offered(
     run: Any, monkeypatch: pytest.MonkeyPatch, line: str, offers: set[str]
 ) -> None:
-    """As requested by bash."""
+    """The request has the form that bash sends."""
     monkeypatch.setenv("_DISPATCHKIT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))

@@ -1,4 +1,4 @@
-"""``demo`` on the command line: what it prints, its codes, its bad input."""
+"""``demo`` on the command line: output, exit codes and bad input."""
 
 from __future__ import annotations
 

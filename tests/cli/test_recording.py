@@ -181,7 +181,7 @@ for uniform in range(3):
 
 
 def test_whatever_can_be_dispatched_is_recorded(run: Any, tmp_path: Path) -> None:
-    """A script runs the same with recording, whatever its batches."""
+    """Recording does not change a script, for any batches."""
     from dispatchkit.observe.trace import MAX_COUNT, read_trace
 
     path, script = tmp_path / "trace.csv", tmp_path / "serve.py"

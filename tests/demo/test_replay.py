@@ -52,7 +52,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
 
 
 def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None:
-    """All real rows must be equal, whatever the padding contains."""
+    """All real rows must be equal, for any contents of the padding."""
     assert report.comparison.is_equal
     assert report.comparison.steps == 8
     assert 0 <= report.comparison.worst < 1e-4
@@ -87,7 +87,7 @@ def test_times_memory_and_batch_1_are_reported(report: DemoReport) -> None:
 
 
 def test_the_tape_claims_no_speed_up(report: DemoReport) -> None:
-    """The output says so, so that nobody quotes its times."""
+    """The output states it, so that its times are not quoted."""
     assert "do not predict times on a GPU" in " ".join(report.meaning())
 
 

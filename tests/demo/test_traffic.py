@@ -155,7 +155,7 @@ def test_the_excerpt_has_decode_and_mixed_steps_and_names_its_licence() -> None:
 
 
 def test_the_same_trace_gives_the_same_traffic() -> None:
-    """So that runs of the demo are comparable."""
+    """Runs of the demo are thereby comparable."""
     rows = read_trace(str(DATA))[:50]
     settings = {"num_slots": 128, "cache_len": 512, "vocab": 256}
     assert plan_traffic(rows, **settings) == plan_traffic(rows, **settings)

@@ -142,7 +142,7 @@ def test_allowed_modes_are_obeyed(code, uniform):
 
 
 def test_runtime_mode_is_a_ceiling():
-    """Cascade attention excludes FULL, whatever the policy prefers."""
+    """Cascade attention excludes FULL, even if the policy prefers it."""
     dispatcher = make()
     assert dispatcher.dispatch(8, 8, 1, 0, PIECEWISE).key == mixed(8)
     assert dispatcher.dispatch(8, 8, 1, 0, FULL).key == decode(8)
@@ -409,7 +409,7 @@ def test_bound_of_a_decision_is_obeyed():
 
 
 class ChangesItsMind(TwoWidthsPolicy):
-    """Runs any number of requests eager after it changed its mind."""
+    """Runs any number of requests eager after its decision is changed."""
 
     def __init__(self):
         self.mind = None
@@ -478,7 +478,7 @@ def test_answers_by_requests_follow_the_registry():
 
 
 def test_answers_by_requests_are_bounded(monkeypatch):
-    """A server sees many request counts; memory must not grow with them."""
+    """Servers run many request counts, and memory must not grow with them."""
     monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 10)
     dispatcher = make(TwoWidthsPolicy(), config=DispatchConfig(sizes=(16,)))
     for num_tokens in range(5, 17):
@@ -635,7 +635,7 @@ def test_mode_the_executor_cannot_do_is_named():
 
 
 class Faulty(AskedPolicy):
-    """Behaves correctly until told otherwise, so that probes find nothing."""
+    """Behaves correctly until an answer is set, so that probes detect no fault."""
 
     name = "faulty"
 
@@ -965,7 +965,7 @@ def test_change_for_one_cell_changes_no_other():
 
 
 def test_mixed_batch_with_a_known_longest_request_is_a_mixed_cell():
-    """Without varying decode it has no class of its own, and must not use the last uniform one."""
+    """Without varying decode it has no separate class, and must not use the last uniform class."""
     dispatcher = make()
     dispatcher.update(CellUpdate(Batch(5, max_query_len=1), Decision.eager("learnt")))
     assert dispatcher.dispatch(5).reason == "learnt"
@@ -990,7 +990,7 @@ def test_change_for_an_impossible_batch_is_refused_by_name(batch, field):
 
 
 def test_change_to_a_graph_lost_since_is_no_fault():
-    """The policy learns from a step before the eviction and cannot see it."""
+    """The policy learns from a step before the eviction, of which it is not notified."""
     dispatcher = make(strict=True)
     dispatcher.update(CellUpdate(Batch(5), Decision.eager("old")))
     dispatcher.registry.evicted(mixed(32))
@@ -1224,7 +1224,7 @@ def test_huge_table_is_bounded(huge, monkeypatch):
 
 @pytest.mark.slow
 def test_hundred_thousand_keys():
-    """As many keys as sizes times adapters allow; each batch gets its own key."""
+    """Keys for every size and number of adapters; each batch gets its own key."""
 
     class Many:
         name = "many"
@@ -1639,7 +1639,7 @@ def test_a_view_says_why_no_key_covers_a_batch():
 
 
 def test_a_view_tells_that_what_it_shows_has_changed():
-    """So that a policy may cache results derived from it."""
+    """A policy may therefore cache results derived from it."""
     dispatcher = make()
     seen = [dispatcher.graphs.revision]
     for change in (

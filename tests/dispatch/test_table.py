@@ -49,7 +49,7 @@ def test_answers_by_requests_are_exactly_as_many_as_their_bound(monkeypatch):
 
 @pytest.mark.parametrize("max_list_cells", [0, 1_000_000], ids=["dicts", "lists"])
 def test_change_of_a_key_empties_what_it_could_serve_and_no_more(monkeypatch, max_list_cells):
-    """Cells up to its size where its mode is allowed; steady and one-shot decisions alike."""
+    """Cells up to its size that allow its mode, with steady and with one-shot decisions."""
     monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
     emptied = [cell(7), cell(8)]
     kept = [cell(9), cell(8, RuntimeMode.NONE)]

@@ -130,7 +130,7 @@ def test_a_step_comes_between_two_operators_of_one_capture():
 
 
 def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypatch):
-    """So that a step may set an attribute during its own run."""
+    """A step may therefore set an attribute during its own run."""
     monkeypatch.setattr(turns, "GAP_S", 0.05)
     main, inner = threading.get_ident(), layers()
     is_within, runs, seen = threading.Event(), SimpleQueue(), SimpleQueue()
@@ -140,7 +140,7 @@ def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypa
             seen.put((runs.qsize(), is_within.is_set()))
             return inner(x)
         is_within.set()
-        time.sleep(0.002)  # the other thread wants to run
+        time.sleep(0.002)  # the other thread is waiting to run
         y = inner(x)
         is_within.clear()
         runs.put(None)
@@ -216,7 +216,7 @@ class StepsAtEachTurn:
         for call in self.calls:
             try:
                 call()
-            except AssertionError as error:  # in another thread, where the test would not see it
+            except AssertionError as error:  # raised in another thread, so the test would pass
                 self.problems.append(error)
             self.number += 1
 
@@ -314,7 +314,7 @@ def test_no_step_runs_within_a_rehearsal(monkeypatch):
 
 
 def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
-    """Also if the preceding warmup let a step in, whose stream would join the capture."""
+    """Holds if a step ran during the preceding warmup, whose stream would join the capture."""
     in_warmup, in_capture, served = (threading.Event() for _ in range(3))
     step, main = layers(), threading.get_ident()
 
@@ -543,7 +543,7 @@ def test_ready_tells_of_the_keys_that_are_asked_for():
     assert not runner.controls.ready([small, large])
     assert not runner.controls.ready()
     runner.controls.set_enabled(False, key=large)
-    assert runner.controls.ready()  # nobody requests it
+    assert runner.controls.ready()  # the key is not required
     assert not runner.controls.ready([large])
 
 

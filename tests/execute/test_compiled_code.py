@@ -205,7 +205,7 @@ def test_sizes_that_only_show_shapes_are_not_compiled(compiler, net):
 
 
 def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
-    """Whatever its name, code that it compiles is captured compiled."""
+    """Compiled code is captured compiled, for any name of its file."""
     source = "def fn(x):\n    return x * 2 + 1\n"
     names = {}
     exec(compile(source, "/home/me/torch/test_torch_compile.py", "exec"), names)  # noqa: S102
@@ -383,7 +383,7 @@ def test_modes_of_several_threads_end_in_any_order(compiler):
 
 
 def test_modes_that_overlap_in_two_threads_leave_code_to_be_compiled(compiler):
-    """Otherwise torch's flag would stay on, and nothing would be compiled any more."""
+    """Otherwise torch's flag would stay on, and no further code would be compiled."""
     fast = torch.compile(lambda x: x * 2 + 1, backend=compiler)
     first, second = Looking(), Looking()
     is_in, may_end = threading.Event(), threading.Event()

@@ -82,7 +82,7 @@ def test_deep_copy_has_state_of_its_own(runner):
 
 
 def test_attributes_that_are_missing_fail_fast(runner):
-    """Also for a runner created without ``__init__``."""
+    """This includes a runner created without ``__init__``."""
     with pytest.raises(AttributeError, match="no_such"):
         _ = runner.no_such
     empty = GraphRunner.__new__(GraphRunner)

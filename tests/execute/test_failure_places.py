@@ -62,7 +62,7 @@ def test_the_line_of_the_model_is_named(kind: type[Reads], mark: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_module_of_torch_is_named_by_its_own_line() -> None:
-    """The module contains no user code, and the line of the call alone says nothing."""
+    """The module contains no user code, and the line of the call alone does not help."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 1).eval()
     inputs = {

@@ -184,7 +184,7 @@ def test_threads_lose_no_plain_call() -> None:
             with torch.no_grad():
                 for _ in range(200):
                     fast(torch.ones(3, 2))
-        except BaseException as error:  # noqa: BLE001 - told by the main thread
+        except BaseException as error:  # noqa: BLE001 - reported by the main thread
             errors.append(error)
 
     threads = [threading.Thread(target=call) for _ in range(3)]

@@ -375,7 +375,7 @@ def test_a_kept_handle_keeps_the_result_and_not_the_inputs(make_lanes):
 
 
 def test_events_serve_again_once_nobody_asks_for_their_step(make_lanes):
-    """A future keeps its step's event, however many steps follow."""
+    """A future keeps its step's event, for any number of later steps."""
     runner = make_lanes(seed=3, lanes=1)
     runner.capture()
     made = []

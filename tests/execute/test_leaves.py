@@ -52,7 +52,7 @@ def assert_same(got, want):
             assert is_same_value(one, two), (one, two)
 
 
-# -- values beside tensors ------------------------------------------------------------------
+# -- values next to tensors -----------------------------------------------------------------
 
 VALUES = {
     "text": lambda x: "dense",
@@ -433,7 +433,7 @@ def test_weights_frozen_and_thawed_are_seen():
 
 
 def test_a_step_that_differentiates_runs_eager_with_the_callers_gradients():
-    """In graphed and in a runner; a step that enables gradients only inside is captured."""
+    """Holds for graphed and a runner; a step that enables gradients only inside is captured."""
 
     def forces(x):
         x = x.detach().requires_grad_()

@@ -187,7 +187,7 @@ def machine(watched_tape, smallest_policy):
             with ThreadPoolExecutor(max(1, len(calls))) as pool:
                 futures = [pool.submit(self.runner, *call, **more) for *call, more in calls]
                 results = [(call, one.result()) for call, one in zip(calls, futures, strict=True)]
-            if self.owned:  # a view is valid until anybody's next call
+            if self.owned:  # a view is valid until the next call of any thread
                 results.sort(key=_count_of)
             for (*call, more), got in results:
                 want = self.mine(*call, **more)

@@ -349,7 +349,7 @@ class Holding:
 
 @pytest.fixture
 def holding(backend):
-    """Return a tape whose graphs keep what they read, and which can capture unwatched."""
+    """Return a tape whose graphs keep their storages, and which can capture unwatched."""
 
     class Watch(TorchDispatchMode):
         def __init__(self):

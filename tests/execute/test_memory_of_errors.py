@@ -1,4 +1,4 @@
-"""Memory of graphs is freed with them, even if somebody keeps an error."""
+"""Memory of graphs is freed with them, even if an error is kept."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_step_that_calls_its_own_runner_hangs_nothing(name, lazy):
             is_inside.append(True)
             try:
                 ACTS[name](runners[0])
-            except Exception as error:  # noqa: BLE001 - the step goes on, as a careless one does
+            except Exception as error:  # noqa: BLE001 - the step continues, like careless code
                 refused.append(type(error).__module__)
             finally:
                 is_inside.clear()

@@ -81,7 +81,7 @@ def _table() -> None:
     TABLE["new"] = TABLE.get("new", 0) + 1
 
 
-def _default(seen: list[int] = []) -> None:  # noqa: B006 - that is what it is about
+def _default(seen: list[int] = []) -> None:  # noqa: B006 - the case to test
     seen.append(1)
 
 

@@ -92,8 +92,8 @@ def test_calls_it_does_not_know_are_checked_slowly_and_it_is_not_made_anew_for_e
     twice = {"a": StaticInput((None,), "int64"), "b": StaticInput((None,), "int64")}
     inputs = InputSet(twice, CPU)
     for _ in range(200):
-        assert inputs.check([same, same])[0] == 2  # one tensor for both: torch's check says no
-    assert len(made) == 2 * (1 + module._MAX_REPLACED)  # contiguous, and with any strides
+        assert inputs.check([same, same])[0] == 2  # torch's check rejects one tensor for both,
+    assert len(made) == 2 * (1 + module._MAX_REPLACED)  # once as contiguous, once with any strides
 
 
 def test_without_torchs_comparison_the_slow_check_is_all(monkeypatch):

@@ -434,7 +434,7 @@ def test_state_that_counts_rows_of_fill_is_found():
         wrong(*floats(3))
     assert count == 3
     assert "state 0 differs from eager for 3 rows" in str(wrong)
-    # sums of fill are 0, and nobody reads the rows after the batch
+    # sums of fill are 0, and the rows after the batch are never read
     fine = make(summing, sizes=(4,))
     fine.capture()
     x = torch.randn(3, WIDTH)

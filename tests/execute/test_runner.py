@@ -133,7 +133,7 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
 
 
 def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypatch):
-    """Warnings and a strict runner's errors must tell newcomers what to do."""
+    """Warnings and a strict runner's errors must name the next step for newcomers."""
     assert set(NEXT_STEPS) == set(DOWNGRADES)
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))

@@ -462,7 +462,7 @@ def test_a_change_of_copied_rows_that_is_assigned_is_kept(step):
 
 
 def test_a_change_that_is_not_in_what_is_computed_is_lost():
-    """As in eager: an assigned copy shows that another copy's change is unwanted."""
+    """As in eager, assigning one copy shows that the change of another copy is unintended."""
 
     def step(x, slots):
         first, second = slots["total"], slots["total"]

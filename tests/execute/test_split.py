@@ -367,7 +367,7 @@ CUTS: dict[int, list[Part]] = {}
 
 @functools.cache
 def runner_of(dtype):
-    """Return a runner of a step with state, split as ``CUTS`` says, and its step."""
+    """Return a runner of a step with state, split by ``CUTS``, and the step."""
     cache = torch.zeros(65, 4, dtype=dtype)
     inputs = {
         "x": StaticInput((None, 4), str(dtype).removeprefix("torch.")),

@@ -1,4 +1,4 @@
-"""Host inputs: accepted values, what a graph reads, and when the memory is rewritten."""
+"""Host inputs: accepted values, values that graphs read, and the reuse of memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call(rows, seed=0):
 
 
 def expected(tokens, scale, bucket):
-    """Return the result of a replay at a bucket, whose rows after the call are fill."""
+    """Return the result of a replay at a bucket with fill after the call's rows."""
     tokens, scale = torch.tensor(tokens), torch.tensor(scale)
     missing = bucket - len(tokens)
     return (
@@ -209,7 +209,7 @@ def results_on_a_late_device(make_runner, seed, mode, step_in_place):
 @pytest.mark.parametrize("step_in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
 def test_memory_is_not_written_before_its_copy_has_run(make_runner, mode, step_in_place):
-    """Each step keeps its rows, however far the device lags."""
+    """Each step keeps its rows, for any lag of the device."""
     for seed in range(5):
         same(*results_on_a_late_device(make_runner, seed, mode, step_in_place))
 

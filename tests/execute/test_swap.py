@@ -311,7 +311,7 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
 
 
 class Remembering:
-    """Clears what it learned when it is configured, as adaptive policies may."""
+    """Clears its measurements when it is configured, as adaptive policies may."""
 
     name = "remembering"
 

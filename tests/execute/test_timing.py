@@ -246,7 +246,7 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
 
 
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
-    """Eager and replayed steps count alike; each outcome has the number of begun steps."""
+    """Eager and replayed steps count equally; each outcome has the number of begun steps."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=5)
     )
@@ -299,7 +299,7 @@ def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner
 
 
 def test_a_step_that_creates_its_plan_is_measured_but_passes_on_no_outcome(make_runner, learning):
-    """Otherwise batches that seldom come would be measured less often."""
+    """Otherwise rare batches would be measured less often."""
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
     )
@@ -463,7 +463,7 @@ def test_a_step_costs_the_time_of_the_host_where_that_is_slower(
 
 
 def test_a_host_that_waits_for_room_in_the_queue_is_not_slow(measured):
-    """The host's own time is known from steps that the device had reached."""
+    """The host's own time is that of steps before which the device was idle."""
     for _ in range(3):
         measured(ahead_us=0.0, host_us=260.0)
     told = measured(ahead_us=9000.0, host_us=4000.0)

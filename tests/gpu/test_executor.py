@@ -411,7 +411,7 @@ def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(s
     runner = runner_of(step)
     runner.capture()
     x = rows_of(5)
-    for _ in range(3):  # afterwards the inputs' look is known
+    for _ in range(3):  # afterwards the layout of the inputs is recorded
         runner(x)
     with (
         torch.autocast("cuda", dtype=torch.bfloat16),

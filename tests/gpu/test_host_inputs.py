@@ -116,7 +116,7 @@ def test_every_capacity_and_its_borders():
 
 
 def test_a_kernel_that_cannot_be_loaded_is_told(monkeypatch):
-    """As with a driver that does not support parameters of this size."""
+    """Simulates a driver that does not support parameters of this size."""
     load = cuda_copy.copy_kernel
     monkeypatch.setattr(
         cuda_copy,

@@ -18,7 +18,7 @@ class TestInputsOnADevice(InputTransportTests):
         return CudaBackend(0)
 
     def test_what_a_node_takes_needs_no_event(self, bench, monkeypatch):
-        """Without host inputs, or with host inputs that are the node's own data."""
+        """There are no host inputs, or they are the node's own data."""
         if any(bench.runner().controls.input_path(bench.key(size)) != "node" for size in (1, 8)):
             pytest.skip("Its graphs copy pinned memory, or have no node.")
         monkeypatch.setattr(StagingBuffers, "record_launch", None)

@@ -122,8 +122,8 @@ def test_inputs_and_results_may_be_let_go_of_at_once():
     runner.capture()
     sums = []
     for number in range(2000):
-        handle = runner.submit(whole_numbers(32, number % 251))  # nobody else holds the input
-        sums.append(handle.result().sum())  # nor the result
+        handle = runner.submit(whole_numbers(32, number % 251))  # no other reference to the input
+        sums.append(handle.result().sum())  # or to the result
         whole_numbers(32, 7.0)  # takes the memory, if it is free
     want = [exact(whole_numbers(32, number % 251)).sum() for number in range(2000)]
     assert torch.equal(torch.stack(sums), torch.stack(want))

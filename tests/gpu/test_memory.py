@@ -206,7 +206,7 @@ def test_steps_beside_captures_in_the_background(between_operators):
     assert (report.num_graphs, report.failed) == (32, {})
     assert runner.controls.ready()
     assert wrong == []
-    assert len(times) >= 8  # steps ran in between, however fast the captures are
+    assert len(times) >= 8  # steps ran in between, even with fast captures
 
 
 @pytest.mark.usefixtures("device_alone")

@@ -76,7 +76,7 @@ def doubled(tokens, scale):
 @pytest.mark.parametrize("in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("sizes", [(32,), (32, 3, 16, 1)], ids=["one size", "many sizes"])
 def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_place, sizes):
-    """Each step keeps its rows, however far the device lags."""
+    """Each step keeps its rows, for any lag of the device."""
     if not is_whole:
         monkeypatch.setattr("dispatchkit.execute.io.staging.WHOLE_BLOCK_BYTES", 0)
     runner = staged()
@@ -321,7 +321,7 @@ def test_the_copy_node_on_several_streams_and_threads():
                     results.append((number, rows, runner(x, y)))
                     del x, y
                     torch.full((rows, 3), -5.0, device=DEVICE)
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:  # noqa: BLE001 - reported below
             failures.append(error)
 
     in_threads(3, lambda index: work(100 * index))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(code: str, *paths: Path) -> str:
-    """Run code in a fresh interpreter that sees this checkout; return its output."""
+    """Run code in a fresh interpreter that imports this checkout; return its output."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False

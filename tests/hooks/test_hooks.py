@@ -193,7 +193,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.callback)
 def test_each_event_reaches_the_observers_with_its_callback(event: Any) -> None:
-    """Two observers receive exactly this event, whatever they return."""
+    """Two observers receive exactly this event, for any return values."""
     heard: list[Any] = []
 
     class Listener:

@@ -315,7 +315,7 @@ AXES_ROWS = ["0,0.0,4,4,1,1,0,40,3", "1,0.5,9,2,8,0,1,7,0"]
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl"])
 def test_axes_are_columns_that_come_back(tmp_path, name):
-    """In a handwritten file and in one written here."""
+    """Handwritten files and files of this package both keep them."""
     path = tmp_path / "by_hand.csv"
     path.write_text("\n".join([AXES_HEADER, *AXES_ROWS]) + "\n")
     trace = read_trace(path)
@@ -383,7 +383,7 @@ def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
 
 
 def test_a_packed_file_of_endless_steps_is_refused(tmp_path, monkeypatch):
-    """It is refused before it fills the memory, however small the file is."""
+    """It is refused before it fills the memory, even if the file is small."""
     monkeypatch.setattr(trace_module, "MAX_STEPS", 50_000)
     path = write(tmp_path / "t.csv.gz", gzip.compress(b"num_tokens\n" + b"5\n" * 500_000))
     assert path.stat().st_size < 10_000

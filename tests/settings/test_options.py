@@ -69,7 +69,7 @@ def test_options_print_as_the_call_that_makes_them(options: Any) -> None:
 
 
 def test_the_full_example_sets_every_option() -> None:
-    """So that the tests here cover all options."""
+    """The tests here must cover all options."""
     for kind, record in [(RunnerOptions, FULL), *((type(one), one) for one in _groups(FULL))]:
         if kind is not DispatchConfig:
             fresh = kind()

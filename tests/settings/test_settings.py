@@ -134,7 +134,7 @@ def test_a_mistake_has_one_text_in_every_place(name: str, value: Any, tmp_path: 
 
 
 def test_the_nearest_names_are_told() -> None:
-    """Of settings and of values that are names."""
+    """This holds for names of settings and for values that are names."""
     with pytest.raises(UnknownNameError) as caught:
         load_settings(environ={}, polcy="x")
     assert "policy" in caught.value.nearest

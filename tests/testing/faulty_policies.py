@@ -469,7 +469,7 @@ class SplitsARowLessPolicy(SplitsPolicy):
 
 @planted(SPLIT, r"split \d+ rows and chose .* tokens; a bucket is never smaller")
 class SplitsBeyondAGraphPolicy(SplitsPolicy):
-    """Halves a batch, whatever its graphs hold."""
+    """Halves a batch without checking the limits of its graphs."""
 
     def parts(self, batch, graphs, mode):
         parts = super().parts(batch, graphs, mode)

@@ -86,7 +86,7 @@ def test_a_pool_that_grew_once_is_not_taken_to_grow_with_each_graph():
     forecast = forecast_memory(samples, sizes)
     assert (forecast.expected_bytes, forecast.high_bytes) == (28 * MIB, 30 * MIB)
     unknown = forecast_memory([MemorySample(s.size, s.reserved_bytes) for s in samples], sizes)
-    assert unknown.high_bytes > 32 * MIB  # it does not know that the growth was shared
+    assert unknown.high_bytes > 32 * MIB  # nothing indicates that the growth was shared
 
 
 def test_the_driver_takes_blocks_as_the_graphs_come():

@@ -105,7 +105,7 @@ def test_warnings_say_when_not_to_rely_on_a_plan():
 
 
 def test_a_histogram_is_planned_with_the_standard_hedge():
-    """Without an order nothing can be validated, and a warning says so."""
+    """A plan cannot be validated without an order, which causes a warning."""
     histogram = SizeHistogram({StepKind(5): 3000, StepKind(8): 10})
     plan = plan_sizes(histogram, graphs=2, max_size=16)
     assert plan.sizes == (5, 16) or plan.sizes == (8, 16)

@@ -382,7 +382,7 @@ def test_noise_is_around_the_truth():
 
 
 def test_counts_of_a_scenario_may_be_text():
-    """As in settings and on a command line; the checked value is the used value."""
+    """Settings and command lines accept the same; the checked value is the used value."""
     scenario = Scenario(lanes="2", max_graphs="3", sample_every="4", capture_after="1")
     assert (scenario.lanes, scenario.max_graphs, scenario.sample_every) == (2, 3, 4)
 

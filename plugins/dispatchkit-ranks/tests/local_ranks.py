@@ -13,7 +13,7 @@ LIMIT = 20.0
 
 
 class Meeting:
-    """A meeting point of threads; a round ends when all have brought a value."""
+    """A meeting point of threads; a round ends when all threads have contributed a value."""
 
     def __init__(self, size):
         self.size = size
@@ -77,7 +77,7 @@ def run_ranks(size, run):
     def work(rank):
         try:
             results[rank] = run(LocalRanks(meeting, rank))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the test sees it
+        except Exception as error:  # noqa: BLE001 - raised in the test
             meeting.fail(rank, error)
             results[rank] = error
 
@@ -90,7 +90,7 @@ def run_ranks(size, run):
 
 
 def all_good(results):
-    """Return the results, or raise the first exception, preferring one that is no ``RankError``."""
+    """Return the results, or raise the first exception, preferably other than ``RankError``."""
     errors = [each for each in results if isinstance(each, Exception)]
     for error in sorted(errors, key=lambda each: isinstance(each, RankError)):
         raise error

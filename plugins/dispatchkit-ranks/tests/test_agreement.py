@@ -118,7 +118,7 @@ def test_a_dead_or_frozen_rank_is_named(worlds, kind, host, bad_rank):
 
 
 def test_a_rank_that_does_not_start_is_named(worlds):
-    """There is no agreement yet, but the store knows who arrived."""
+    """There is no agreement yet, but the store lists the ranks that arrived."""
     first, _ = worlds.run_one("not_coming")
     assert first["ranks"] == [1]
     assert "Rank 1 did not reach the start-up of ranks 0, 1" in first["text"]

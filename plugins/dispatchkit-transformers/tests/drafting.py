@@ -1,4 +1,4 @@
-"""Drafts that are right with a given probability, and a serving loop that uses them."""
+"""Drafts that are correct with a given probability, and a serving loop that uses them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DRAFTS = 3
 
 
 class Known:
-    """Draft source that knows the continuations and replaces some tokens by wrong ones.
+    """Draft source that replaces some tokens of the true continuations by wrong tokens.
 
     Args:
-        chance: Probability that a draft token is right.
+        chance: Probability that a draft token is correct.
         fewest: Minimum number of drafts per row.
     """
 

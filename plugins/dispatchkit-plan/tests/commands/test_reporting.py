@@ -58,7 +58,7 @@ def test_a_figure_without_a_file_of_its_own_is_no_page(
 
 
 def test_the_picture_of_the_pages_is_what_its_command_draws(run: Any, tmp_path: Path) -> None:
-    """So that the picture shows the current planner."""
+    """The picture thereby shows the current planner."""
     root = Path(__file__).parents[4]
     page = (root / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ dispatchkit (report .*--figure.*)$", page, flags=re.MULTILINE)

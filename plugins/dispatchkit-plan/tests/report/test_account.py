@@ -87,7 +87,7 @@ def test_a_policy_that_learns_is_told_times_and_its_change_is_seen() -> None:
 
 
 def test_progress_is_told_to_the_end(trace: Any, plugins: Any) -> None:
-    """For a progress bar."""
+    """The callback may drive a progress bar."""
     said: list[tuple[str, int, int]] = []
     config = DispatchConfig(max_num_tokens=4096)
     dispatcher = Dispatcher(plugins.create_policy("vllm"), config, lazy=True)

@@ -116,7 +116,7 @@ def test_arms_of_a_policy_that_explains_itself_are_sampled(runner: Any) -> None:
 def test_a_file_that_is_something_else_is_refused(
     statistics: dict[str, Any], change: dict[str, Any], says: str
 ) -> None:
-    """The error states what is wrong."""
+    """The error names the wrong field or value."""
     with pytest.raises(ConfigError, match=says):
         report_of_statistics({**statistics, **change}, source="x")
 

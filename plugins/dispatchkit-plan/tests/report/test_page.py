@@ -184,7 +184,7 @@ def test_any_data_gives_a_plot_that_is_well_formed_and_inside_its_frame(
 
 
 def test_long_tables_say_what_is_left_out_and_long_cells_are_cut() -> None:
-    """So that the page stays readable."""
+    """The page must stay readable."""
     table = Table(("a",), (("x" * 1000,),), total=40)
     chart = Bars(label="b", bands=())
     made = Report(
@@ -271,7 +271,7 @@ _STROKE = re.compile(r'<line x1="([\d.]+)" y1="([\d.]+)" x2="[\d.]+" y2="([\d.]+
 def test_names_cover_no_name_and_no_point_and_no_stroke_goes_through_one(
     width: float, top: float, points: list[tuple[str, int, float]]
 ) -> None:
-    """On phones and on wide screens."""
+    """Pages fit phones and wide screens."""
     marks = tuple(
         Line(name, "eager" if "default" in name else "other", ((x, y),), marked=True)
         for name, x, y in points
