@@ -263,7 +263,7 @@ class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
     def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
         """Create the group with a message that lists every problem."""
         listing = "".join(f"\n- {error}" for error in errors)
-        text = f"loading plugins found {len(errors)} problem(s):{listing}\n"
+        text = f"loading plugins found {counted(len(errors), 'problem')}:{listing}\n"
         return super().__new__(cls, text, list(errors))
 
 

@@ -21,6 +21,7 @@ from dispatchkit.hookspecs import (
     PolicySpec,
     hookimpl,
 )
+from dispatchkit.keys.checks import check_flag
 from dispatchkit.observe.events import MAX_FAULTS, Notifier, Subscription
 from dispatchkit.plugins.catalog import Catalog
 from dispatchkit.plugins.discovery import BUILT_IN, PASSED_IN, Candidate, Filter, discover
@@ -360,6 +361,11 @@ def load_plugins(
     """
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
         _check_names(setting, value)
+    if not isinstance(extra, Iterable):
+        raise ConfigError("extra", extra, _PAIRS)
+    if environ is not None and not isinstance(environ, Mapping):
+        raise ConfigError("environ", environ, "a dictionary by name, or None")
+    check_flag(strict, "strict")
     given = [_passed_in(*_pair(one)) for one in extra]
     names = Filter.of(allow, block, os.environ if environ is None else environ)
     plugins = PluginSet((_built_in(), *given, *discover()), names=names, replace=replace)
@@ -395,7 +401,10 @@ def _check_names(setting: str, value: Any) -> None:
         raise ConfigError(setting, value, "a list of names")
 
 
+_PAIRS = "a list of pairs: a name, and a module or an instance"
+
+
 def _pair(one: Any) -> tuple[str, object]:
     if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
-        raise ConfigError("extra", one, "a list of pairs: a name, and a module or an instance")
+        raise ConfigError("extra", one, _PAIRS)
     return one

@@ -392,6 +392,12 @@ def test_extra_that_is_no_pair_is_refused(value: Any) -> None:
         load_plugins(extra=[value], environ={})
 
 
+@pytest.mark.parametrize("wrong", [{"extra": 3}, {"strict": "yes"}, {"environ": 3}])
+def test_arguments_of_the_wrong_type_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} must be"):
+        load_plugins(**wrong)
+
+
 def test_name_that_fits_no_plugin_is_told_from_one_passed_in() -> None:
     (problem,) = load_plugins(allow=["no-such-plugin"], environ={}).problems
     assert "'no-such-plugin' (not found): allowed by name" in str(problem)

@@ -476,6 +476,11 @@ def test_example_without_names_is_refused(example):
         splitting.split_module(double, example)
 
 
+def test_device_that_torch_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match=r"device must be a torch device, .* got 'nope'"):
+        splitting.split_module(double, {"x": torch.zeros(4, 2)}, device="nope")
+
+
 def test_step_that_is_all_eager_is_refused():
     """There must be a graph piece."""
     with pytest.raises(ConfigError, match="leave at least one operation to capture"):

@@ -702,6 +702,12 @@ def test_mode_may_be_given_once():
         torch_compile.CompileOptions.parse([("mode", "FULL")])
 
 
+@pytest.mark.parametrize("wrong", [{"batch": 3}, {"fullgraph": "x"}, {"skip_guards": 1}])
+def test_argument_of_the_wrong_type_is_refused(wrong):
+    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} must be"):
+        torch_compile.compile(torch.nn.Linear(2, 2), **wrong)
+
+
 def test_batch_of_an_unknown_parameter_is_refused():
     """A batch dimension of an unknown parameter would have no effect."""
     with pytest.raises(ConfigError, match="tokens, slots"):

@@ -591,9 +591,12 @@ def test_arguments_of_another_kind_are_errors(one_model):
     with pytest.raises(ConfigError, match="forward must be a function, or None for the model, got"):
         decoder_of(one_model, forward=3)
     decoder = decoder_of(one_model)
+    ids = torch.ones(1, 2, dtype=torch.long)
     for mask in ("x", torch.ones(1, 3)):
         with pytest.raises(InputError, match=r"tensor of the shape of input_ids, \(1, 2\), got"):
-            decoder.admit(torch.ones(1, 2, dtype=torch.long), mask)
+            decoder.admit(ids, mask)
+        with pytest.raises(InputError, match=r"tensor of the shape of input_ids, \(1, 2\), got"):
+            decoder.generate(ids, attention_mask=mask, max_new_tokens=1)
     for ids, problem in (
         ([[5, 6]], r"int64 tensor of tokens \(B, T\), got list. For a list of tokens, pass torch"),
         (torch.ones(1, 2), r"int64 tensor of tokens \(B, T\), got torch.float32"),

@@ -88,7 +88,11 @@ def split_module(
     other = [name for name in given if name not in tensors and name not in specs]
     if other:
         raise ConfigError(f"example[{other[0]!r}]", given[other[0]], "a tensor or a StaticInput")
-    place = torch.device(device) if device is not None else _device_of(step, tensors)
+    try:
+        given_device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError("device", device, "a torch device, such as 'cuda:0'") from error
+    place = given_device or _device_of(step, tensors)
     tensors |= {name: spec.full(4, place) for name, spec in specs.items()}
     specs = {**inputs_from_example({n: t for n, t in tensors.items() if n not in specs}), **specs}
     ordered = {name: tensors[name] for name in given}

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.keys import check_flag
 
 from dispatchkit_compile.compile_options import CompileOptions
 from dispatchkit_compile.compiled_graph import CompiledGraph
@@ -153,6 +154,11 @@ class CompiledModel:
     ) -> None:
         if not callable(model):
             raise ConfigError("model", model, "a module or a function")
+        if batch is not None and not isinstance(batch, Mapping):
+            hint = "Write {'x': 0}, for example."
+            raise ConfigError("batch", batch, "a dict of dimensions by parameter name", hint)
+        check_flag(fullgraph, "fullgraph")
+        check_flag(skip_guards, "skip_guards")
         self.model, self.backend = model, backend
         self.__wrapped__ = model  # for ``inspect``, and for runners whose step calls this object
         self.num_uncompiled: int = 0

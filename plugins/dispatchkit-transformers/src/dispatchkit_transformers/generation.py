@@ -155,11 +155,13 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: An option is not supported.
-        InputError: The prompts are not a tensor of tokens (B, T).
+        InputError: The prompts are not a tensor of tokens (B, T), or their mask has another shape.
     """
     prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if prompts is not None and model.main_input_name == "input_ids":
         check_prompts(prompts)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            check_mask(mask, prompts)
     # Check here: for some options, transformers decodes without calling custom_generate.
     config = kwargs.get("generation_config") or model.generation_config
     check_options({**vars(config), **kwargs})
@@ -447,6 +449,22 @@ def check_prompts(input_ids: Any) -> None:
         raise InputError("input_ids", text.strip())
 
 
+def check_mask(attention_mask: Any, input_ids: torch.Tensor) -> None:
+    """Check that an attention mask has the shape of its prompts.
+
+    Raises:
+        InputError: It has another shape, or is not a tensor.
+    """
+    shape = getattr(attention_mask, "shape", None)
+    if shape != input_ids.shape:
+        got = type(attention_mask).__name__ if shape is None else tuple(shape)
+        raise InputError(
+            "attention_mask",
+            f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}, "
+            f"got {got}.",
+        )
+
+
 def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[int]:
     """Return the number of padding tokens before each prompt; waits for the device with a mask.
 
@@ -457,14 +475,7 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
     rows, width = input_ids.shape
     if attention_mask is None:
         return [0] * rows
-    shape = getattr(attention_mask, "shape", None)
-    if shape != input_ids.shape:
-        got = type(attention_mask).__name__ if shape is None else tuple(shape)
-        raise InputError(
-            "attention_mask",
-            f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}, "
-            f"got {got}.",
-        )
+    check_mask(attention_mask, input_ids)
     counts = attention_mask.sum(-1)
     # With padding only on the left, the ones of each row are at its end.
     ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
