@@ -254,8 +254,18 @@ class Server:
         is_first = not graph and self._step > 0 and batch.num_tokens not in self._ran_eager
         if is_first:
             self._ran_eager.add(batch.num_tokens)
-        step = self._step
-        return Outcome(batch, decision, us, queued=queued, step=step, is_first=is_first), end
+        was_ahead = queued and self.clocks.host_us <= start
+        outcome = Outcome(
+            batch,
+            decision,
+            us,
+            queued=queued,
+            step=self._step,
+            is_first=is_first,
+            host_us=host,
+            device_us=end - start if was_ahead else None,
+        )
+        return outcome, end
 
     def _tell(self, outcome: Outcome) -> None:
         self.table.observe(outcome)

@@ -294,6 +294,10 @@ class Outcome:
         step: Number of steps so far, measured or not, including this step; 0 if unknown.
         is_first: Whether this is the first known eager run of its size. Libraries choose kernels in
             the first run of a size, which may take as long as many steps.
+        host_us: Host time of the submission in microseconds, without waiting for the device; None
+            if unknown.
+        device_us: Device time in microseconds of a step that was submitted completely before the
+            device reached it, so that the host did not delay it; None for other steps.
     """
 
     batch: Batch
@@ -305,6 +309,8 @@ class Outcome:
     won: bool = True
     step: int = 0
     is_first: bool = False
+    host_us: float | None = None
+    device_us: float | None = None
 
 
 @attrs.frozen

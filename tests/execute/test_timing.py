@@ -446,20 +446,25 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ahead_us", "queued", "elapsed_us"),
+    ("ahead_us", "queued", "elapsed_us", "device_us"),
     [
-        pytest.param(0.0, False, 270.0, id="idle: the host gives the pace"),
-        pytest.param(100.0, True, 0.9 * 260.0, id="the device is done ahead of the host"),
-        pytest.param(900.0, True, 0.9 * 260.0, id="the device is behind all the while"),
+        pytest.param(0.0, False, 270.0, None, id="idle: the host gives the pace"),
+        pytest.param(100.0, True, 0.9 * 260.0, None, id="the device is done ahead of the host"),
+        pytest.param(900.0, True, 0.9 * 260.0, 10.0, id="the device is behind all the while"),
     ],
 )
 def test_a_step_costs_the_time_of_the_host_where_that_is_slower(
-    measured, ahead_us, queued, elapsed_us
+    measured, ahead_us, queued, elapsed_us, device_us
 ):
-    """After other work, events alone would show less time than consecutive steps need."""
+    """After other work, events alone would show less time than consecutive steps need.
+
+    Only a step that is submitted before the device reaches it has a device time without delays.
+    """
     told = measured(ahead_us=ahead_us, host_us=260.0)
     assert told.queued is queued
     assert told.elapsed_us == pytest.approx(elapsed_us)
+    assert told.host_us == pytest.approx(260.0)
+    assert told.device_us == (None if device_us is None else pytest.approx(device_us))
 
 
 def test_a_host_that_waits_for_room_in_the_queue_is_not_slow(measured):

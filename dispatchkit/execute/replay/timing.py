@@ -196,7 +196,11 @@ class Timings:
                 if not self._pending or self._pending[0] is not head:
                     continue  # passed on by another thread, or dropped
                 self._pending.popleft()
-            elapsed = self._elapsed_us(head)
+            on_device = head.start.elapsed_us(head.end)
+            host_us = self._host_us(head) if self._clock == "device" else None
+            # If earlier work is pending, the events measure only the device. A device that is
+            # faster than the host would soon have no pending work, and then wait for the host.
+            elapsed = max(on_device, HOST_SHARE * (host_us or 0.0))
             latest = self._read.setdefault(
                 (_times_key(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
             )
@@ -212,20 +216,11 @@ class Timings:
                     head.queued,
                     step=head.step,
                     is_first=head.is_first,
+                    host_us=host_us,
+                    device_us=on_device if head.was_ahead and host_us is not None else None,
                 )
             )
             num_read += 1
-
-    def _elapsed_us(self, done: Measurement) -> float:
-        """Return the time of a step: device time, or host time if longer.
-
-        If earlier work is pending, the events measure only the device. A device that is faster than
-        the host would soon have no pending work, and then wait for the host.
-        """
-        elapsed = done.start.elapsed_us(done.end)
-        if self._clock != "device":
-            return elapsed
-        return max(elapsed, HOST_SHARE * self._host_us(done))
 
     def _host_us(self, done: Measurement) -> float:
         """Return the time that the host took to submit a step.

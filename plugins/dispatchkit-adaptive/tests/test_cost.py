@@ -34,7 +34,7 @@ def lines_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 
 def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() -> None:
-    """An outcome takes at most 33 µs, and all outcomes take below 2.5 µs per step on average.
+    """An outcome takes at most 45 µs, and all outcomes take below 2.5 µs per step on average.
 
     A step that fills a cell reports no outcome; a later step reports it.
     """
@@ -55,7 +55,16 @@ def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() ->
         for run in runs:
             for _ in range(run.runs):
                 time = us(run.batch.num_tokens, run.decision)
-                table.observe(Outcome(run.batch, run.decision, time))
+                table.observe(
+                    Outcome(
+                        run.batch,
+                        run.decision,
+                        time,
+                        queued=True,
+                        host_us=time,
+                        device_us=time,
+                    )
+                )
     for num_tokens in range(LOW, 2049):
         table.dispatch(num_tokens)
     _, found = lines_of(table.dispatch, LOW)
@@ -67,9 +76,12 @@ def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() ->
         is_due = step - last >= SAMPLE_EVERY * policy.pace
         if decision.one_shot or is_due:
             last, batch = step, table.batch(num_tokens)
-            outcome = Outcome(batch, decision, us(num_tokens, decision), step=step)
+            time = us(num_tokens, decision)
+            outcome = Outcome(
+                batch, decision, time, queued=True, step=step, host_us=time, device_us=time
+            )
             told.append(lines_of(table.observe, outcome)[1])
     assert len(told) > STEPS / SAMPLE_EVERY / 2
-    assert max(fills) <= 300
-    assert max(told) <= 660
+    assert max(fills) <= 360
+    assert max(told) <= 900
     assert sum(told) <= 45 * STEPS

@@ -34,6 +34,7 @@ from dispatchkit.plugins import PluginSet, load_plugins
 from dispatchkit_adaptive.arms import Arm, ArmId, Graphs, Regime, graphs_of, size_of
 from dispatchkit_adaptive.buckets import PROBE, Bucket, band_of, bands
 from dispatchkit_adaptive.estimates import FIRST_NOISE, Estimate, Watch
+from dispatchkit_adaptive.host import HostLoad
 from dispatchkit_adaptive.ledger import DRIFT, Ledger, Stakes
 from dispatchkit_adaptive.report import BucketReport, describe
 from dispatchkit_adaptive.state import StateError, read_state, write_state
@@ -42,6 +43,10 @@ __all__ = ["CALIBRATION", "AdaptivePolicy"]
 
 #: Additional host time of a probe (a plan, events, an outcome), in microseconds.
 PROBE_US = 25.0
+#: The regime of the device's time of steps that were submitted before the device reached them.
+ALONE: Regime = ("device alone", True)
+#: The regime of the same steps if the host's time counts.
+BUSY: Regime = ("device", True)
 #: Reason of the decisions of calibration runs.
 CALIBRATION = "calibration"
 # Most batches whose bucket is remembered.
@@ -132,6 +137,7 @@ class AdaptivePolicy:
         # Regimes with samples, that of most recent steps first, and outcomes in a row in others.
         self._regimes: list[Regime] = [("device", False)]
         self._other_regime = 0
+        self._host = HostLoad()
         self._arms: dict[ArmId, Arm] = {}
         self._eager_watches: dict[Regime, Watch] = {}
         self._buckets: dict[Any, Bucket] = {}
@@ -247,7 +253,14 @@ class AdaptivePolicy:
             arm = self._arm(graphs)
         if arm is None:
             return []
-        regime = (outcome.clock, outcome.queued)
+        regime, was_ahead = (outcome.clock, outcome.queued), outcome.device_us is not None
+        if outcome.host_us is not None:
+            self._host.add_submission(outcome.host_us, is_eager=arm.is_eager)
+        if outcome.device_us is not None:
+            other, other_us = ALONE, outcome.device_us
+            if self._host.is_hidden:
+                regime, us, other, other_us = other, other_us, regime, us
+            arm.estimate(other).add(batch.num_tokens, other_us)
         estimate = arm.estimate(regime)
         if decision.reason == CALIBRATION:
             estimate.add(batch.num_tokens, us)
@@ -259,6 +272,8 @@ class AdaptivePolicy:
         changed = self._learn(arm, regime, batch.num_tokens, us)
         if outcome.won:
             changed |= self._note_regime(regime)
+            if bucket is not None and not decision.one_shot and outcome.host_us is not None:
+                changed |= self._note_host(bucket, batch.num_tokens, was_ahead)
         self._calm = 0 if changed else self._calm + 1
         if bucket is None or not outcome.won:
             self._choose_later(arm)
@@ -464,9 +479,25 @@ class AdaptivePolicy:
         self._other_regime = 0 if regime == self._regimes[0] else self._other_regime + 1
         if self._other_regime < _REGIME_CHANGE:
             return False
-        self._regimes.remove(regime)
-        self._regimes.insert(0, regime)
+        self._lead(regime)
+        return True
+
+    def _lead(self, regime: Regime) -> None:
+        """Compare arms in a regime from now on."""
+        self._regimes = [regime, *(other for other in self._regimes if other != regime)]
         self._other_regime = 0
+        self._to_choose = self._by_use.copy()
+
+    def _note_host(self, bucket: Bucket, num_tokens: int, was_ahead: bool) -> bool:
+        """Note whether the host is hidden; return whether that changed."""
+        known = bucket.known(ALONE)
+        if not known:
+            return False
+        arm = min(known, key=lambda one: known[one].log_us(num_tokens))
+        device_us = math.exp(known[arm].log_us(num_tokens))
+        if not self._host.add_step(device_us, is_eager=arm.is_eager, was_ahead=was_ahead):
+            return False
+        self._lead(ALONE if self._host.is_hidden else BUSY)
         return True
 
     def _learn(self, arm: Arm, regime: Regime, num_tokens: int, us: float) -> bool:
