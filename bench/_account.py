@@ -220,14 +220,14 @@ class Parts:
         others = tuple(case.elsewhere[FIXED])
         turns = [values, others]
 
-        def set_anew(_: int) -> None:
+        def updated_node(_: int) -> None:
             turns.reverse()
             set_node(turns[0])
             launch(graph, argument)
 
         found: dict[str, Run] = {
             "the launch": lambda _: launch(graph, argument),
-            "inputs elsewhere: node updated, and the launch": set_anew,
+            "inputs elsewhere: node updated, and the launch": updated_node,
             "one view created": lambda _: values[0][:100],
             "one result cloned": lambda _: values[0].clone(),
             "nothing": lambda _: None,

@@ -103,7 +103,7 @@ def call_of(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., i
     return found
 
 
-def must(code: int) -> None:
+def check_cuda(code: int) -> None:
     """Raise if a CUDA call failed."""
     if code:
         raise RuntimeError(f"CUDA error {code}")
@@ -143,8 +143,8 @@ def compiled() -> V:
 def loaded(code: bytes, name: bytes) -> V:
     """Return a driver function loaded from PTX or from device code."""
     module, function = V(), V()
-    must(driver().cuModuleLoadData(ctypes.byref(module), code))
-    must(driver().cuModuleGetFunction(ctypes.byref(function), module, name))
+    check_cuda(driver().cuModuleLoadData(ctypes.byref(module), code))
+    check_cuda(driver().cuModuleGetFunction(ctypes.byref(function), module, name))
     return function
 
 
@@ -152,7 +152,7 @@ def cubin(library: ctypes.CDLL, source: str) -> bytes:
     """Return the device code of a kernel for this device."""
     program = V()
     made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k", 0, None, None)
-    must(made)
+    check_cuda(made)
     architecture = "".join(map(str, torch.cuda.get_device_capability()))
     options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{architecture}".encode())
     if library.nvrtcCompileProgram(program, 1, options):
@@ -162,13 +162,13 @@ def cubin(library: ctypes.CDLL, source: str) -> bytes:
         library.nvrtcGetProgramLog(program, log)
         raise RuntimeError(log.value.decode())
     size = SIZE()
-    must(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    check_cuda(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     code = ctypes.create_string_buffer(size.value)
-    must(library.nvrtcGetCUBIN(program, code))
+    check_cuda(library.nvrtcGetCUBIN(program, code))
     return code.raw
 
 
-def loading_of_the_kernel() -> None:
+def measure_kernel_loading() -> None:
     """Measure loading the package's kernel: from PTX, as it is loaded, and by NVRTC.
 
     With CUDA_CACHE_DISABLE=1, the driver compiles the PTX each time, as in the first process.
@@ -209,7 +209,7 @@ class Inputs:
         self.sets = [
             [torch.randint(1, 99, (ROWS,), device="cuda") for _ in range(count)] for _ in range(2)
         ]
-        self.wanted = [torch.stack(given).sum(0) for given in self.sets]
+        self.expected = [torch.stack(given).sum(0) for given in self.sets]
         self.static = [torch.zeros(ROOM, dtype=torch.int64, device="cuda") for _ in range(count)]
         self.views = [static[:ROWS] for static in self.static]
         self.places = [view.data_ptr() for view in self.views]
@@ -225,13 +225,13 @@ class Inputs:
 
     def verify(self, step: Step) -> None:
         """Raise if the step returns a wrong result for either set."""
-        for given, wanted in zip(self.sets, self.wanted, strict=True):
+        for given, expected in zip(self.sets, self.expected, strict=True):
             for static in self.static:
                 static.fill_(-1)
             torch.cuda.synchronize()
             step(given)
             torch.cuda.synchronize()
-            if not torch.equal(self.out, wanted):
+            if not torch.equal(self.out, expected):
                 raise RuntimeError("the result is wrong")
 
     # -- by torch -----------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor]) -> None:
             copy(views, values)
-            must(run(graph, stream))
+            check_cuda(run(graph, stream))
 
         return step
 
@@ -258,7 +258,7 @@ class Inputs:
         def step(values: Sequence[torch.Tensor]) -> None:
             for view, value in zip(views, values, strict=True):
                 view.copy_(value)
-            must(run(graph, None))
+            check_cuda(run(graph, None))
 
         return step
 
@@ -273,8 +273,8 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor]) -> None:
             for place, value in zip(places, values):  # noqa: B905 - strict=True costs more
-                must(copy(place, value.data_ptr(), size, kind, None))
-            must(run(graph, None))
+                check_cuda(copy(place, value.data_ptr(), size, kind, None))
+            check_cuda(run(graph, None))
 
         return step
 
@@ -286,8 +286,8 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor]) -> None:
             for place, value in zip(places, values):  # noqa: B905
-                must(copy(place, value.data_ptr(), size, None))
-            must(run(graph, None))
+                check_cuda(copy(place, value.data_ptr(), size, None))
+            check_cuda(run(graph, None))
 
         return step
 
@@ -310,8 +310,8 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
             sources[:] = [value.data_ptr() for value in values]
-            must(copy(*fixed, copy_stream))
-            must(run(graph, launch_stream))
+            check_cuda(copy(*fixed, copy_stream))
+            check_cuda(run(graph, launch_stream))
 
         return step
 
@@ -344,8 +344,8 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor]) -> None:
             for place, value in zip(places, values):  # noqa: B905
-                must(copy(place, value.data_ptr(), size, kind, stream)[0])
-            must(run(graph, stream)[0])
+                check_cuda(copy(place, value.data_ptr(), size, kind, stream)[0])
+            check_cuda(run(graph, stream)[0])
 
         return step
 
@@ -359,8 +359,8 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor]) -> None:
             for place, value in zip(places, values):  # noqa: B905
-                must(copy(place, value.data_ptr(), size, stream)[0])
-            must(run(graph, stream)[0])
+                check_cuda(copy(place, value.data_ptr(), size, stream)[0])
+            check_cuda(run(graph, stream)[0])
 
         return step
 
@@ -385,22 +385,22 @@ class Inputs:
 
         def step(values: Sequence[torch.Tensor], _: Any = graph) -> None:
             for (node, place), value in zip(targets, values):  # noqa: B905
-                must(change(handle, node, place, value.data_ptr(), size, kind))
-            must(run(handle, None))
+                check_cuda(change(handle, node, place, value.data_ptr(), size, kind))
+            check_cuda(run(handle, None))
 
         return step
 
     def _copies_of(self, library: ctypes.CDLL, graph: int) -> dict[int, V]:
         """Return the copy nodes of a graph by target address."""
         count, found = SIZE(), {}
-        must(library.cudaGraphGetNodes(V(graph), None, ctypes.byref(count)))
+        check_cuda(library.cudaGraphGetNodes(V(graph), None, ctypes.byref(count)))
         nodes = (V * count.value)()
-        must(library.cudaGraphGetNodes(V(graph), nodes, ctypes.byref(count)))
+        check_cuda(library.cudaGraphGetNodes(V(graph), nodes, ctypes.byref(count)))
         for node in nodes:
             kind, what = ctypes.c_int(), CopyNode()
-            must(library.cudaGraphNodeGetType(V(node), ctypes.byref(kind)))
+            check_cuda(library.cudaGraphNodeGetType(V(node), ctypes.byref(kind)))
             if kind.value == 1:
-                must(library.cudaGraphMemcpyNodeGetParams(V(node), ctypes.byref(what)))
+                check_cuda(library.cudaGraphMemcpyNodeGetParams(V(node), ctypes.byref(what)))
                 found[what.target] = V(node)
         missing = set(self.places) - set(found)
         if missing:
@@ -426,8 +426,8 @@ class Inputs:
         def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
             for index, value in enumerate(values):
                 source[index] = value.data_ptr()
-            must(launch(at, function, arguments, None))
-            must(run(graph, None))
+            check_cuda(launch(at, function, arguments, None))
+            check_cuda(run(graph, None))
 
         return step
 
@@ -439,18 +439,18 @@ class Inputs:
 
         def body() -> None:
             config.stream = torch.cuda.current_stream().cuda_stream
-            must(launch(ctypes.addressof(config), function, ctypes.addressof(params), None))
+            check_cuda(launch(ctypes.addressof(config), function, ctypes.addressof(params), None))
             self.body()
 
         graph, handle = captured(body)
         root, count = V(), SIZE(1)
-        must(
+        check_cuda(
             runtime().cudaGraphGetRootNodes(
                 V(int(graph.raw_cuda_graph())), ctypes.byref(root), ctypes.byref(count)
             )
         )
         kind = ctypes.c_int()
-        must(runtime().cudaGraphNodeGetType(root, ctypes.byref(kind)))
+        check_cuda(runtime().cudaGraphNodeGetType(root, ctypes.byref(kind)))
         if count.value != 1 or kind.value != 0:
             raise RuntimeError("the first node of the graph is not the kernel")
         node = NodeParams(function, (self.count, 1, 1), (256, 1, 1))
@@ -462,8 +462,8 @@ class Inputs:
         def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
             for index, value in enumerate(values):
                 source[index] = value.data_ptr()
-            must(change(handle, root, at))
-            must(run(handle, None))
+            check_cuda(change(handle, root, at))
+            check_cuda(run(handle, None))
 
         return step
 

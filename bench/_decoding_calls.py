@@ -19,13 +19,13 @@ def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str
     """Return calls by name; each takes prompts of shape (rows, T)."""
     found: dict[str, Call] = {}
     if "library dynamic" in names:
-        found["library dynamic"] = lambda ids: model.generate(ids, **asked(args))
+        found["library dynamic"] = lambda ids: model.generate(ids, **generate_options(args))
     if "generate" in names:
         decoder = decoder_of(model, args)
-        found["generate"] = lambda ids: decoder.generate(ids, **asked(args))
+        found["generate"] = lambda ids: decoder.generate(ids, **generate_options(args))
     if LIBRARY_STATIC in names:
         found[LIBRARY_STATIC] = lambda ids: model.generate(
-            ids, cache_implementation="static", **asked(args)
+            ids, cache_implementation="static", **generate_options(args)
         )
     return found
 
@@ -35,7 +35,7 @@ def num_tokens(args: argparse.Namespace) -> int:
     return min(args.steps, args.length // 2, 50) + 1
 
 
-def asked(args: argparse.Namespace) -> dict[str, Any]:
+def generate_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a call of ``generate``."""
     return {
         "max_new_tokens": num_tokens(args),

@@ -167,13 +167,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def start_afresh() -> None:
+def reset_compiler() -> None:
     """Reset torch.compile and free unused memory before the next model."""
     _dynamo.reset()
-    tidy()
+    free_memory()
 
 
-def tidy() -> None:
+def free_memory() -> None:
     """Free unused memory before the next case, but keep compiled code."""
     gc.collect()
     if IS_GPU:
@@ -273,15 +273,15 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     fast = torch.compile(
         step, mode=None if mode == "default" else mode, dynamic=DYNAMIC[args.dynamic]
     )
-    untold = args.dynamic == "batch"
+    unmarked = args.dynamic == "batch"
 
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        nonlocal untold
-        if untold and tokens.shape[0] > 1:
+        nonlocal unmarked
+        if unmarked and tokens.shape[0] > 1:
             # As with compile=True of GraphDecoder; a single row is always compiled separately.
             for one in (tokens, positions):
                 _dynamo.maybe_mark_dynamic(one, 0)
-            untold = False
+            unmarked = False
         torch.compiler.cudagraph_mark_step_begin()
         # The next step overwrites this result, which is also its input.
         result: torch.Tensor = fast(tokens, positions)[0].clone()

@@ -40,7 +40,7 @@ class Lines:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def contained(self, traffic: str, case: str) -> Iterator[None]:
+    def catch_errors(self, traffic: str, case: str) -> Iterator[None]:
         """Print an exception as the line of a case, and continue."""
         try:
             yield

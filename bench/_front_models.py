@@ -129,7 +129,7 @@ class Silero(nn.Module):
         return self.decoder(y[:, -1]).sigmoid(), h, c
 
 
-class Voice(nn.Module):
+class SpeakerEmbedding(nn.Module):
     """A speaker embedding like Resemblyzer: LSTM, projection and normalization."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ def _silero(device: torch.device) -> Model:
 
 
 def _voice(device: torch.device) -> Model:
-    return _images(Voice().eval().to(device), device, (160, 40))
+    return _images(SpeakerEmbedding().eval().to(device), device, (160, 40))
 
 
 def _lstm(device: torch.device) -> Model:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from _common import emit
-from _copies import V, call_of, captured, must, runtime
+from _copies import V, call_of, captured, check_cuda, runtime
 
 from dispatchkit.backends.cuda.copy import CAPACITIES, copy_node
 from dispatchkit.backends.optional import CopyRegion
@@ -40,7 +40,7 @@ def measure(name: str, group: str, step: Callable[[], Any], rounds: int, wrong: 
         emit(BENCH, name, statistics.median(samples[5:]), "us", rounds, group=group, **more)
 
 
-class ByNode:
+class CopyNodeGraph:
     """A graph that begins with a copy node, and the call that updates the node."""
 
     def __init__(self, capacity: int) -> None:
@@ -71,8 +71,8 @@ class ByNode:
 
     def set_and_launch(self) -> None:
         """Update the node and launch the graph."""
-        must(self.set(()))
-        must(self.run(self.handle, None))
+        check_cuda(self.set(()))
+        check_cuda(self.run(self.handle, None))
 
     def step(self, arrays: list[Any]) -> None:
         """Write the arrays, update the node and launch the graph."""
@@ -89,8 +89,8 @@ class ByNode:
             self.step([given + number] * ARRAYS)
             self.arrays[...] = -1
             kept.append(self.sum.clone())
-        wanted = torch.arange(self.rows, device="cuda") + 1
-        return sum(not bool((got == wanted + number).all()) for number, got in enumerate(kept))
+        expected = torch.arange(self.rows, device="cuda") + 1
+        return sum(not bool((got == expected + number).all()) for number, got in enumerate(kept))
 
 
 def by_nodes(rounds: int) -> None:
@@ -98,7 +98,7 @@ def by_nodes(rounds: int) -> None:
     for capacity in CAPACITIES[1:]:
         group = f"{ARRAYS} host arrays, node with {capacity} bytes"
         try:
-            way = ByNode(capacity)
+            way = CopyNodeGraph(capacity)
             wrong = way.num_wrong()
         except RuntimeError as error:
             emit(BENCH, "all", 0, "us", 0, group=group, failed=str(error)[:300])
@@ -137,7 +137,7 @@ def by_pinned_memory(rounds: int) -> None:
     event, stream = torch.cuda.Event(), torch.cuda.current_stream()
 
     def recorded() -> None:
-        must(run(handle, None))
+        check_cuda(run(handle, None))
         event.record(stream)
 
     def guarded() -> None:
@@ -146,8 +146,8 @@ def by_pinned_memory(rounds: int) -> None:
         recorded()
 
     group = f"{ARRAYS} host arrays, pinned memory"
-    measure("launch without a copy", group, lambda: must(run(bare, None)), rounds, None)
-    measure("launch", group, lambda: must(run(handle, None)), rounds, None)
+    measure("launch without a copy", group, lambda: check_cuda(run(bare, None)), rounds, None)
+    measure("launch", group, lambda: check_cuda(run(handle, None)), rounds, None)
     measure("launch and record", group, recorded, rounds, None)
     measure("query, launch and record", group, guarded, rounds, None)
     del graph, other

@@ -52,7 +52,7 @@ NAMES = ("tokens", "positions", "slots")
 Case = Callable[[], Callable[[], tuple[Any, int]]]
 
 
-class Subject:
+class CapturedDecoder:
     """A decoder with its cache, and static inputs of the largest size."""
 
     def __init__(self, shape: DecoderShape, device: str) -> None:
@@ -101,7 +101,7 @@ class Subject:
         )
 
 
-def capture_by_hand(subject: Subject, *, without_gc: bool) -> tuple[Any, int]:
+def capture_by_hand(subject: CapturedDecoder, *, without_gc: bool) -> tuple[Any, int]:
     """Capture all sizes; return the objects to keep alive, and the bytes of the pool.
 
     Args:
@@ -146,13 +146,13 @@ def capture_by_runner(runner: GraphRunner) -> tuple[Any, int]:
     return runner, runner.num_bytes
 
 
-def wait(subject: Subject) -> None:
+def wait(subject: CapturedDecoder) -> None:
     """Synchronize the device."""
     if subject.device != "cpu":
         torch.cuda.synchronize()
 
 
-def free_unused(subject: Subject) -> int:
+def free_unused(subject: CapturedDecoder) -> int:
     """Free unused memory; return the free bytes of the device."""
     gc.collect()
     if subject.device == "cpu":
@@ -162,7 +162,7 @@ def free_unused(subject: Subject) -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def check(subject: Subject, kept: Any) -> None:
+def check(subject: CapturedDecoder, kept: Any) -> None:
     """Compare some replays with the model; raise if they differ."""
     for rows in (8, 100, 512) if subject.device != "cpu" else (8, 61):
         given = subject.batch(rows)
@@ -180,7 +180,7 @@ def check(subject: Subject, kept: Any) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-def measure(subject: Subject, case: Case) -> dict[str, float]:
+def measure(subject: CapturedDecoder, case: Case) -> dict[str, float]:
     """Return milliseconds and bytes of one capture of all sizes, starting without graphs."""
     free = free_unused(subject)
     start = perf_counter()
@@ -205,7 +205,7 @@ def measure(subject: Subject, case: Case) -> dict[str, float]:
     }
 
 
-def first_answer(subject: Subject, rows: int) -> float:
+def first_answer(subject: CapturedDecoder, rows: int) -> float:
     """Return milliseconds from the first call of a lazy runner to its result."""
     given = subject.batch(rows)
     runner = subject.make_runner(lazy=True)
@@ -218,7 +218,7 @@ def first_answer(subject: Subject, rows: int) -> float:
     return elapsed
 
 
-def profile(subject: Subject) -> None:
+def profile(subject: CapturedDecoder) -> None:
     """Print a profile of ``runner.capture()``."""
     import cProfile
     import pstats
@@ -250,7 +250,7 @@ def main() -> None:
         vocab=32_000 if on_device else 64,
     )
     warnings.simplefilter("ignore")
-    subject = Subject(shape, "cuda:0" if on_device else "cpu")
+    subject = CapturedDecoder(shape, "cuda:0" if on_device else "cpu")
     cases: dict[str, Case] = {}
     if on_device:
         cases["by hand"] = lambda: partial(capture_by_hand, subject, without_gc=True)

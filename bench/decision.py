@@ -50,7 +50,7 @@ FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 Step = tuple[int, int, int, int, int]  # tokens, requests, uniform, adapters, ceiling
 
 
-class EveryCount(SmallestPolicy):
+class EveryCountPolicy(SmallestPolicy):
     """Policy with graphs for each number of adapters."""
 
     def lora_counts(self, config: DispatchConfig) -> Sequence[int]:
@@ -130,7 +130,7 @@ class DescriptorPerProbe:
 def read_steps(path: Path | None, limit: int, max_loras: int) -> list[Step]:
     """Return the steps of a trace, clipped to the limits of the tables."""
     if path is None:
-        return made_steps(limit, max_loras)
+        return generated_steps(limit, max_loras)
     steps = []
     with gzip.open(path, "rt", newline="") as lines:
         for row in csv.DictReader(lines):
@@ -141,7 +141,7 @@ def read_steps(path: Path | None, limit: int, max_loras: int) -> list[Step]:
     return steps
 
 
-def made_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
+def generated_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
     """Return decode steps with a slowly changing number of requests, and some prefills."""
     rng = random.Random(0)
     steps, running = [], 60
@@ -158,7 +158,7 @@ def made_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
 
 def build(config: DispatchConfig, steps: Iterable[Step]) -> Dispatcher:
     """Return a dispatcher whose cells for the given steps are filled."""
-    dispatcher = Dispatcher(EveryCount(), config, lazy=True)
+    dispatcher = Dispatcher(EveryCountPolicy(), config, lazy=True)
     for step in steps:
         dispatcher.dispatch(*step)
     return dispatcher
@@ -227,7 +227,7 @@ def releases_group(rounds: int) -> None:
     config = DispatchConfig(sizes=sizes, max_num_tokens=512, max_num_seqs=256)
     padding = padding_table(sizes)
     number = 1000
-    wanted = {"0.33.0": 30, "0.13.0": 18, "0.11.0": 5}
+    goals = {"0.33.0": 30, "0.13.0": 18, "0.11.0": 5}
     for uniform, mode in ((1, "FULL"), (0, "PIECEWISE")):
         dispatch = build(config, []).dispatch
         reqs = 60 if uniform else 50
@@ -248,7 +248,7 @@ def releases_group(rounds: int) -> None:
             cases[f"vLLM {release}"] = repeat_call(call, number)
         times = net(interleaved(cases, rounds=rounds), "call")
         emit_all(BENCH, times, per=number, ratio_to="dispatch", group=f"releases {mode}")
-        for release, limit in wanted.items():
+        for release, limit in goals.items():
             if f"vLLM {release}" not in times:
                 continue
             # Use the best samples: on a busy machine, longer turns are interrupted more often.
@@ -259,12 +259,12 @@ def releases_group(rounds: int) -> None:
                 ratio,
                 "ratio",
                 rounds,
-                wanted=limit,
+                target=limit,
                 reached=ratio >= limit,
             )
 
 
-class Idle:
+class IdlePlugin:
     """Plugin with a policy and an observer."""
 
     def __init__(self, index: int) -> None:
@@ -278,10 +278,10 @@ class Idle:
     @hookimpl
     def dispatchkit_register_observers(self):
         """Return one observer."""
-        return [ObserverSpec(f"idle_{self.index}", Listener)]
+        return [ObserverSpec(f"idle_{self.index}", CaptureObserver)]
 
 
-class Listener:
+class CaptureObserver:
     """Observer of captures."""
 
     def on_capture(self, event):
@@ -293,7 +293,7 @@ def plugins_group(rounds: int) -> None:
     number, step = 2000, (100, 100, 1, 0, 2)
     cases = {"loop": repeat_nothing(number)}
     for count in (1, 7):
-        extra = [(f"idle_{index}", Idle(index)) for index in range(count)]
+        extra = [(f"idle_{index}", IdlePlugin(index)) for index in range(count)]
         plugins = load_plugins(allow=[], extra=extra)
         config = DispatchConfig(sizes=range(8, 257, 8))
         for name in plugins.observers:

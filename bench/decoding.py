@@ -95,10 +95,10 @@ from _decoding_cases import (
     MODELS,
     OWN_PLANNED,
     Case,
+    free_memory,
     make_model,
-    start_afresh,
+    reset_compiler,
     synchronize,
-    tidy,
 )
 from _decoding_lines import Lines, spent_since
 from _decoding_sizes import evenly, measured_sizes, planned_sizes, sizes_to_compile, trace_sizes
@@ -146,11 +146,11 @@ class Session:
         traffic = f"trace of {len(sizes)}"
         ready: list[Case] = []
         seconds: dict[str, list[float]] = {}
-        for one in wanted(self.args, "trace"):
+        for one in selected_cases(self.args, "trace"):
             ran = evenly(sizes, self.args.eager_steps) if one == "eager" else sizes
             steps = [self.inputs(rows) for rows in ran]
-            tidy()
-            with self.lines.contained(traffic, one):
+            free_memory()
+            with self.lines.catch_errors(traffic, one):
                 try:
                     before, start = compile_time(), perf_counter()
                     case = self.case(one)  # captures raw graphs
@@ -176,7 +176,7 @@ class Session:
 
     def fixed(self) -> None:
         """Measure steps of one batch size, with everything captured and compiled."""
-        names = wanted(self.args, "fixed")
+        names = selected_cases(self.args, "fixed")
         # Compiled cases come last, so that a time limit stops only these.
         for group in (set(names) - set(COMPILED), set(names) & set(COMPILED)):
             for rows in self.args.batches:
@@ -189,7 +189,7 @@ class Session:
         for one in names:
             if one == "default" and rows != self.args.batches[0]:
                 continue
-            with self.lines.contained(traffic, one):
+            with self.lines.catch_errors(traffic, one):
                 before, case = compile_time(), self.case(one)
                 for _ in range(3):
                     case.run(*given)
@@ -203,16 +203,16 @@ class Session:
     def calls(self) -> None:
         """Measure complete calls of ``generate``, by the library and by GraphDecoder."""
         self._made.clear()
-        start_afresh()
+        reset_compiler()
         count = num_tokens(self.args)
-        calls = calls_of(self.model, self.args, wanted(self.args, "calls"))
+        calls = calls_of(self.model, self.args, selected_cases(self.args, "calls"))
         for rows in self.args.batches:
             if rows != self.args.batches[0]:
                 calls.pop(LIBRARY_STATIC, None)  # it would compile again for each batch
             ids, traffic = prompts(rows), f"generate, batch {rows}"
             ready = []
             for one, call in calls.items():
-                with self.lines.contained(traffic, one):
+                with self.lines.catch_errors(traffic, one):
                     call(ids)
                     call(ids)
                     ready.append(Case(one, lambda tokens, _, call=call: call(tokens)))
@@ -223,19 +223,21 @@ class Session:
     def fill(self) -> None:
         """Run each compiled case once, so that its kernels are on disk."""
         steps = [part for part in self.args.parts if part != "calls"]
-        for one in wanted(self.args, *steps) if steps else ():
+        for one in selected_cases(self.args, *steps) if steps else ():
             sizes = sizes_to_compile(self.args, one)
             self._fill(one, lambda one=one, sizes=sizes: self._run_once(one, sizes))
         if "calls" in self.args.parts:
             self._made.clear()
-            start_afresh()
+            reset_compiler()
             ids = prompts(self.args.batches[0])
-            for one, call in calls_of(self.model, self.args, wanted(self.args, "calls")).items():
+            for one, call in calls_of(
+                self.model, self.args, selected_cases(self.args, "calls")
+            ).items():
                 self._fill(one, lambda call=call: (call(ids), call(ids)))
 
     def _fill(self, one: str, run: Callable[[], Any]) -> None:
-        tidy()
-        with self.lines.contained("cache filled", one):
+        free_memory()
+        with self.lines.catch_errors("cache filled", one):
             before, start = compile_time(), perf_counter()
             run()
             self.lines.filled(one, start, before)
@@ -252,7 +254,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
 }
 
 
-def wanted(args: argparse.Namespace, *parts: str) -> list[str]:
+def selected_cases(args: argparse.Namespace, *parts: str) -> list[str]:
     """Return the cases of some parts that can run here, in order."""
     names = list(CALLS) if parts == ("calls",) else list(CASES)
     left_out = set(args.skip)
@@ -290,14 +292,14 @@ def in_turns(cases: Sequence[Case], steps: Sequence[Given], rounds: int) -> dict
 def measure(name: str, args: argparse.Namespace) -> list[str]:
     """Measure one model, or only compile for it; return the cases that failed."""
     lines = Lines(name)
-    with lines.contained("all", "model"):
+    with lines.catch_errors("all", "model"):
         session = Session(lines, make_model(name), args)
         if args.fill_cache:
             session.fill()
             return lines.failed
         for part, run in PARTS.items():
             if part in args.parts:
-                with lines.timed(part), lines.contained(part, "all"):
+                with lines.timed(part), lines.catch_errors(part, "all"):
                     run(session)
         lines.summary()
     return lines.failed
@@ -346,7 +348,7 @@ def main() -> None:
         warnings.simplefilter("ignore")  # advice of compilers and the library
         for name in args.models:
             failed += measure(name, args)
-            start_afresh()
+            reset_compiler()
     if failed:
         sys.exit(1)
 

@@ -51,10 +51,10 @@ from _decoding_cases import (
     IS_GPU,
     OWN_COMPILED,
     Case,
+    free_memory,
     make_model,
-    start_afresh,
+    reset_compiler,
     synchronize,
-    tidy,
 )
 from _decoding_sizes import trace_sizes
 
@@ -86,7 +86,7 @@ class Parts:
         """Run one step."""
         self.case.run(self._tokens[:rows], self._positions[:rows])
 
-    def passes(self, sizes: Sequence[int]) -> None:
+    def measure_passes(self, sizes: Sequence[int]) -> None:
         """Measure a trace from cold, and repeated."""
         before, start, calls = compile_time(), perf_counter(), []
         for rows in sizes:
@@ -248,14 +248,14 @@ def main() -> None:
         for name in args.models:
             model = make_model(name)
             for one in args.cases:
-                tidy()
+                free_memory()
                 parts = Parts(name, model, CASES[one](model, args), args)
-                parts.passes(trace_sizes(args))
+                parts.measure_passes(trace_sizes(args))
                 for rows in args.batches:
                     parts.batch(rows, rate)
                 del parts
             del model
-            start_afresh()
+            reset_compiler()
 
 
 if __name__ == "__main__":

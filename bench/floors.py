@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from _account import account
 from _common import at_least_one, emit
-from _copies import ROOM, ROWS, captured, copies_and_launch, loading_of_the_kernel
+from _copies import ROOM, ROWS, captured, copies_and_launch, measure_kernel_loading
 from _host import host_and_launch
 
 BENCH = "floors"
@@ -190,7 +190,7 @@ def main() -> None:
                 emit(BENCH, name, 0, "us", 0, missing="torch finds no CUDA device")
                 continue
             if name == "ways":
-                loading_of_the_kernel()
+                measure_kernel_loading()
             group(options.rounds)
 
 

@@ -390,9 +390,9 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work is not None:
-        asked = json.loads(given.work)
-        torch.backends.cudnn.allow_tf32 = asked["tf32"]
-        work(asked["names"], asked["ends"])
+        request = json.loads(given.work)
+        torch.backends.cudnn.allow_tf32 = request["tf32"]
+        work(request["names"], request["ends"])
         return
     start, on_cuda = time.time(), torch.cuda.is_available()
     names = [name for name in MODELS if re.search(given.cases, name)]

@@ -386,7 +386,7 @@ def cycle(
 WAYS = ("none", "background", "between operators", "lock")
 
 
-class Serving:
+class ServingThread:
     """A thread that runs steps, measures them and compares them with eager.
 
     Args:
@@ -495,7 +495,7 @@ class ConcurrentCase:
                 left = leave * 3 // 2 + 64 * MIB
                 filler = torch.empty(free - left, dtype=torch.uint8, device=DEVICE)
                 free, _ = torch.cuda.mem_get_info()
-        serving = Serving(runner, self._inputs, self._expected)
+        serving = ServingThread(runner, self._inputs, self._expected)
         time.sleep(0.3)
         serving.times.clear()
         start = time.perf_counter()
@@ -563,7 +563,7 @@ def dropped(options: argparse.Namespace) -> None:
         runner.capture()
         runner(batch((None, 64), 3, 0))
 
-    def look() -> tuple[int, int]:
+    def memory_in_use() -> tuple[int, int]:
         synchronize()
         host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         free, total = torch.cuda.mem_get_info() if HAS_GPU else (0, 0)
@@ -573,19 +573,19 @@ def dropped(options: argparse.Namespace) -> None:
         once()
     gc.collect()
     gc.disable()
-    begun = look()
+    begun = memory_in_use()
     start, done = time.perf_counter(), 0
-    seen: list[tuple[int, int, int]] = []
+    samples: list[tuple[int, int, int]] = []
     while done < options.runners and seconds_left(options) > 2:
         once()
         done += 1
         if done % max(1, options.runners // 20) == 0:
-            host, device = look()
-            seen.append((done, host - begun[0], device - begun[1]))
-            print(*seen[-1], flush=True)
+            host, device = memory_in_use()
+            samples.append((done, host - begun[0], device - begun[1]))
+            print(*samples[-1], flush=True)
     seconds = time.perf_counter() - start
     gc.enable()
-    host, device = look()
+    host, device = memory_in_use()
     emit(
         BENCH,
         "runners created and dropped",
@@ -595,7 +595,7 @@ def dropped(options: argparse.Namespace) -> None:
         host_bytes=host - begun[0],
         device_bytes=device - begun[1],
         ms_each=round(1e3 * seconds / max(1, done), 2),
-        over_time=seen,
+        over_time=samples,
     )
 
 

@@ -168,7 +168,7 @@ def make_steps(
     return steps
 
 
-def fresh(model: nn.Module) -> Callable[..., Any]:
+def with_own_code(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls the model, with its own code object for Dynamo's cache."""
 
     def call(tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def make_cases(
 
     def compiled_case(skip_guards: bool, compiler: str | None = None) -> Callable[[Step], Any]:
         compiled = torch_compile.compile(
-            fresh(model),
+            with_own_code(model),
             at=AT,
             fill={"slots": 0},
             sizes=sizes,
@@ -229,7 +229,7 @@ def make_cases(
         return run
 
     def torch_case(mode: str) -> Callable[[Step], Any]:
-        compiled = torch.compile(fresh(model), mode=mode)
+        compiled = torch.compile(with_own_code(model), mode=mode)
 
         def run(step: Step) -> Any:
             torch.compiler.cudagraph_mark_step_begin()

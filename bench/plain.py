@@ -22,7 +22,7 @@ from dispatchkit import graphed
 CALLS = 100
 
 
-class Nothing(torch.nn.Module):
+class NoOp(torch.nn.Module):
     """Module that returns its first input."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ class Nothing(torch.nn.Module):
         return inputs[0]
 
 
-class Refused(Nothing):
+class Uncapturable(NoOp):
     """Module that cannot be captured, because it fails while operations are observed."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -67,11 +67,11 @@ def main() -> None:
         needing = [torch.ones(4, 8, requires_grad=True) for _ in range(count)]
         numbers = [torch.tensor(1.0) for _ in range(count)]
         cases = {
-            "cannot be captured": (Refused().eval(), rows, False),
-            "cannot be captured, gradients enabled": (Refused().eval(), rows, True),
-            "training": (Nothing().train(), rows, True),
-            "gradients": (Nothing().eval(), needing, True),
-            "no batch": (Nothing().eval(), numbers, False),
+            "cannot be captured": (Uncapturable().eval(), rows, False),
+            "cannot be captured, gradients enabled": (Uncapturable().eval(), rows, True),
+            "training": (NoOp().train(), rows, True),
+            "gradients": (NoOp().eval(), needing, True),
+            "no batch": (NoOp().eval(), numbers, False),
         }
         for name, (module, inputs, grad) in cases.items():
             with torch.set_grad_enabled(grad):

@@ -1,26 +1,28 @@
-"""Policies where a host submits and a device runs: two simulated clocks with a queue between them.
-
-``bench/policies.py`` has one clock, on which an arm takes one time. On a GPU a step takes the host
-its launches and the device its kernels. Which of the two counts depends on the other steps: a
-host that is ahead is hidden, and one that is not has the device wait. Here both clocks run, with
-what the arms took on an H200, with noise, and a host of several speeds. A policy hears what a
-runner tells it: one steady step in 16, read once the device is done and another step is measured.
-What that costs the host is added: each outcome, each cell that is filled again, each measured step.
-Blocks of 50 steps are waited for, as in ``bench/policies_gpu.py``.
-
-A host is given as the microseconds that it takes for an eager step of the MLP, and everything else
-that it does takes longer or shorter in proportion. ``300-530`` changes from the first to the second
-after a third of the steps, and ``300~530`` to any time between them, on average every 1,500 steps.
-
-The decoder has graphs of 51 sizes up to 512 and three larger ones, and ten times as many launches.
-Only of its three largest buckets, the best arms may be eager.
-
-``over`` is the time of ``adaptive`` over that of the best fixed arms, eager or the graph for each
-bucket; ``gain`` is that of ``vllm`` over its own.
+"""Simulate ``adaptive`` with a host and a device that have separate clocks and a queue.
 
     python bench/policies_host.py
     python bench/policies_host.py --hosts 300~530 --traces azure_conv_high --json
     python bench/policies_host.py --model decoder --steps 2000
+
+In ``bench/policies.py``, each arm has a single time. On a GPU, a step takes host time for its
+launches and device time for its kernels, and which of them counts depends on the other steps: the
+time of a host that is ahead of the device is hidden, otherwise the device waits. Here both clocks
+run, with noisy times measured on an H200 and hosts of different speeds.
+
+The policy receives outcomes as from a runner: one regular step in 16 is measured, and its outcome
+is reported at a later measured step after the device has finished. The host time of outcomes, of
+refilled cells and of measured steps is added. The host waits for the device after every 50 steps,
+as in ``bench/policies_gpu.py``.
+
+A host is specified by its time for an eager step of the MLP, in microseconds; the times of its
+other work are proportional. ``300-530`` changes from the first value to the second after a third of
+the steps. ``300~530`` changes to a random value in between every 1,500 steps on average.
+
+The decoder has graphs of 51 sizes up to 512 and of three larger sizes, and ten times as many
+launches. Its best arm may be eager only in the three largest buckets.
+
+``over`` is the time of ``adaptive`` relative to the best fixed arms, the graph or eager for each
+bucket. ``gain`` is the time of ``vllm`` relative to that of ``adaptive``.
 """
 
 from __future__ import annotations
@@ -45,28 +47,28 @@ from dispatchkit.observe.trace import read_trace
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 BLOCK = 50
 EARLY = 2000
-#: Microseconds of a host that takes ``USUAL_US`` for an eager step: a replay, the time between two
+#: Host times in microseconds, if an eager step takes ``USUAL_US``: a replay, the time between two
 #: steps, events of a measured step, an outcome, a cell with its plan, and a wait for the device.
 REPLAY_US, BETWEEN_US, EVENTS_US, OUTCOME_US, FILL_US, WAIT_US = 25.0, 15.0, 8.0, 30.0, 25.0, 20.0
 USUAL_US = 400.0
-#: Average number of steps for which a changing host keeps its speed.
-KEEPS_SPEED = 1500
-#: Most outcomes told after a step.
-TOLD_AT_ONCE = 2
-#: Launches that a stream takes.
+#: Mean number of steps between changes of a host's speed.
+STEPS_PER_SPEED = 1500
+#: Maximum number of outcomes reported after a step.
+MAX_OUTCOMES = 2
+#: Maximum number of launches in a stream's queue.
 QUEUE = 1000
 
 
 @attrs.frozen
 class Model:
-    """What the steps of a model take on an H200.
+    """Times of a model's steps on an H200.
 
     Attributes:
-        graphs: Microseconds of the device by the size of the graph.
-        eager: Microseconds of the device by tokens, ascending; between them by a straight line.
-        launches: Launches of an eager step.
-        host: What the host takes for an eager step, as a multiple of that of the MLP.
-        limit: Largest number of tokens of the largest bucket for which eager is best.
+        graphs: Device time of each graph in microseconds, by its size.
+        eager: Device time of eager steps in microseconds, by number of tokens, ascending.
+        launches: Number of launches of an eager step.
+        host: Host time of an eager step, relative to the MLP.
+        limit: Maximum number of tokens for which eager is best in the largest bucket.
     """
 
     graphs: dict[int, float]
@@ -76,10 +78,10 @@ class Model:
     limit: float
 
     def eager_us(self, num_tokens: int) -> float:
-        """Return what the device takes for an eager step."""
-        known = list(self.eager)
-        index = max(bisect_left(known, num_tokens), 1)
-        low, high = known[index - 1], known[index]
+        """Return the device time of an eager step, interpolated linearly."""
+        measured = list(self.eager)
+        index = max(bisect_left(measured, num_tokens), 1)
+        low, high = measured[index - 1], measured[index]
         share = (num_tokens - low) / (high - low)
         return self.eager[low] + share * (self.eager[high] - self.eager[low])
 
@@ -89,7 +91,7 @@ class Model:
 
 
 MODELS = {
-    # 8 x 4096 in bfloat16.
+    # 8 layers of 4096, in bfloat16.
     "mlp": Model(
         graphs={512: 264.0, 768: 370.0, 1024: 467.0, 2048: 971.0},
         eager={
@@ -128,7 +130,7 @@ MODELS = {
 
 
 def speeds(host: str, count: int, seed: int) -> list[float]:
-    """Return what the host takes to submit an eager step, for each of a number of steps."""
+    """Return the host time of an eager step of the MLP, for each step."""
     if "-" in host:
         first, second = map(float, host.split("-"))
         return [first] * (count // 3) + [second] * (count - count // 3)
@@ -138,19 +140,20 @@ def speeds(host: str, count: int, seed: int) -> list[float]:
     chance, found = random.Random(seed), []
     while len(found) < count:
         speed = low * (high / low) ** chance.random()
-        found += [speed] * (1 + int(chance.expovariate(1.0 / KEEPS_SPEED)))
+        found += [speed] * (1 + int(chance.expovariate(1.0 / STEPS_PER_SPEED)))
     return found[:count]
 
 
 @attrs.define
 class Clocks:
-    """A host that submits steps and a device that runs them.
+    """Simulated clocks of a host that submits steps and a device that runs them.
 
     Attributes:
-        model: The model of the steps.
-        eager_host_us: What the host takes to submit an eager step of the MLP.
-        host_us: The host's clock.
-        device_us: When the device is done with all that was submitted.
+        model: Model of the steps.
+        eager_host_us: Host time of an eager step of the MLP.
+        chance: Source of noise.
+        host_us: Clock of the host.
+        device_us: Time at which the device finishes all submitted steps.
     """
 
     model: Model
@@ -162,15 +165,15 @@ class Clocks:
     _launches: int = 0
 
     def spend(self, us: float) -> None:
-        """Have the host do something that takes the usual host a number of microseconds."""
+        """Advance the host's clock by a time that applies to the usual host."""
         self.host_us += us * self.eager_host_us / USUAL_US
 
     def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool, float]:
         """Submit a step.
 
         Returns:
-            Its start and end on the device, whether work was ahead, and what it took the host
-            without waiting for the device.
+            Start and end on the device, whether other work was queued, and the host time without
+            waits for the device.
         """
         model = self.model
         launches = 1 if graph else model.launches
@@ -196,7 +199,7 @@ class Clocks:
         return start, end, queued, host
 
     def wait(self) -> None:
-        """Have the host wait for the device."""
+        """Wait on the host until the device is idle."""
         self.host_us = max(self.host_us, self.device_us)
         self.spend(WAIT_US)
         self._running.clear()
@@ -204,12 +207,12 @@ class Clocks:
 
 
 class Server:
-    """Serves steps with a policy, as a runner does.
+    """Simulated runner.
 
     Args:
-        policy: The policy.
-        clocks: Where the steps run.
-        sample_every: One steady step in so many is measured.
+        policy: Policy that chooses the arms.
+        clocks: Clocks on which steps run.
+        sample_every: Number of regular steps of which one is measured.
     """
 
     def __init__(self, policy: Any, clocks: Clocks, sample_every: int = 16) -> None:
@@ -218,7 +221,7 @@ class Server:
         self.table = Dispatcher(policy, config, strict=True)
         for key in self.table.registry:
             self.table.registry.captured(key, object())
-        self.told = self.filled = self.eager = self.probes = 0
+        self.outcomes = self.filled = self.eager = self.probes = 0
         self._ran_eager: set[int] = set()
         self._pending: deque[tuple[Outcome, float]] = deque()
         self._step = self._due = 0
@@ -234,18 +237,18 @@ class Server:
 
         policy.decide = counted
         clocks.host_us = clocks.device_us = 0.0
-        self.told = 0
+        self.outcomes = 0
 
     def _calibrate(self) -> None:
-        wants = getattr(self.policy, "calibration_runs", lambda graphs: ())
-        while runs := wants(self.table.graphs):
+        requests = getattr(self.policy, "calibration_runs", lambda graphs: ())
+        while runs := requests(self.table.graphs):
             for run in runs:
                 for _ in range(run.runs):
                     self.clocks.wait()
                     for kind in ("idle", "queued"):
                         if kind == "queued" and run.decision.key is None:
                             self.clocks.step(2048, 2048)
-                        self._tell(self._run(run.decision, run.batch)[0])
+                        self._report(self._run(run.decision, run.batch)[0])
 
     def _run(self, decision: Any, batch: Any) -> tuple[Outcome, float]:
         graph = decision.key.num_tokens if decision.key else 0
@@ -267,12 +270,12 @@ class Server:
         )
         return outcome, end
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome) -> None:
         self.table.observe(outcome)
-        self.told += 1
+        self.outcomes += 1
 
     def serve(self, num_tokens: int) -> None:
-        """Serve a batch."""
+        """Decide and run a batch, and report outcomes."""
         clocks = self.clocks
         clocks.spend(BETWEEN_US)
         self._step += 1
@@ -289,14 +292,14 @@ class Server:
         if not (is_due and decision.timed):
             return
         self._pending.append(ran)
-        for _ in range(TOLD_AT_ONCE if self.filled == before else 0):
+        for _ in range(MAX_OUTCOMES if self.filled == before else 0):
             if self._pending and self._pending[0][1] <= clocks.host_us:
-                self._tell(self._pending.popleft()[0])
+                self._report(self._pending.popleft()[0])
                 clocks.spend(OUTCOME_US)
 
 
 def traffic(name: str, count: int) -> list[int]:
-    """Return the sizes of the steps, 1 to 2048."""
+    """Return the sizes of the steps, at most 2048."""
     if name == "uniform":
         chance = random.Random(1)
         return [chance.randint(1, 2048) for _ in range(count)]
@@ -308,7 +311,7 @@ def traffic(name: str, count: int) -> list[int]:
 def fixed_us(
     model: Model, steps: Iterable[int], limits: dict[int, float], hosts: list[float], seed: int
 ) -> tuple[float, float]:
-    """Return what fixed arms take in all and at first: eager up to a limit in each bucket."""
+    """Return the total and early time of fixed arms: eager up to a limit in each bucket."""
     clocks, early = Clocks(model, hosts[0], random.Random(seed)), 0.0
     for index, num_tokens in enumerate(steps):
         clocks.eager_host_us = hosts[index]
@@ -324,7 +327,7 @@ def fixed_us(
 
 
 def best_us(model: Model, steps: list[int], hosts: list[float], seed: int) -> tuple[float, float]:
-    """Return what the best fixed arms take, of each of the largest buckets' graph and eager."""
+    """Return the total and early time of the best arms of the largest buckets."""
     *few, last = sorted(model.graphs)[-4:]
     few = few if model is MODELS["mlp"] else few[1:]
     choices = itertools.product((False, True), repeat=len(few))
@@ -333,7 +336,7 @@ def best_us(model: Model, steps: list[int], hosts: list[float], seed: int) -> tu
 
 
 def serve(model: Model, trace: str, host: str, seed: int, count: int) -> dict[str, Any]:
-    """Serve a trace with ``adaptive``, and return what came of it."""
+    """Run a trace with ``adaptive``; return the result as a row."""
     steps, hosts = traffic(trace, count), speeds(host, count, seed)
     best, best_early = best_us(model, steps, hosts, seed)
     base, _ = fixed_us(model, steps, {}, hosts, seed)
@@ -356,7 +359,7 @@ def serve(model: Model, trace: str, host: str, seed: int, count: int) -> dict[st
         "over": clocks.host_us / best,
         "early_over": (early or clocks.host_us) / best_early,
         "gain": base / clocks.host_us,
-        "told": server.told,
+        "outcomes": server.outcomes,
         "filled": server.filled,
         "eager": server.eager,
         "probes": server.probes,
@@ -364,7 +367,7 @@ def serve(model: Model, trace: str, host: str, seed: int, count: int) -> dict[st
 
 
 def main() -> None:
-    """Print one line for each trace and host: means of the seeds."""
+    """Run each trace with each host, and print the means of all seeds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="mlp", choices=sorted(MODELS))
@@ -372,11 +375,11 @@ def main() -> None:
     add(
         "--hosts",
         default="270,400,480,300-530,300~530",
-        help="microseconds of an eager step of the MLP",
+        help="host times of an eager step of the MLP in microseconds",
     )
     add("--steps", type=int, default=12_000)
     add("--seeds", type=int, default=3)
-    add("--json", action="store_true", help="print one JSON object a run")
+    add("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args()
     for trace in options.traces.split(","):
         for host in options.hosts.split(","):
@@ -393,12 +396,12 @@ def main() -> None:
 def summary(rows: list[dict[str, Any]]) -> str:
     mean = {
         name: statistics.mean(row[name] for row in rows)
-        for name in ("over", "early_over", "gain", "told", "filled", "probes")
+        for name in ("over", "early_over", "gain", "outcomes", "filled", "probes")
     }
     return (
         f"{rows[0]['trace']:<16} host {rows[0]['host']} us: over {mean['over']:.4f} "
         f"(worst {max(row['over'] for row in rows):.4f}, first {EARLY} {mean['early_over']:.4f}), "
-        f"gain {mean['gain']:.3f}, {mean['told']:.0f} told, {mean['filled']:.0f} filled, "
+        f"gain {mean['gain']:.3f}, {mean['outcomes']:.0f} outcomes, {mean['filled']:.0f} filled, "
         f"{mean['probes']:.0f} probes"
     )
 

@@ -329,16 +329,16 @@ def main() -> None:
     warnings.simplefilter("ignore")  # sizes above the largest graph are intended
     if not IS_GPU:
         torch.set_num_threads(1)
-    wanted = set(filter(None, args.models.split(",")))
+    selected = set(filter(None, args.models.split(",")))
     trace = read_trace(args.trace)[: args.steps]
     if args.only != "memory":
         for name, make in calibrated_models(trace).items():
-            if not wanted or name in wanted:
+            if not selected or name in selected:
                 compare(name, make(), trace, args)
                 release()
     if args.only != "simulate":
         for name, make in memory_models().items():
-            if not wanted or name in wanted:
+            if not selected or name in selected:
                 forecast(name, make(), args)
                 release()
 

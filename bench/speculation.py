@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _common import at_least_one, emit
-from _decoding_cases import DEVICE, IS_GPU, MODELS, make_model, synchronize, tidy
+from _decoding_cases import DEVICE, IS_GPU, MODELS, free_memory, make_model, synchronize
 
 from dispatchkit_transformers import (
     DECODE_ATTENTION,
@@ -189,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.models:
         measure(name, args)
-        tidy()
+        free_memory()
 
 
 if __name__ == "__main__":

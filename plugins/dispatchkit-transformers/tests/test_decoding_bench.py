@@ -82,7 +82,7 @@ def steps_of(
 
     cases = {name: case_of(name) for name in ("eager", "graphs", "raw graphs", "graphs, compiled")}
     monkeypatch.setattr(bench, "CASES", cases)
-    monkeypatch.setattr(bench, "wanted", lambda args, *parts: list(cases))
+    monkeypatch.setattr(bench, "selected_cases", lambda args, *parts: list(cases))
     return cases
 
 
