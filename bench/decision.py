@@ -244,7 +244,7 @@ def releases_group(rounds: int) -> None:
                 continue
             found = call()[0].name
             if found != mode:
-                raise SystemExit(f"vLLM {release} gave {found} where {mode} was expected")
+                raise SystemExit(f"vLLM {release} returned {found} instead of {mode}")
             cases[f"vLLM {release}"] = repeat_call(call, number)
         times = net(interleaved(cases, rounds=rounds), "call")
         emit_all(BENCH, times, per=number, ratio_to="dispatch", group=f"releases {mode}")

@@ -141,7 +141,7 @@ class Session:
         return self._made[name]
 
     def trace(self) -> None:
-        """Measure the steps of a trace from cold, with captures and without compilation."""
+        """Measure the steps of a trace from a cold start, with captures but without compilation."""
         sizes = trace_sizes(self.args)
         traffic = f"trace of {len(sizes)}"
         ready: list[Case] = []

@@ -6,7 +6,7 @@
 Models, cases and traces are those of ``decoding.py``, compiled in advance in the same way. For each
 case:
 
-- ``first pass``: the steps of a trace from cold, with each call timed on the host without waiting.
+- ``first pass``: the steps of a trace from a cold start, with host times of each call.
   A call of more than ten times the median captured, compiled or tuned something; their number and
   total excess time are printed.
 - ``second pass``: the time per step when the same steps are repeated.
@@ -87,7 +87,7 @@ class Parts:
         self.case.run(self._tokens[:rows], self._positions[:rows])
 
     def measure_passes(self, sizes: Sequence[int]) -> None:
-        """Measure a trace from cold, and repeated."""
+        """Measure a trace from a cold start, and again when warm."""
         before, start, calls = compile_time(), perf_counter(), []
         for rows in sizes:
             begin = perf_counter()

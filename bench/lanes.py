@@ -103,11 +103,11 @@ class ByHand:
 def by_turns(
     cases: dict[str, Callable[[int], Any]], steps: int, rounds: int, warmup: int = 3
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return microseconds per step of each case, and the host time included in these.
+    """Return microseconds per step of each case, and the part that is host time.
 
     Args:
-        cases: Functions by name; each launches the step of a number and returns its result, which
-            is kept alive.
+        cases: Functions by name. Each launches the step with the given number and returns the
+            result, which is kept alive.
         steps: Number of steps per round.
         rounds: Number of samples of each case.
         warmup: Number of unmeasured rounds.

@@ -94,7 +94,8 @@ def main() -> None:
             x = torch.randn(num_tokens, WIDTH, device=device)
             result = ranked(x=x)
             if result.shape != x.shape:
-                raise RuntimeError(f"rank {rank} got {tuple(result.shape)} for {tuple(x.shape)}")
+                shapes = f"{tuple(result.shape)} for an input of shape {tuple(x.shape)}"
+                raise RuntimeError(f"rank {rank}: result of shape {shapes}")
         cost = ranks.stats()
     steps = runner.stats()
     modes = {name: count for name, count in steps.steps_by_mode.items() if count}

@@ -123,7 +123,7 @@ def test_a_plugin_cannot_replace_a_command(run: Any, plugins_with: Any) -> None:
 def test_an_error_on_purpose_is_one_message_and_an_unexpected_one_keeps_its_traceback(
     run: Any, plugins_with: Any
 ) -> None:
-    """Bad input is a message; a defect can be reported."""
+    """Bad input causes a message; a defect causes a traceback that can be reported."""
 
     def refuse() -> None:
         error = ConfigError("size", -1, "positive")

@@ -119,7 +119,7 @@ def test_submitted_steps_give_the_serial_results(make_lanes, step):
 
 
 def planted(runner, fault, monkeypatch):
-    """Plant one of the mistakes that lanes must avoid."""
+    """Introduce one of the faults that lanes must avoid."""
     first, *others = (member.lane for member in runner.lanes)
     if fault == "the lane does not wait for the caller":
         for queue in runner.lanes._ready_queues():

@@ -164,7 +164,7 @@ def machine(watched_tape, smallest_policy):
                 want = self.mine(slots, values, **more)
                 self.steps += 1
                 torch.testing.assert_close(got, want)
-                del got  # a view of it would keep its memory, which is counted in bytes
+                del got  # a view would keep its memory, and the test counts bytes
 
         def result(self, *args, **kwargs):
             if not self.in_threads:

@@ -157,7 +157,7 @@ def test_report_of_a_capture_reads_well(make_runner):
 
 
 def test_strict_runner_raises_before_the_step_runs(make_runner):
-    """A downgrade is counted and warned of, or with strict an error."""
+    """A downgrade is counted with a warning, or raises if the runner is strict."""
     ran = Mock()
 
     def step(tokens):

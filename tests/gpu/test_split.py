@@ -168,7 +168,7 @@ def test_slots_of_a_cache_are_written_by_each_row_once():
 
 
 def test_rows_that_see_each_other_are_not_split():
-    """A mean over the real rows, which two tails do not show; and a step that draws per part."""
+    """Includes a mean over real rows, which two tails do not detect, and draws per part."""
 
     def masked_mean(x, rows):
         real = (torch.arange(x.shape[0], device=x.device) < rows)[:, None]

@@ -15,12 +15,12 @@ from dispatchkit_adaptive.host import HostLoad
 
 # Device time of the graph, and of eager steps per token; host time of eager steps and replays.
 GRAPH_US, TOKEN_US, EAGER_HOST_US, REPLAY_US = 900.0, 1.5, 600.0, 20.0
-# Eager takes the device half the time of the graph for small batches, and longer for large ones.
+# On the device, eager takes half the time of the graph for small batches, and more for large ones.
 SMALL, LARGE = 300, [1000] * 5
 
 
 class Server:
-    """Serves batches of up to 1,024 tokens with one graph, and measures each step.
+    """Simulated server of batches of up to 1,024 tokens, with one graph and every step measured.
 
     Args:
         queue: Whether the host is ahead of the device; otherwise it waits after each step.
@@ -41,7 +41,7 @@ class Server:
                     self.observe(run.batch, run.decision, 5000.0)
 
     def observe(self, batch: Batch, decision: Decision, ahead_us: float) -> float:
-        """Report a step; return how far the host is ahead afterwards."""
+        """Report a step; return the lead of the host afterwards, in microseconds."""
         is_eager = decision.key is None
         host_us = EAGER_HOST_US if is_eager else REPLAY_US
         device_us = TOKEN_US * batch.num_tokens if is_eager else GRAPH_US
@@ -79,7 +79,7 @@ def test_eager_is_chosen_if_even_the_host_takes_less_than_the_graph(queue: bool)
 
 @pytest.fixture
 def slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Submitting an eager step takes 1,200 us, longer than the graph takes the device."""
+    """Raise the host time of an eager step to 1,200 us, above the device time of the graph."""
     monkeypatch.setattr(__name__ + ".EAGER_HOST_US", 1200.0)
 
 

@@ -146,7 +146,7 @@ def test_an_option_gives_what_it_gives_in_generate(decoder, name):
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() & FIELDS))
 def test_an_option_that_is_not_served_is_refused_by_name(decoder, name):
-    """As an argument, in a configuration, and in the model's own settings."""
+    """The option is an argument, in a configuration or in the model's own settings."""
     value = REFUSED[name]
     with pytest.raises(ConfigError, match=name):
         decoder.generate(**PROMPTS, **ASKED, **{name: value})

@@ -94,8 +94,8 @@ def test_tokens_are_those_of_generate(name, chance):
         assert stats.accepted == stats.drafted
 
 
-# Full attention of every form of position, windows that are all of the layers or some, chunks,
-# experts. Those whose prompts in chunks differ are refused (below).
+# Full attention with every kind of positions, windows in some or all layers, chunked attention, and
+# experts. Models whose results differ for prompts in chunks are refused (below).
 @pytest.mark.parametrize(
     "name",
     [
@@ -227,7 +227,7 @@ def test_drafts_by_prompt_lookup_are_right_where_a_row_repeats_itself():
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_a_draft_model_of_the_same_weights_is_always_right(name):
-    """So its cache contains every token: accepted drafts and the token after them."""
+    """Its cache must contain every token: accepted drafts and the token after them."""
     model = made(name)
     stats = served_by(model, lambda decoder: DraftModel(decoder, decoder_of(model)))
     assert stats.accepted == stats.drafted > 0

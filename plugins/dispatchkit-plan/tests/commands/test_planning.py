@@ -28,7 +28,7 @@ def test_json_is_the_plan_and_nothing_else(run: Any) -> None:
 
 
 def test_a_plan_for_one_half_is_judged_on_the_other(run: Any) -> None:
-    """Judging distinguishes decode from mixed steps."""
+    """The validation distinguishes decode from mixed steps."""
     done = run("plan", TRACE, "--graphs", "12", "--fit-on", "first-half", "--keyed", "--json")
     plan = json.loads(done.out)
     assert plan["fit_on"] == "first-half"

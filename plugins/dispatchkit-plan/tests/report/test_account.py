@@ -97,7 +97,7 @@ def test_progress_is_told_to_the_end(trace: Any, plugins: Any) -> None:
 
 
 def test_bad_input_is_told(plugins: Any) -> None:
-    """No tokens, or a step beyond the limit."""
+    """A trace without tokens and a step beyond the limit are refused."""
     config = DispatchConfig(sizes=[8])
     dispatcher = Dispatcher(plugins.create_policy("vllm"), config, lazy=True)
     with pytest.raises(TraceError, match="no step with tokens"):
