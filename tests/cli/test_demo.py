@@ -121,7 +121,7 @@ def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: st
     ],
 )
 def test_a_bad_trace_is_named_with_its_line(run: Any, tmp_path: Path, text: str, says: str) -> None:
-    """Truncated, misspelt, missing columns, impossible values, empty."""
+    """Traces are truncated, misspelt or empty, or lack columns, or have impossible values."""
     path = tmp_path / "bad.csv"
     path.write_text(text)
     done = run("demo", "--trace", str(path), "--json")

@@ -27,7 +27,7 @@ ASKED = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 @pytest.mark.parametrize("attention", ["sdpa", "eager", DECODE_ATTENTION])
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 def test_tokens_after_prompts_through_graphs_are_those_of_generate(make, attention):
-    """In float32 without TF32, padded, in one and several chunks, in slots of others."""
+    """Prompts are padded, in one or several chunks, in reused slots, in float32 without TF32."""
     torch.manual_seed(0)
     model = make().to(DEVICE).eval()
     model.set_attn_implementation(attention)
@@ -53,7 +53,7 @@ def test_tokens_after_prompts_through_graphs_are_those_of_generate(make, attenti
 
 @pytest.mark.parametrize("make", [llama, gemma3, qwen35], ids=lambda make: make.__name__)
 def test_prompts_that_join_others_get_what_they_would_get_alone(make):
-    """In chunks shorter and longer than windows of 24, and in several."""
+    """Prompts run in chunks shorter and longer than the windows of 24, and in several chunks."""
     torch.manual_seed(0)
     model = make().to(DEVICE).eval()
     decoder = GraphDecoder(model, max_batch_size=6, max_length=128, prompt_sizes=(16, 64))
@@ -76,7 +76,7 @@ def test_prompts_that_join_others_get_what_they_would_get_alone(make):
 
 @pytest.mark.parametrize("make", [gemma3, qwen35], ids=lambda make: make.__name__)
 def test_prompts_of_several_lengths_in_chunks_leave_other_slots_alone(make):
-    """Three together in chunks of 16, in slots that contain NaN."""
+    """Three prompts run together in chunks of 16, in slots that contain NaN."""
     torch.manual_seed(0)
     model = make().to(DEVICE).eval()
     decoder = GraphDecoder(model, max_batch_size=4, max_length=256, prompt_sizes=(16, 192))
