@@ -37,8 +37,8 @@ There are three parts, run in this order with the same cases:
 Each line is printed as soon as it is measured. A case that fails prints a line with ``error``; the
 others continue, and the exit status is 1. The last line of a model, ``summary``, contains for each
 traffic the best case of this package and its speed relative to each alternative; the speed of plain
-graphs relative to graphs by hand; and the speed of compiled graphs relative to the best compiled
-alternative with the same attention.
+graphs relative to handwritten graphs; and the speed of compiled graphs relative to the best
+compiled alternative with the same attention.
 
 torch.compile takes up to 15 seconds per graph and compiles two graphs per case: one for a single
 row, one for any other batch. With ``--dynamic batch``, only the batch dimension is marked as

@@ -137,7 +137,7 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def num_plain_operations(self) -> int:
-        """Number of operations in functions of torch.compile that were captured uncompiled."""
+        """Number of operations in torch.compile functions that were captured uncompiled."""
         ...
 
 
@@ -175,7 +175,7 @@ class UnwatchedCaptureBackend(Protocol):
                 operations; the caller then adds ``holds`` of that graph to this graph.
             notes: Plain notes from a warmup of the same operations, which replace the watch. Memory
                 used only by the warmup is not kept alive.
-            compiled: Whether the callable calls functions of torch.compile, which must run
+            compiled: Whether the callable calls functions wrapped in torch.compile, which must run
                 compiled.
             draws: Whether the callable may draw random numbers. If it is False, because a warmup
                 drew no numbers, other threads may use the generators during the capture.
@@ -256,7 +256,7 @@ class SegmentingBackend(Protocol):
             stream: A stream from ``new_stream()``, which must be current when a segment ends.
             pool: The pool for the memory of all segments.
             generators: Random generators, except the default generator.
-            compiled: Whether the callable calls functions of torch.compile, which must run
+            compiled: Whether the callable calls functions wrapped in torch.compile, which must run
                 compiled.
             draws: Whether the callable may draw random numbers.
 

@@ -363,7 +363,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
     backend.warmup(chain, stream=stream)
     graph = backend.capture(chain, stream=stream, pool=pool)
     try:
-        number.fill_(3.0)  # other values than during the capture
+        number.fill_(3.0)  # different values from those during the capture
         graph.replay()
         backend.synchronize()
         if not torch.equal(graph.outputs, chain()):

@@ -43,7 +43,7 @@ class Reason(enum.StrEnum):
     INSIDE_CAPTURE = "inside_capture"
     #: The replay failed without any effect.
     REPLAY_FAILED = "replay_failed"
-    #: An eager call between two segments returned another structure than during the capture.
+    #: An eager call between two segments returned a different structure than during the capture.
     CALL_DIFFERS = "call_differs"
     #: The replay differed from the eager run, whose result was returned.
     CHECK_FAILED = "check_failed"

@@ -149,7 +149,7 @@ class DispatchConfig:
     specialize_active_loras: bool = setting(
         False,
         check_flag,
-        SettingInfo("Capture graphs for several counts of adapters.", read=read_flag),
+        SettingInfo("Capture graphs for several numbers of adapters.", read=read_flag),
     )
     axes: tuple[Axis, ...] = attrs.field(
         default=(),

@@ -127,7 +127,7 @@ class RandomTests:
                     graph.replay()
                     drawn.append(graph.outputs.clone())
         right = equal_draws(rig, drawn, expected)
-        assert right == [True] * 8, f"Replays on two streams drew other numbers than eager: {right}"
+        assert right == [True] * 8, f"Draws on two streams differ from eager: {right}"
 
     def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
         """The backend must order the streams even if the graph has no outputs."""
@@ -150,7 +150,7 @@ class RandomTests:
             with rig.backend.use_stream(streams[number % 2]):
                 graph.replay()
         right = equal_draws(rig, list(place), expected)
-        assert right == [True] * 4, f"A graph on two streams drew other numbers than eager: {right}"
+        assert right == [True] * 4, f"Draws of a graph on two streams differ from eager: {right}"
 
     def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
         """The setup of a capture must not change the seed before replays in flight read it."""

@@ -190,7 +190,7 @@ class SharedSeedBackend(TapeBackend):
 
 planted(
     "test_replays_on_two_streams_draw_in_the_order_they_were_asked_for",
-    r"drew other numbers than eager",
+    r"on two streams differ from eager",
     own_generator=False,
 )(SharedSeedBackend)
 

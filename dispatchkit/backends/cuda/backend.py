@@ -69,9 +69,9 @@ class CudaBackend:
             ``torch.cuda.graph``. ``"thread_local"`` allows them to copy, allocate and poll.
         refuse_host_syncs: Whether to refuse calls that wait for the device, with their names,
             before the driver invalidates the capture. Set it to False for functions that do not
-            work under a dispatch mode (functions of torch.compile do). torch or the driver then
-            refuses these calls without naming them, and errors of torch that the function catches
-            are not detected. Failed captures are cleaned up in either case.
+            work under a dispatch mode (functions wrapped in torch.compile do). torch or the driver
+            then refuses these calls without naming them, and errors of torch that the function
+            catches are not detected. Failed captures are cleaned up in either case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if it is available.
             Otherwise, torch copies device inputs before each launch, and graphs copy host inputs
             from pinned memory.
@@ -358,8 +358,8 @@ class CudaBackend:
                 operation. It is not required if an earlier capture watched the same operations.
                 Unwatched operations that cannot be captured fail with the driver's error.
             notes: Notes of a warmup of the same operations, which replace the watch.
-            compiled: Whether the callable calls functions of torch.compile. If True, no function
-                mode is used, because it would cause recompilation.
+            compiled: Whether the callable calls functions wrapped in torch.compile. If True, no
+                function mode is used, because it would cause recompilation.
             draws: Whether the callable may draw random numbers. If it is False, because a warmup
                 drew no numbers, other threads may draw during the capture.
 

@@ -30,8 +30,8 @@ class CudaGraph:
     Attributes:
         holds: Device storages to keep alive.
         host_tensors: Host tensors to keep alive; each capture has its own.
-        num_plain_operations: Number of watched operations in functions of torch.compile that were
-            captured uncompiled.
+        num_plain_operations: Number of watched operations in functions wrapped in torch.compile
+            that were captured uncompiled.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def repair(
 
 
 def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None:
-    """Keep a graph whose capture could not begin or end alive until the process exits."""
+    """Keep a graph until the process exits, because its capture could not begin or end."""
     _undestroyable.append(graph)
     # While torch considers a capture open, it does not free memory that two streams use. This call
     # ends the capture's allocations, or raises.

@@ -95,9 +95,9 @@ class CaptureWatch(OperationMode):
     """Refuses calls that would invalidate a capture, and records memory to keep alive.
 
     Args:
-        compiled: Whether the callable calls functions of torch.compile. Their kernels are then not
-            watched. Calls that wait for the device are detected only by their operations, because a
-            function mode would cause recompilation inside the capture.
+        compiled: Whether the callable calls functions wrapped in torch.compile. Their kernels are
+            then not watched. Calls that wait for the device are detected only by their operations,
+            because a function mode would cause recompilation inside the capture.
 
     Attributes:
         first_error: Error of the first refused call, even if the callable caught it.
@@ -127,7 +127,7 @@ class CaptureWatch(OperationMode):
 
     @property
     def num_plain_operations(self) -> int:
-        """Number of operations in functions of torch.compile that ran uncompiled."""
+        """Number of operations in functions wrapped in torch.compile that ran uncompiled."""
         return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:

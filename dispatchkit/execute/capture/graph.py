@@ -48,7 +48,7 @@ class MadeGraph:
 
 
 class UncompiledCodeWarning(RuntimeWarning):
-    """A function of torch.compile ran uncompiled in a capture."""
+    """A function wrapped in torch.compile ran uncompiled in a capture."""
 
 
 @attrs.frozen
@@ -127,8 +127,8 @@ class GraphMaker:
             name: Name of the operations. Graphs with the same name run the same operations at
                 different sizes.
             notes: Notes of the preceding warmup, which ran the same operations.
-            compiled: Facts about functions of torch.compile that the function calls. A capture on a
-                device cannot observe them, because they run compiled.
+            compiled: Facts about functions wrapped in torch.compile that the function calls. A
+                capture on a device cannot observe them, because they run compiled.
             draws: Whether the function drew random numbers in its warmup.
         """
         lane = self._lane
@@ -210,7 +210,7 @@ class GraphMaker:
             slots: Output slot of each output; None if an output stays in the graph's memory.
             admission: Check of the memory budgets; None if there is no limit.
             breaks: Operators at which the function is split.
-            compiled: Whether the function calls functions of torch.compile.
+            compiled: Whether the function calls functions wrapped in torch.compile.
             draws: Whether the function drew random numbers in its warmup.
         """
         lane, segments = self._lane, features_of(self._backend).segments

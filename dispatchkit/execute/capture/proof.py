@@ -568,7 +568,7 @@ class _Rows:
     Args:
         lane: Lane of the key.
         key: Key whose graph reads the rows.
-        sample: Inputs of a call, whose integers and flags are used.
+        sample: Inputs of a call; only its integer and bool inputs are used.
         is_free: Whether noise may be outside 0..1.
         lent: Slots for the first rows, whose writes are compared; None without slots.
 

@@ -66,8 +66,8 @@ class Warmups:
         state_limit_bytes: Maximum number of bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Number of eager runs before each capture. The first run of each family is watched,
-            and calls functions of torch.compile uncompiled. If there are such functions, at least
-            one more run follows, unless the backend watches all captures.
+            and calls functions wrapped in torch.compile uncompiled. If there are such functions, at
+            least one more run follows, unless the backend watches all captures.
 
     Attributes:
         step: Step to warm up.
@@ -152,7 +152,7 @@ class Warmups:
         self._watched.clear()
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
-        """Return facts about functions of torch.compile that the step of a key calls, if any."""
+        """Return facts about compiled functions that the step of a key calls, if any."""
         return self._compiled.get(family_of(key))
 
     def written(self) -> Iterator[torch.UntypedStorage]:

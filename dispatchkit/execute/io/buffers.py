@@ -38,9 +38,9 @@ class InputBuffers:
         tensors: One device tensor per input, in declared order.
         num_rows: Number of rows of each batched buffer.
         staging: Staging buffers of the host inputs; None if there are none.
-        clean_from: Start of the rows that are known to contain fill in every batched buffer. For
-            host inputs with staging buffers, this means their pinned memory.
-        clean_to: End of these rows (exclusive).
+        clean_from: First row of the range that is known to contain only fill in every batched
+            buffer. For host inputs with staging buffers, this means their pinned memory.
+        clean_to: End of that range (exclusive).
         are_shared: Whether code outside the runner has access to the buffers, and may pass them as
             inputs.
     """

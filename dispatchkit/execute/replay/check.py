@@ -99,8 +99,8 @@ class Checker:
     ) -> tuple[Any, str]:
         """Run a step by replay and eager from the same state, and compare.
 
-        A graph that also draws random numbers for padding draws other numbers than eager. In that
-        case only the graph runs.
+        A graph that also draws random numbers for padding draws different numbers from eager. In
+        that case only the graph runs.
 
         Args:
             step: Captured key. Its outputs in the lane's memory are overwritten first, which

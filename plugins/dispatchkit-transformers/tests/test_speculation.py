@@ -489,8 +489,8 @@ def test_rows_are_named_by_numbers():
     [
         ("Qwen3_5ForCausalLM", "recurrent layers cannot undo a rejected draft"),
         ("MambaForCausalLM", "recurrent layers cannot undo a rejected draft"),
-        ("BloomForCausalLM", "steps of several tokens return other logits than prompts"),
-        ("T5ForConditionalGeneration", "steps of several tokens return other logits"),
+        ("BloomForCausalLM", "steps of several tokens return different logits from prompts"),
+        ("T5ForConditionalGeneration", "steps of several tokens return different logits"),
     ],
 )
 def test_models_that_cannot_verify_are_refused(name, message):
@@ -551,7 +551,7 @@ def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
     large = decoder_of(llama(vocab_size=700))
     with pytest.raises(ConfigError, match=r"small.vocabulary must be at least .*, 700, got 188"):
         DraftModel(large, decoder_of(llama(vocab_size=188)))
-    with pytest.raises(ConfigError, match="small must be another decoder"):
+    with pytest.raises(ConfigError, match="small must be a different decoder"):
         DraftModel(decoder, decoder)
     with pytest.raises(ConfigError, match="a model without an encoder"):
         DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))

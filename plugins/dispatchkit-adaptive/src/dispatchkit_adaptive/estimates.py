@@ -225,7 +225,7 @@ class Estimate:
         return 0.0
 
     def evidence(self, least_error: float) -> float:
-        """Return the last surprise in standard errors, limited to what counts for a jump."""
+        """Return the last surprise in standard errors, clipped for the detection of jumps."""
         if abs(self.surprise) > OUTLIER:
             return math.copysign(OUTLIER_EVIDENCE, self.surprise)
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)

@@ -396,7 +396,7 @@ class AdaptivePolicy:
         )
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write what was learned to a file, which appears under its name only when complete.
+        """Write what was learned to a file, completely or not at all.
 
         Raises:
             ConfigError: Neither this call nor the policy has a path, or the file cannot be
@@ -414,7 +414,7 @@ class AdaptivePolicy:
         Raises:
             ConfigError: ``path`` is not a path.
             StateError: The file cannot be read, is incomplete or not a state file, or has another
-                version or fingerprint. What was learned stays unchanged.
+                version or fingerprint. What was learned is kept.
         """
         read = read_state(Path(check_path(path, "path")), self.fingerprint, self.history_size)
         for arm in self._arms.values():
@@ -506,7 +506,7 @@ class AdaptivePolicy:
     # -- choosing -----------------------------------------------------------------------
 
     def _choose(self, bucket: Bucket) -> None:
-        """Choose again in a bucket; if answers change, its cells become stale."""
+        """Choose again in a bucket; if a choice changes, the bucket's cells become stale."""
         known, ledger = self._known(bucket), self.ledger
         base = known.get(bucket.base_arm)
         typical = 0.0 if base is None else base.expect(bucket.base_arm.size) or 0.0

@@ -44,7 +44,7 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
 
 
 def write_state(path: Path, fingerprint: Mapping[str, str], arms: Iterable[Arm]) -> None:
-    """Write arms to a file, which appears under its name only when complete.
+    """Write arms to a file, completely or not at all.
 
     Raises:
         ConfigError: The file cannot be written; an existing one is kept.

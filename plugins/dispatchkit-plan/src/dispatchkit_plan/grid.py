@@ -451,7 +451,7 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return all distinct values if there are few, and otherwise quantiles of the steps."""
+    """Return all distinct values if there are few, otherwise quantiles of the values."""
     different = np.unique(found)
     if len(different) > most:
         # Choose half by frequency and half by value, because rare large values are expensive.

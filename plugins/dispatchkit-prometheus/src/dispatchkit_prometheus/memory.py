@@ -29,7 +29,7 @@ class MemoryCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, name: str, memory: Any) -> None:
-        """Add a memory, whose metrics get the label ``memory`` with the given name.
+        """Add a GraphMemory; its metrics have the given name as label ``memory``.
 
         Raises:
             ConfigError: Another memory has this name.

@@ -58,7 +58,7 @@ class Facts:
     Args:
         config: The configuration with the query classes.
         switches: Names of further yes-or-no choices that change the collectives in a step
-            (microbatches, another all-to-all). A switch is on if it is on for all ranks.
+            (microbatches, the kind of all-to-all). A switch is on if it is on for all ranks.
         more: Number of additional columns at the end, for subclasses.
 
     Attributes:

@@ -689,7 +689,7 @@ class GraphDecoder:
         if not supports_drafts(self._probe, self.max_length):
             raise ConfigError(
                 "num_draft_tokens", self.num_draft_tokens,
-                f"0 for {name}, whose steps of several tokens return other logits than prompts",
+                f"0 for {name}, whose steps of several tokens return different logits from prompts",
                 "Omit it.",
             )  # fmt: skip
 

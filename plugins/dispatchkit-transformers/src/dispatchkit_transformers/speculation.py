@@ -295,7 +295,7 @@ class DraftModel:
             raise ConfigError("small", type(small.model).__name__, "a model without an encoder")
         if small is decoder or small.num_rows:
             given = "decoder itself" if small is decoder else f"{small.num_rows} rows"
-            raise ConfigError("small", given, "another decoder than decoder, without rows")
+            raise ConfigError("small", given, "a different decoder, without rows")
         self._decoder = small
         # Tokens that the smaller model lacks are padding of the vocabulary. Replacing them can only
         # make drafts wrong.
