@@ -33,6 +33,11 @@ CONSTANTS: tuple[tuple[Any, str, tuple[float, ...]], ...] = (
     (ledger, "PLANNED", (0.5, 1.0)),
     (ledger, "AVERAGING", (0.1, 0.4)),
     (policy, "PROBE_US", (0.0, 50.0)),
+    (policy, "_COST_AT_ONCE", (0.125, 0.5)),
+    (policy, "_VERIFYING_COST", (0.003, 0.03)),
+    (policy, "_PROOF_FROM", (0.6, 1.0)),
+    (policy, "_CALM", (12, 48)),
+    (policy, "_AFFORDED", (1.5, 6.0)),
     (policy, "_UNKNOWN_COST", (1.5, 6.0)),
 )
 CASES = {"measured": (1.0, 1, 0), "slow eager": (1.5, 1, 0), "late": (1.0, 16, 32)}

@@ -67,8 +67,8 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always():
         torch.testing.assert_close(found, torch.relu(rows[:13] @ weight), rtol=1e-3, atol=1e-3)
     runner.drain(wait=True)
     steps = [(one.step, one.decision.one_shot) for one in learning.heard]
-    # The first step creates the plan and is not measured.
-    assert steps == [(2, False), (10, False), (12, True), (13, True), (21, False), (29, False),
+    # One-shot steps start the count of 8 again.
+    assert steps == [(1, False), (9, False), (12, True), (13, True), (21, False), (29, False),
                      (37, False)]  # fmt: skip
     for one in learning.heard:
         assert one.clock == "device"

@@ -73,7 +73,7 @@ def test_outcomes_and_cells_filled_again_cost_little_and_never_much_at_once() ->
         num_tokens = chance.randint(LOW, 2048)
         decision, count = lines_of(table.dispatch, num_tokens)
         fills.append(count - min(count, found))
-        is_due = step - last >= SAMPLE_EVERY
+        is_due = step - last >= SAMPLE_EVERY * policy.pace
         if decision.one_shot or is_due:
             last, batch = step, table.batch(num_tokens)
             time = us(num_tokens, decision)

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from dispatchkit_adaptive.estimates import Estimate, SharedWatch
+from dispatchkit_adaptive.estimates import Estimate
 
 
 def make(memory: int = 64, *, over_tokens: bool = False, top: int = 700) -> Estimate:
@@ -161,31 +161,12 @@ def test_changes_of_other_arms_lead_only_so_far() -> None:
     """Changes of other arms move the estimate within limits, until the arm has a new sample."""
     arm = make(over_tokens=True)
     feed(arm, lambda n: 1000.0, sizes(600, 700, 50))
-    before, shared = arm.error(650), SharedWatch()
+    before = arm.error(650)
     for factor, expected in ((0.7, 400.0), (1.4, 2500.0)):
         for _ in range(10):
-            shared.jumps.append((math.log(factor), math.inf))
-            arm.follow(shared)
+            arm.borrow(math.log(factor))
         assert arm.expect(650) == pytest.approx(expected, rel=0.05)
     assert arm.error(650) > 5 * before  # estimates without samples have a larger error
     arm.add(650, 2500.0)
-    shared.jumps.append((math.log(0.7), math.inf))
-    arm.follow(shared)
+    arm.borrow(math.log(0.7))
     assert arm.expect(650) == pytest.approx(1750.0, rel=0.05)
-
-
-def test_a_jump_is_expected_of_arms_that_take_no_longer_than_those_that_showed_it() -> None:
-    """A busy host delays only steps that it takes longer to submit than the device to run."""
-    showed, shorter, longer, late = (make(over_tokens=True) for _ in range(4))
-    for arm, us in ((showed, 1000.0), (shorter, 500.0), (longer, 2000.0)):
-        feed(arm, lambda n, us=us: us, sizes(600, 700, 50))
-    shared = SharedWatch()
-    while not shared.jumps:
-        shared.add(showed, showed.add(650, 1500.0))
-    for arm in (shorter, longer, late):
-        arm.follow(shared)
-    assert shorter.expect(650) == pytest.approx(750.0, rel=0.05)
-    assert longer.expect(650) == pytest.approx(2000.0, rel=0.05)
-    feed(late, lambda n: 500.0, sizes(600, 700, 50))
-    late.follow(shared)  # the jump was before its first sample
-    assert late.expect(650) == pytest.approx(500.0, rel=0.05)

@@ -32,7 +32,7 @@ class Server:
         self.table = Dispatcher(AdaptivePolicy(), config, strict=True)
         for key in self.table.registry:
             self.table.registry.captured(key, object())
-        self.steps = 0
+        self.steps = self.num_probes = 0
         self.ahead_us = 0.0
         while runs := self.table.policy.calibration_runs(self.table.graphs):  # type: ignore[attr-defined]
             for run in runs:
@@ -65,6 +65,7 @@ class Server:
             self.steps += 1
             num_tokens = self.chance.choice(sizes)
             decision = self.table.dispatch(num_tokens)
+            self.num_probes += decision.one_shot
             if num_tokens == SMALL:
                 were_eager.append(decision.key is None)
             ahead_us = self.observe(self.table.batch(num_tokens), decision, self.ahead_us)
@@ -97,6 +98,16 @@ def test_device_time_alone_counts_only_while_the_host_is_ahead(
 ) -> None:
     share = Server(queue=queue).serve(sizes)
     assert share > 0.9 if is_eager else share < 0.1
+
+
+def test_host_time_counts_if_an_arm_was_never_submitted_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eager takes the host longer than all queued work takes the device."""
+    monkeypatch.setattr(__name__ + ".EAGER_HOST_US", 30_000.0)
+    server = Server(queue=True)
+    assert server.serve([SMALL, *LARGE], 1000) == 0.0
+    assert server.num_probes <= 5
 
 
 @pytest.mark.usefixtures("slow_host")

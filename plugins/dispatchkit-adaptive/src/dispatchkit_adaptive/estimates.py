@@ -10,13 +10,11 @@ walk, so old samples fade. Jumps are found from the mean of the latest surprises
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
-from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
-__all__ = ["KNOWN", "Estimate", "SharedWatch"]
+__all__ = ["KNOWN", "Estimate", "Watch"]
 
 #: Number of samples from which an arm counts as known; the filter starts at their median.
 KNOWN = 3
@@ -80,41 +78,6 @@ class Watch:
         self._sums, self._latest = [0.0], []
 
 
-class SharedWatch:
-    """Find jumps that eager arms have in common, from the latest surprises of all of them.
-
-    A host that becomes slower delays only the steps that it takes longer to submit than the device
-    to run. So a jump is expected of arms that take at most as long as the slowest arm that showed
-    it, and not of slower ones.
-
-    Attributes:
-        jumps: Each jump, and the largest level for which it is expected.
-    """
-
-    def __init__(self) -> None:
-        self._watch = Watch()
-        self._levels: deque[float] = deque(maxlen=2 * WINDOWS[-1][0])
-        self.jumps: list[tuple[float, float]] = []
-
-    def add(self, estimate: Estimate, own_jump: float) -> bool:
-        """Add the last surprise of an estimate; return whether a jump was found.
-
-        Small changes, within the noise assumed at first, concern only one arm.
-
-        Args:
-            estimate: The estimate.
-            own_jump: The jump that it has made with its last sample.
-        """
-        self._levels.append(estimate.level - own_jump)
-        jump, count = self._watch.add(estimate.evidence(FIRST_NOISE), estimate.surprise)
-        if not count:
-            return False
-        self.jumps.append((jump, max(islice(reversed(self._levels), count)) + FIRST_NOISE))
-        if own_jump:
-            estimate.skip(self)  # it has moved already
-        return True
-
-
 class Estimate:
     """The time of one arm in one regime.
 
@@ -146,17 +109,16 @@ class Estimate:
             self._slope, self._var_slope = FIRST_SLOPE, FIRST_SLOPE_ERROR**2
         self._var_level, self._covariance = 1.0, 0.0
         self._borrowed = 0.0
-        self._num_followed = 0
-
-    @property
-    def level(self) -> float:
-        """The logarithm of the expected microseconds at the largest number of tokens."""
-        return self._level
 
     @property
     def is_known(self) -> bool:
         """Whether there are enough samples to compare it with other arms."""
         return self.samples >= KNOWN
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether jumps seen in other arms were applied since the last sample."""
+        return self._borrowed != 0.0
 
     def log_us(self, num_tokens: float) -> float:
         """Return the logarithm of the expected microseconds; infinite without samples."""
@@ -230,19 +192,7 @@ class Estimate:
             return math.copysign(OUTLIER_EVIDENCE, self.surprise)
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
 
-    def follow(self, shared: SharedWatch) -> None:
-        """Apply the shared jumps found since the last call that are expected of this arm."""
-        if self._num_followed < len(shared.jumps):
-            for jump, largest in shared.jumps[self._num_followed :] if self.samples else ():
-                if self._level <= largest:
-                    self._borrow(jump)
-            self._num_followed = len(shared.jumps)
-
-    def skip(self, shared: SharedWatch) -> None:
-        """Leave out the shared jumps found so far."""
-        self._num_followed = len(shared.jumps)
-
-    def _borrow(self, jump: float) -> None:
+    def borrow(self, jump: float) -> None:
         """Apply a jump seen in other arms; at most ``OUTLIER`` in all until the next sample."""
         believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed

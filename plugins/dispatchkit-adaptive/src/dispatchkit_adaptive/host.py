@@ -13,8 +13,8 @@ import attrs
 
 __all__ = ["HostLoad"]
 
-#: Number of latest regular outcomes that the averages cover.
-_MEMORY = 32
+#: Numbers of latest outcomes that are averaged: times of the traffic; host times and late steps.
+_MEMORY, _SHORT_MEMORY = 32, 8
 #: Shares of the device's time that the host needs, and of steps that it did not submit ahead: below
 #: the first pair, the host becomes hidden; above one of the second pair, it no longer is.
 _HIDDEN, _VISIBLE = (0.8, 0.2), (0.95, 0.5)
@@ -42,7 +42,7 @@ class HostLoad:
     def add_submission(self, host_us: float, *, is_eager: bool) -> None:
         """Add the host time of a step; a longer time than usual counts at most twice the usual."""
         usual = self._submit_us.setdefault(is_eager, host_us)
-        self._submit_us[is_eager] += (min(host_us, 2.0 * usual) - usual) / _MEMORY
+        self._submit_us[is_eager] += (min(host_us, 2.0 * usual) - usual) / _SHORT_MEMORY
 
     def add_step(self, device_us: float, *, is_eager: bool, was_ahead: bool) -> bool:
         """Add a regular step; return whether the answer changes.
@@ -56,7 +56,7 @@ class HostLoad:
         weight = 1.0 / min(self._num_steps, _MEMORY)
         self._host_us += weight * (self._submit_us.get(is_eager, 0.0) - self._host_us)
         self._device_us += weight * (device_us - self._device_us)
-        self._late += weight * ((not was_ahead) - self._late)
+        self._late += ((not was_ahead) - self._late) / min(self._num_steps, _SHORT_MEMORY)
         if self._num_steps - self._last_change < self._patience:
             return False
         load, late = _VISIBLE if self.is_hidden else _HIDDEN

@@ -40,6 +40,7 @@ class Ledger:
         base_us: What the base policy's choices would have cost.
         lead_us: Time saved against the base in the steps that differed; negative if lost.
         probes_us: Additional time of probes over the arm that they replaced.
+        differing: Share of the latest steady outcomes that did not use the base's arm.
         spacing: Average number of steps from one measured step to the next.
     """
 
@@ -49,6 +50,7 @@ class Ledger:
     base_us: float = 0.0
     lead_us: float = 0.0
     probes_us: float = 0.0
+    differing: float = 0.0
     spacing: float = 1.0
     _last_step: int = 0
     _unaccounted: float = 0.0
@@ -58,9 +60,9 @@ class Ledger:
         mean = self.base_us / self.steps if self.steps else typical_us
         return PLANNED * self.promise * mean * max(self.steps, GRACE) + self.lead_us
 
-    def horizon(self) -> float:
-        """Return the steps until a change is noticed."""
-        spacing = self.spacing
+    def horizon(self, spacing: float = 0.0) -> float:
+        """Return the steps until a change is noticed, at the given or the current spacing."""
+        spacing = spacing or self.spacing
         late = spacing if spacing > 1.5 else 0.0  # outcomes are then read one measured step later
         return NOTICED_AFTER * spacing + late
 
@@ -68,8 +70,8 @@ class Ledger:
         """Return what probes may cost now."""
         return self.explore * self.base_us - self.probes_us
 
-    def steps_for(self, step: int, *, one_shot: bool) -> float:
-        """Return the number of steps that an outcome represents.
+    def steps_for(self, step: int, *, one_shot: bool, is_base: bool) -> float:
+        """Return the number of steps that an outcome represents; ``is_base`` for the base's arm.
 
         A one-shot outcome represents itself. A steady one represents all steps since the last
         one, which were chosen in the same way but not measured.
@@ -82,6 +84,7 @@ class Ledger:
             self._unaccounted -= 1
             return 1.0
         steps, self._unaccounted = self._unaccounted, 0.0
+        self.differing += AVERAGING * ((not is_base) - self.differing)
         self.spacing += AVERAGING * (steps - self.spacing)
         return steps
 

@@ -33,7 +33,7 @@ from dispatchkit.plugins import PluginSet, load_plugins
 
 from dispatchkit_adaptive.arms import Arm, ArmId, Graphs, Regime, graphs_of, size_of
 from dispatchkit_adaptive.buckets import PROBE, Bucket, band_of, bands
-from dispatchkit_adaptive.estimates import Estimate, SharedWatch
+from dispatchkit_adaptive.estimates import FIRST_NOISE, Estimate, Watch
 from dispatchkit_adaptive.host import HostLoad
 from dispatchkit_adaptive.ledger import DRIFT, Ledger, Stakes
 from dispatchkit_adaptive.report import BucketReport, describe
@@ -51,6 +51,18 @@ BUSY: Regime = ("device", True)
 CALIBRATION = "calibration"
 # Most batches whose bucket is remembered.
 _MOST_ASKED = 65_536
+# Outcomes without a change after which half as many steps are measured, and the largest pace.
+_CALM, _SLOWEST_PACE = 24, 8
+# Share of the account at risk from which an unused base is probed if that costs nothing.
+_PROOF_FROM = 0.8
+# Share of the probe allowance that a single probe may cost.
+_COST_AT_ONCE = 0.25
+# Share of the account that a probe may cost if it verifies a jump that was seen in other arms.
+_VERIFYING_COST = 0.01
+# Executors that measure more than one step in this many gain nothing from a slower pace.
+_WORTH_SAVING = 8.0
+# Factor by which the allowance must exceed the risk before fewer steps are measured.
+_AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Outcomes in a row in other regimes after which the latest becomes the current one.
 _REGIME_CHANGE = 8
@@ -80,6 +92,8 @@ class AdaptivePolicy:
 
     Attributes:
         ledger: The account of time saved and lost against the base.
+        pace: Factor by which fewer steps than usual need to be measured now. It exceeds 1 if
+            nothing has changed for long and the time saved pays for noticing a change later.
 
     Raises:
         ConfigError: An option is invalid.
@@ -118,22 +132,23 @@ class AdaptivePolicy:
         self.base: Policy = base
         self.fingerprint = dict(fingerprint or {})
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
+        self.pace: int = 1
         self._random = random.Random(seed)
         # Regimes with samples, that of most recent steps first, and outcomes in a row in others.
         self._regimes: list[Regime] = [("device", False)]
         self._other_regime = 0
         self._host = HostLoad()
         self._arms: dict[ArmId, Arm] = {}
-        self._shared: defaultdict[Regime, SharedWatch] = defaultdict(SharedWatch)
+        self._eager_watches: dict[Regime, Watch] = {}
         self._buckets: dict[Any, Bucket] = {}
         # The base's answer and the bucket of each batch, and the graphs that they hold for.
         # Learning changes the choice of a bucket, but none of these.
         self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
-        # Buckets with outcomes, that of the latest last; those to choose again, the next one last.
+        # All buckets, that of the latest outcome last; those to choose again, the next one last.
         self._by_use: dict[Bucket, None] = {}
         self._to_choose: dict[Bucket, None] = {}
         self._with_arm: defaultdict[Arm, list[Bucket]] = defaultdict(list)
-        self._step = 0
+        self._step = self._calm = 0
         self._calibration_rounds = 0
         self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
         # Resolved now, since the program may change its working directory before it saves.
@@ -210,6 +225,7 @@ class AdaptivePolicy:
             base_arm = self._arm(own or band)
             arms = arms if eager is None else [*arms, eager]
             bucket = self._buckets[ident] = Bucket(base, base_arm, tuple(arms), eager, batch)
+            self._by_use[bucket] = None
             for arm in bucket.arms:
                 self._with_arm[arm].append(bucket)
             self._choose(bucket)
@@ -244,32 +260,33 @@ class AdaptivePolicy:
             other, other_us = ALONE, outcome.device_us
             if self._host.is_hidden:
                 regime, us, other, other_us = other, other_us, regime, us
-            self._current(arm, other).add(batch.num_tokens, other_us)
-        estimate = self._current(arm, regime)
+            arm.estimate(other).add(batch.num_tokens, other_us)
+        estimate = arm.estimate(regime)
         if decision.reason == CALIBRATION:
             estimate.add(batch.num_tokens, us)
             estimate.last_step = self._step
             self._choose_later(arm)
-            return self._choose_next([])
+            return self._choose_next()
         expected = estimate.expect(batch.num_tokens)
         self._step = estimate.last_step = outcome.step or self._step + 1
-        self._learn(arm, regime, batch.num_tokens, us)
+        changed = self._learn(arm, regime, batch.num_tokens, us)
         if outcome.won:
-            self._note_regime(regime)
+            changed |= self._note_regime(regime)
             if bucket is not None and not decision.one_shot and outcome.host_us is not None:
-                self._note_host(bucket, batch.num_tokens, was_ahead)
+                changed |= self._note_host(bucket, batch.num_tokens, was_ahead)
+        self._calm = 0 if changed else self._calm + 1
         if bucket is None or not outcome.won:
             self._choose_later(arm)
-            return self._choose_next([])
-        self._by_use.pop(bucket, None)
-        self._by_use[bucket] = None
+            return self._choose_next()
+        self._by_use[bucket] = self._by_use.pop(bucket)
         self._to_choose.pop(bucket, None)
         self._account(bucket, outcome, arm, estimate, expected, us)
+        self.pace = self._next_pace(estimate)
         self._choose(bucket)
         updates = bucket.renew()
-        if self._to_choose:
-            return self._choose_next(updates)
-        return updates or self._probe(bucket, batch, arm) or bucket.drop_probes()
+        if not updates and not changed:
+            updates = self._probe(bucket, batch, arm)
+        return updates or bucket.drop_probes() or self._choose_next()
 
     def record(
         self,
@@ -419,12 +436,11 @@ class AdaptivePolicy:
         read = read_state(Path(check_path(path, "path")), self.fingerprint, self.history_size)
         for arm in self._arms.values():
             arm.estimates.clear()
-        self._shared.clear()
         for ident, regime, estimate in read:
             self._arm(ident).estimates[regime] = estimate
             if regime not in self._regimes:
                 self._regimes.append(regime)
-        self._to_choose = dict.fromkeys(self._buckets.values())
+        self._to_choose = self._by_use.copy()
         self._choose_all()
 
     def __repr__(self) -> str:
@@ -438,18 +454,9 @@ class AdaptivePolicy:
             arm = self._arms[ident] = Arm(ident, self.history_size)
         return arm
 
-    def _current(self, arm: Arm, regime: Regime) -> Estimate:
-        """Return the estimate of an arm, which follows the jumps that eager arms share."""
-        estimate = arm.estimate(regime)
-        if arm.is_eager:
-            estimate.follow(self._shared[regime])
-        return estimate
-
     def _known(self, bucket: Bucket) -> dict[Arm, Estimate]:
         """Return the known arms to compare, all of one regime: the current one if possible."""
         for regime in self._regimes:
-            if bucket.eager is not None and regime in bucket.eager.estimates:
-                bucket.eager.estimates[regime].follow(self._shared[regime])
             known = bucket.known(regime)
             if known:
                 return known
@@ -467,12 +474,13 @@ class AdaptivePolicy:
                 return arm.estimates[regime]
         return None
 
-    def _note_regime(self, regime: Regime) -> None:
-        """Follow the regime of most recent steps; if it changes, have all buckets chosen again."""
+    def _note_regime(self, regime: Regime) -> bool:
+        """Follow the regime of most recent steps; return whether it changed."""
         self._other_regime = 0 if regime == self._regimes[0] else self._other_regime + 1
         if self._other_regime < _REGIME_CHANGE:
-            return
+            return False
         self._lead(regime)
+        return True
 
     def _lead(self, regime: Regime) -> None:
         """Compare arms in a regime from now on."""
@@ -480,18 +488,20 @@ class AdaptivePolicy:
         self._other_regime = 0
         self._to_choose = self._by_use.copy()
 
-    def _note_host(self, bucket: Bucket, num_tokens: int, was_ahead: bool) -> None:
-        """Note whether the host is hidden; if that changes, compare arms in another regime."""
+    def _note_host(self, bucket: Bucket, num_tokens: int, was_ahead: bool) -> bool:
+        """Note whether the host is hidden; return whether that changed."""
         known = bucket.known(ALONE)
-        if not known:
-            return
+        if len(known) < max(2, len(bucket.known(BUSY))):
+            return False  # the arm of least device time may be one whose host time is never hidden
         arm = min(known, key=lambda one: known[one].log_us(num_tokens))
         device_us = math.exp(known[arm].log_us(num_tokens))
-        if self._host.add_step(device_us, is_eager=arm.is_eager, was_ahead=was_ahead):
-            self._lead(ALONE if self._host.is_hidden else BUSY)
+        if not self._host.add_step(device_us, is_eager=arm.is_eager, was_ahead=was_ahead):
+            return False
+        self._lead(ALONE if self._host.is_hidden else BUSY)
+        return True
 
-    def _learn(self, arm: Arm, regime: Regime, num_tokens: int, us: float) -> None:
-        """Add a sample; if it shows a change, have the buckets that it concerns chosen again."""
+    def _learn(self, arm: Arm, regime: Regime, num_tokens: int, us: float) -> bool:
+        """Add a sample; return whether it shows a change."""
         if regime not in self._regimes:
             self._regimes.append(regime)
         estimate = arm.estimate(regime)
@@ -499,9 +509,19 @@ class AdaptivePolicy:
         if jump:
             self._choose_later(arm)
         if not arm.is_eager:
-            return
-        if self._shared[regime].add(estimate, jump):
-            self._to_choose = self._by_use.copy()
+            return jump != 0.0
+        # A cause that slows eager in one bucket (a busier host, a lower clock) slows it in all.
+        # Small changes, within the noise assumed at first, concern only one band.
+        watch = self._eager_watches.setdefault(regime, Watch())
+        shared, count = watch.add(estimate.evidence(FIRST_NOISE), estimate.surprise)
+        if not count:
+            return jump != 0.0
+        for other in self._arms.values():
+            one = other.estimates.get(regime) if other.is_eager else None
+            if one is not None and (one is not estimate or not jump):
+                one.borrow(shared)
+        self._to_choose = self._by_use.copy()
+        return True
 
     # -- choosing -----------------------------------------------------------------------
 
@@ -510,23 +530,23 @@ class AdaptivePolicy:
         known, ledger = self._known(bucket), self.ledger
         base = known.get(bucket.base_arm)
         typical = 0.0 if base is None else base.expect(bucket.base_arm.size) or 0.0
-        room, horizon = ledger.allowance(typical), ledger.horizon()
+        room = ledger.allowance(typical)
+        if _at_risk_us(bucket) >= room:
+            room = 0.0
+        horizon = ledger.horizon()
         bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
 
     def _choose_later(self, arm: Arm) -> None:
         """Have all buckets with an arm chosen again."""
         self._to_choose.update(dict.fromkeys(self._with_arm[arm]))
 
-    def _choose_next(self, updates: list[CellUpdate]) -> list[CellUpdate]:
-        """Choose again in the next bucket; return the given updates, or else that of its cells."""
+    def _choose_next(self) -> list[CellUpdate]:
+        """Choose again in the next bucket; return the update that renews its cells, if any."""
         if not self._to_choose:
-            return updates
-        bucket = next(reversed(self._to_choose))
+            return []
+        bucket, _ = self._to_choose.popitem()
         self._choose(bucket)
-        if updates and bucket.stale:
-            return updates  # its cells have to wait
-        del self._to_choose[bucket]
-        return updates or bucket.renew()
+        return bucket.renew()
 
     def _choose_all(self) -> None:
         """Choose again in all buckets that are due; those with stale cells stay due."""
@@ -546,7 +566,7 @@ class AdaptivePolicy:
     ) -> None:
         """Add the steps that an outcome represents to the account against the base."""
         ledger, size, is_base = self.ledger, outcome.batch.num_tokens, arm is bucket.base_arm
-        steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot)
+        steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot, is_base=is_base)
         if outcome.decision.reason == PROBE:
             bucket.last_probe = self._step
         if is_base:
@@ -568,6 +588,19 @@ class AdaptivePolicy:
         ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 
+    def _next_pace(self, estimate: Estimate) -> int:
+        """Return the pace at which steps are to be measured from now on."""
+        ledger, plain = self.ledger, self.ledger.spacing / self.pace
+        if estimate.is_odd or plain < _WORTH_SAVING or not ledger.steps:
+            return 1  # after an unusual time, measure again soon
+        pace, mean_us = 1, ledger.base_us / ledger.steps
+        while pace < _SLOWEST_PACE and self._calm >= _CALM * pace:
+            risk_us = ledger.horizon(2 * pace * plain) * mean_us * (DRIFT - 1.0) * ledger.differing
+            if ledger.allowance(mean_us) < _AFFORDED * risk_us:
+                break
+            pace *= 2
+        return pace
+
     # -- probing ------------------------------------------------------------------------
 
     def _probe(self, bucket: Bucket, batch: Batch, ran: Arm) -> list[CellUpdate]:
@@ -584,16 +617,19 @@ class AdaptivePolicy:
         if ran is not current and tried is not None and tried.is_odd:
             return bucket.send_probe(batch, ran)  # after an unusual time, probe again at once
         account = self.ledger.allowance(now_us)
+        soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
         base = bucket.base_arm.estimates.get(regime)
         if base is not None and bucket.base_arm is not current:
-            # Probe the base before it may have become so much faster that the account is used up.
-            unnoticed_us = bucket.unproven_us + self.ledger.horizon() * now_us
-            if unnoticed_us * (1.0 - 1.0 / DRIFT) > account:
+            # Probe the base before the account is used up; the costlier the probe, the later.
+            behind = math.expm1(base.log_us(size) - now.log_us(size))
+            if soon > account * min(1.0, _PROOF_FROM + behind):
                 return bucket.send_probe(batch, bucket.base_arm)
         for arm in bucket.arms:
             if arm is current:
                 continue
             estimate = arm.estimates.get(regime)
+            if regime == ALONE and (estimate is None or not estimate.is_known):
+                estimate = arm.estimates.get(BUSY)  # its host time may never be hidden
             if estimate is None or not estimate.is_known:
                 if (_UNKNOWN_COST - 1.0) * now_us <= account:
                     return bucket.send_probe(batch, arm)
@@ -604,10 +640,18 @@ class AdaptivePolicy:
             if self._step - estimate.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue
             cost = PROBE_US + max(0.0, (estimate.expect(size) or 0.0) - now_us)
-            if cost <= self.ledger.probe_allowance():
+            limit = _COST_AT_ONCE * self.ledger.probe_allowance()
+            if estimate.is_borrowed:
+                limit = max(limit, _VERIFYING_COST * account)
+            if cost <= limit:
                 self.ledger.probes_us += cost
                 return bucket.send_probe(batch, arm)
         return []
+
+
+def _at_risk_us(bucket: Bucket) -> float:
+    """Return the loss that is unnoticed if the base became faster right after its last sample."""
+    return bucket.unproven_us * (1.0 - 1.0 / DRIFT)
 
 
 def _state_path(state: str | Path) -> Path:
