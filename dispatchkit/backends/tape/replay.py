@@ -24,7 +24,7 @@ class TensorFactory:
     """Creates tensors for references to recorded tensors.
 
     Args:
-        storages: Storage and offset in bytes by the identity of the recorded storage.
+        storages: For the id of each recorded storage, the storage to use and its offset in bytes.
     """
 
     def __init__(self, storages: dict[int, tuple[Any, int]]) -> None:

@@ -99,7 +99,7 @@ class InputPath:
         """Disable the node in later launches.
 
         Raises:
-            ReplayError: The node cannot be stopped, so a launch would read inputs of an earlier
+            ReplayError: The node cannot be disabled, so a launch would read inputs of an earlier
                 call.
         """
         if self.node is None or self.is_idle:

@@ -281,7 +281,7 @@ def test_check_mode_runs_both_ways_from_the_same_windows_and_states(name):
 
 @needs_one_cache
 def test_states_that_no_chunk_continues_are_found_where_logits_do_not_show_it(monkeypatch):
-    """In 16 bits, rounding differences are too large to tell."""
+    """In 16-bit dtypes, rounding differences are too large to tell."""
     monkeypatch.setattr(prompts, "is_close", lambda *given: True)
     model = tiny("MambaForCausalLM").to(torch.bfloat16)
     decoder = decoder_of(model, max_batch_size=4, prompt_sizes=(4, 16))

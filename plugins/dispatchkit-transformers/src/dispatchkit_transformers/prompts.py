@@ -225,8 +225,8 @@ def _continues(
     """Return whether a chunk's logits depend on each of its initial states.
 
     Some classes use states only for single tokens, and ignore them in longer calls. Comparing
-    logits with a tolerance does not detect this in 16 bits, but zeroing an ignored state changes no
-    bit.
+    logits with a tolerance does not detect this in 16-bit dtypes, but zeroing an ignored state
+    changes no bit.
 
     Args:
         memory: The cache.
