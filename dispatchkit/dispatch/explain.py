@@ -66,8 +66,8 @@ class Explanation:
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Error of the policy, if any. Explaining does not count it.
-        problem: Why the capture of the smallest graph that covers the batch failed, if this is the
-            cause of the decision.
+        problem: Why the smallest graph that covers the batch is outdated or its capture failed, if
+            this is the cause of the decision.
         cost: Cost of the step, if a cost model is given.
         times: Times that a runner measured for such steps; None if steps are not measured.
         axes: Bucket of each axis by name; None for a value outside all buckets.
@@ -121,8 +121,8 @@ class Explanation:
         reason = self.decision.reason
         if self.fault:
             return f"policy: {self.fault}"
-        if self.problem:
-            return f"state: the capture of its graph failed: {self.problem}"
+        if self.problem and self.decision.key is None:
+            return f"state: {self.problem}"
         if reason in _CAUSES:
             return _CAUSES[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
@@ -148,7 +148,7 @@ class Explanation:
 
         It is also empty if ``because`` contains the same information.
         """
-        reasons = (Reason.EMPTY_BATCH, Reason.ABOVE_LARGEST, Reason.NO_KEY)
+        reasons = (Reason.EMPTY_BATCH, Reason.MODE_NONE, Reason.ABOVE_LARGEST, Reason.NO_KEY)
         if self.candidates or self.decision.reason in reasons:
             return ""
         if self.batch.num_tokens <= self.largest:
@@ -278,9 +278,10 @@ def explain(
     member = f", member {policy}" if policy != dispatcher.policy_name else ""
     largest = max((key.num_tokens for key in dispatcher.registry), default=0)
     problem = ""
-    if decision.reason == Reason.CAPTURE_FAILED and candidates:
+    if decision.reason in _PROBLEMS and candidates:
         entry = dispatcher.registry.get(candidates[0].key)
-        problem = "unknown reason" if entry is None else entry.reason
+        known = "unknown reason" if entry is None else entry.reason
+        problem = f"{_PROBLEMS[decision.reason]}: {known}"
     return Explanation(
         batch,
         decision,
@@ -297,6 +298,12 @@ def explain(
     )
 
 
+# States of a key whose entry has a reason, which ``because`` appends.
+_PROBLEMS: Mapping[str, str] = {
+    Reason.CAPTURE_FAILED: "the capture of its graph failed",
+    Reason.STALE: "its graph is outdated",
+}
+
 # Causes of the reasons that a policy does not choose itself.
 _CAUSES: Mapping[str, str] = {
     Reason.EMPTY_BATCH: "constraint: a batch without tokens needs no graph",
@@ -305,7 +312,6 @@ _CAUSES: Mapping[str, str] = {
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
     Reason.NOT_CAPTURED: "state: its graph is declared but not captured yet",
     Reason.EVICTED: "state: its graph was evicted to stay within the budget",
-    Reason.STALE: "state: its graph reads memory that was replaced after its capture",
     Reason.DISABLED: "state: its graph or runtime mode is disabled",
     Reason.TOO_MANY_REQS: "constraint: the batch has more requests than its graph was captured for",
     Reason.OUTSIDE_AXIS: "constraint: the value of an axis is outside all buckets",

@@ -476,7 +476,7 @@ class Controls:
         if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             yield "Replays check values in turn, so a change may be detected several steps later."
         if decision.reason in NEXT_STEPS:
-            yield NEXT_STEPS[decision.reason]
+            yield lifecycle.next_step(decision.reason)
         config = self._first.dispatcher.config
         may_split = self._first.spec.options.rows_independent
         if self._pads_draws(decision.key, num_tokens):

@@ -10,6 +10,7 @@ import pytest
 from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Reason, StepCost, explain
 from dispatchkit.dispatch.explain import Candidate, MeasuredTime
 from dispatchkit.keys import Batch, BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.testing import OneBucketPolicy
 
 KEY = GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(8))
 LARGER = GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(16))
@@ -36,6 +37,11 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
     assert f"   measured here: {one}; {more}" in lines
     assert "measured here: no such step has been timed yet" in str(attrs.evolve(EAGER, times=()))
     assert "measured here" not in str(EAGER)
+
+
+def test_a_mode_without_graphs_is_the_only_cause():
+    none = Dispatcher(OneBucketPolicy(), DispatchConfig(mode="NONE", sizes=[8]))
+    assert str(explain(none, 3)).count("graph") == 0
 
 
 @pytest.mark.parametrize(("largest", "above"), [(7, True), (8, False), (9, False)])

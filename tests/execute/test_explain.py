@@ -132,6 +132,19 @@ def test_a_step_does_what_was_predicted(change, expected, is_strict):
         assert found == expected
 
 
+def test_a_stale_graph_is_explained_by_what_was_replaced():
+    module = Scaled()
+    runner = runner_of(module)
+    module.weight = torch.nn.Parameter(torch.randn(4, 4))
+    assert next_step(runner, 3) == "weights_replaced"
+    assert next_step(runner, 3) == "stale"
+    because = runner.explain(3).because
+    assert because.startswith("state: its graph is outdated: ")
+    assert "weight" in because
+    runner.invalidate("new adapters")
+    assert predicted(runner, 3) == "stale"
+
+
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_batches_above_the_largest_size(is_limited):
     runner = runner_of(Scaled(), max_num_tokens=4 if is_limited else None)

@@ -115,6 +115,9 @@ def test_limit_of_a_session_skips_the_rest(make_runner, wide, backend, keys):
     assert set(report.skipped) == {keys.full(1), keys.full(2)}
     assert all("max_graphs is 2" in why for why in report.skipped.values())
     assert backend.most_live == 2
+    with pytest.warns(EagerStepWarning, match="max_graphs is reached"):
+        runner(rows_of(1))
+    assert "max_graphs is reached" in runner.explain(1).note
 
 
 def test_no_graphs_at_all(make_runner, wide, quiet):

@@ -32,7 +32,7 @@ from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import LongPause, Pacer, PoolMember
 from dispatchkit.execute.step.python_state import Entry
-from dispatchkit.execute.step.reasons import REPLACED
+from dispatchkit.execute.step.reasons import MAX_GRAPHS_REACHED, NEXT_STEPS, REPLACED
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
@@ -142,6 +142,12 @@ class Lifecycle:
         """Return why a key has no graph, as ``reason: details``; empty if unknown."""
         entry = self._registry.get(key)
         return "" if entry is None else entry.reason
+
+    def next_step(self, reason: str) -> str:
+        """Return the next step for a downgrade."""
+        if reason == Reason.NOT_CAPTURED and not self._budget.has_slot():
+            return MAX_GRAPHS_REACHED
+        return NEXT_STEPS[reason]
 
     # -- sessions -----------------------------------------------------------------------
 

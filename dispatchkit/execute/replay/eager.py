@@ -204,7 +204,7 @@ class EagerRunner:
             return found
         if what == REPLACED and reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             return f"{found} differs from the capture. {NEXT_STEPS[reason]}"
-        return NEXT_STEPS[reason]
+        return self._lifecycle.next_step(reason)
 
     def warn_of_padded_draws(self, key: GraphKey, num_tokens: int) -> None:
         """Warn once that a step that draws random numbers is padded."""

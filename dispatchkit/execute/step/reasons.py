@@ -63,7 +63,9 @@ NEXT_STEPS: Mapping[str, str] = {
         "Change the mode or the capture sizes, which declare no graph for this kind of batch."
     ),
     Reason.NOT_CAPTURED: "Call runner.capture(), or create the runner with lazy=True.",
-    Reason.CAPTURE_FAILED: "print(runner) shows why the capture failed.",
+    Reason.CAPTURE_FAILED: (
+        "print(runner) shows why the capture failed. Fix it, then call runner.capture(again=True)."
+    ),
     Reason.EVICTED: (
         "Call runner.capture() to capture the graph again, within max_graphs and max_bytes."
     ),
@@ -122,6 +124,13 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.TRAINING_MODE: f"The training mode of a module was changed. {_RECAPTURE}",
     Reason.MOVED_MODULE: f"A module was moved, or its dtype changed. {_RECAPTURE}",
 }
+
+
+#: Next step for ``not_captured`` if the budget has no space for another graph.
+MAX_GRAPHS_REACHED = (
+    "runner.capture() skips it, because max_graphs is reached. Increase max_graphs, or create the "
+    "runner with lazy=True, which evicts other graphs."
+)
 
 
 class PaddedDrawsWarning(RuntimeWarning):
