@@ -51,7 +51,7 @@ class Reason(enum.StrEnum):
     AUTOCAST = "autocast"
     #: The training flag of a module of the step changed since the capture.
     TRAINING_MODE = "training_mode"
-    #: A module of the step was moved or converted to another dtype since the capture.
+    #: A module of the step was moved or converted to a different dtype since the capture.
     MOVED_MODULE = "moved_module"
     #: Each call of the step changes Python state, which a replay would not change.
     PYTHON_STATE = "python_state"

@@ -133,7 +133,7 @@ def check_instance(value: Any, kind: type[_T], setting: str, hint: str = "") -> 
         hint: Next step, for the error message.
 
     Raises:
-        ConfigError: The object has another type.
+        ConfigError: The object has the wrong type.
     """
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"

@@ -391,7 +391,7 @@ class GraphedCalls:
                 return derived
             with self._lock:
                 dims = self._dims[kind] = derived
-                self._cache.clear()  # earlier calls may now have another form
+                self._cache.clear()  # earlier calls may now have a different form
             rows = next(
                 one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
             )

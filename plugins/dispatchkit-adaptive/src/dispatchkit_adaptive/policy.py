@@ -430,8 +430,8 @@ class AdaptivePolicy:
 
         Raises:
             ConfigError: ``path`` is not a path.
-            StateError: The file cannot be read, is incomplete or not a state file, or has another
-                version or fingerprint. What was learned is kept.
+            StateError: The file cannot be read, is incomplete or not a state file, or has a
+                different version or fingerprint. What was learned is kept.
         """
         read = read_state(Path(check_path(path, "path")), self.fingerprint, self.history_size)
         for arm in self._arms.values():

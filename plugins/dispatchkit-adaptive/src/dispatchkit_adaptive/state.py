@@ -68,7 +68,7 @@ def read_state(
     """Return the estimates stored in a file, each with its arm and regime.
 
     Raises:
-        StateError: It cannot be read, is incomplete or not a state file, or has another version
+        StateError: It cannot be read, is incomplete or not a state file, or has a different version
             or fingerprint.
     """
     try:

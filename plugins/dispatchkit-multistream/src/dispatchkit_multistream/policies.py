@@ -35,7 +35,7 @@ class LeastLoaded:
         by: Unit of work, ``tokens`` or ``steps``.
 
     Raises:
-        ConfigError: ``by`` has another value.
+        ConfigError: ``by`` is not one of these.
     """
 
     name = "least-loaded"

@@ -95,7 +95,7 @@ def check_trace(trace: Any) -> StepTrace:
     """Validate steps that were read from a trace, and return them.
 
     Raises:
-        ConfigError: The value is of another type, such as a path.
+        ConfigError: The value has the wrong type; for example, it is a path.
     """
     hint = "Read a file with dispatchkit_plan.read_steps(path)."
     return check_instance(trace, StepTrace, "trace", hint)
@@ -105,7 +105,7 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
     """Return a trace or histogram as arrays, excluding steps without tokens.
 
     Raises:
-        ConfigError: The value is of another type, such as a path.
+        ConfigError: The value has the wrong type; for example, it is a path.
         TraceError: No step has tokens.
     """
     if isinstance(data, Workload):

@@ -155,7 +155,8 @@ def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: An option is not supported.
-        InputError: The prompts are not a tensor of tokens (B, T), or their mask has another shape.
+        InputError: The prompts are not a tensor of tokens (B, T), or their mask has a different
+            shape.
     """
     prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if prompts is not None and model.main_input_name == "input_ids":
@@ -453,7 +454,7 @@ def check_mask(attention_mask: Any, input_ids: torch.Tensor) -> None:
     """Check that an attention mask has the shape of its prompts.
 
     Raises:
-        InputError: It has another shape, or is not a tensor.
+        InputError: It has a different shape, or is not a tensor.
     """
     shape = getattr(attention_mask, "shape", None)
     if shape != input_ids.shape:

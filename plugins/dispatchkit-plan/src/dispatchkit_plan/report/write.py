@@ -27,7 +27,7 @@ def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) 
     """Return the report of an account, live statistics or simulations.
 
     Raises:
-        ConfigError: The source has another type.
+        ConfigError: The source has the wrong type.
     """
     if isinstance(source, Report):
         return source

@@ -46,7 +46,7 @@ def read_workload(
         max_bytes: Maximum number of bytes of text to read, after decompression.
 
     Raises:
-        TraceError: The file has another format, or is damaged.
+        TraceError: The file has an unknown format, or is damaged.
     """
     name = trace_name(path) if name is None else name
     blocks = iter(iter_line_blocks(path, max_bytes=max_bytes, name=name))

@@ -436,7 +436,7 @@ class _Cache:
 
 
 class StreamDispatcher(CudagraphDispatcher):
-    """A dispatcher of several streams, which runs batches of a key always on the same stream.
+    """A dispatcher with several streams, which runs all batches of a key on the same stream.
 
     The lane policy ``by-key`` of dispatchkit-multistream chooses the stream. A batch waits for
     earlier work on the caller's stream. To wait for batches, call ``wait`` or ``synchronize``.
