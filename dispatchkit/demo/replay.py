@@ -235,7 +235,7 @@ def make_runner(
                 name,
                 limit,
                 f"at least {needed}, the largest in the demo's steps",
-                "Or run fewer steps.",
+                "Increase it, or run fewer steps.",
             )
     policy = settings["policy"]
     return GraphRunner(

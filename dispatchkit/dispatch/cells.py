@@ -37,7 +37,10 @@ def cell_of_call(
     which = "max_num_seqs" if most == config.max_num_seqs else "the number of tokens"
     variants = ("max_loras", _MORE_LORAS)
     if config.axes:
-        variants = ("of the configured axes", "Pass the result of DispatchConfig.variant().")
+        variants = (
+            "the variants of the configured axes",
+            "Pass the result of DispatchConfig.variant().",
+        )
     for field, value, limit, limit_name, hint in (
         ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _MORE_TOKENS),
         ("loras", loras, config.variants.count - 1, *variants),

@@ -19,7 +19,9 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
         how = " Use Decision.replay(key)." if isinstance(answer, GraphKey) else ""
         return f"returned {answer!r}; return a Decision or None.{how}"
     if not answer.reason:
-        return f"returned {answer!r} without a reason; give one, by which steps are counted."
+        return (
+            f"returned {answer!r} without a reason; give one, because steps are counted by reason."
+        )
     if answer.parts:
         return _broken_by_split(answer, batch, graphs)
     key = answer.key

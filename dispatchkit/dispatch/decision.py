@@ -87,7 +87,9 @@ class Reason(enum.StrEnum):
 
 def _check_reason(reason: Any) -> str:
     if not isinstance(reason, str) or not reason:
-        raise DescriptorError("reason", reason, "a non-empty string, by which steps are counted")
+        raise DescriptorError(
+            "reason", reason, "a non-empty string, because steps are counted by reason"
+        )
     return str(reason)
 
 

@@ -364,7 +364,9 @@ class Controls:
         """
         given: Any = reason
         if not isinstance(given, str) or not given:
-            raise ConfigError("reason", given, "a nonempty string, under which steps are counted")
+            raise ConfigError(
+                "reason", given, "a non-empty string, because steps are counted by reason"
+            )
         with self._lock:
             self._turns.wait()
             return sum(member.lifecycle.invalidate(reason) for member in self._executors)

@@ -432,5 +432,5 @@ def padded_size(table: tuple[int, ...], num_tokens: int) -> int:
         DescriptorError: The batch is negative or above the largest size.
     """
     if not 0 <= num_tokens < len(table):
-        raise DescriptorError("num_tokens", num_tokens, f"0..{len(table) - 1}")
+        raise DescriptorError("num_tokens", num_tokens, f"from 0 to {len(table) - 1}")
     return table[num_tokens]

@@ -323,7 +323,7 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
     most = 1 if column == "uniform_decode" else MAX_COUNT
     if not 0 <= number <= most:
         shown = number if abs(number) < 10**30 else "a number of more than 30 digits"
-        raise TraceError(name, line, f"{column} must be 0 to {most}, got {shown}.")
+        raise TraceError(name, line, f"{column} must be from 0 to {most}, got {shown}.")
     return number
 
 

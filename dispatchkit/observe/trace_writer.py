@@ -286,10 +286,12 @@ class _Rows:
         for problem in contradictions(row):
             raise TraceError(self._path, None, problem)
         if num_axes is not None and num_axes != len(step.axes):
-            differ = ", ".join(sorted(step.axes))
-            raise TraceError(
-                self._path, None, f"a step has axes that differ from the first step's: {differ}."
+            first = (c.removeprefix(AXIS_PREFIX) for c in header if c.startswith(AXIS_PREFIX))
+            problem = (
+                f"all steps must have the axes of the first step ({', '.join(first) or 'none'}), "
+                f"got one with {', '.join(sorted(step.axes)) or 'none'}. Write it to another trace."
             )
+            raise TraceError(self._path, None, problem)
         self._header, self._num_axes = header, num_axes
         begin = "" if self._has_begun else self._first_line(header)
         self._has_begun = True

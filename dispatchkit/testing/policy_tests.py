@@ -132,7 +132,7 @@ class PolicyTests(CaseRunner):
             decision = case.decide(batch)
             mode = RuntimeMode.NONE if decision.key is None else decision.key.mode
             if decision.mode is not mode:
-                case.fail(f"answered mode {decision.mode} with key {decision.key}", batch)
+                case.fail(f"returned mode {decision.mode} with key {decision.key}", batch)
             if before != dict(case.registry.entries):
                 case.fail("decide changed the registry", batch)
 
@@ -231,17 +231,19 @@ class PolicyTests(CaseRunner):
             fits = next(case.admissible(batch), None)
             known = {case.graphs.why_not(key) for key in case.keys}
             if not reason or reason == Reason.HIT:
-                case.fail(f"answered eager with the reason {reason!r}", batch)
+                case.fail(
+                    f"returned eager with the reason {reason!r}; say why no graph runs", batch
+                )
             if reason == Reason.ABOVE_LARGEST and fits is not None:
-                case.fail(f"answered eager ({reason}), although {fits} is ready and fits", batch)
+                case.fail(f"returned eager ({reason}), although {fits} is ready and fits", batch)
             if reason == Reason.EMPTY_BATCH:
-                case.fail(f"answered eager ({reason}) for {batch.num_tokens} tokens", batch)
+                case.fail(f"returned eager ({reason}) for {batch.num_tokens} tokens", batch)
             graph_states = (
                 *(Reason.NOT_CAPTURED, Reason.CAPTURE_FAILED, Reason.EVICTED),
                 *(Reason.STALE, Reason.DISABLED),
             )
             if reason in graph_states and reason not in known:
-                case.fail(f"answered eager ({reason}), but no graph is in this state", batch)
+                case.fail(f"returned eager ({reason}), but no graph is in this state", batch)
 
     @for_all_cases()
     def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
@@ -308,7 +310,7 @@ class PolicyTests(CaseRunner):
         first = [case.decide(batch) for batch in batches]
         for batch, before in zip(reversed(batches), reversed(first), strict=True):
             if (now := case.decide(batch)) != before:
-                case.fail(f"answered {before}, then {now}", batch)
+                case.fail(f"returned {before}, then {now}", batch)
 
     @for_all_cases()
     def test_same_history_same_decision(self, case: Case) -> None:
@@ -322,7 +324,7 @@ class PolicyTests(CaseRunner):
         for batch in case.batches():
             mine, theirs = case.decide(batch), case.decide(batch, other)
             if mine != theirs:
-                case.fail(f"answered {mine}, but a fresh policy answered {theirs}", batch)
+                case.fail(f"returned {mine}, but a fresh policy returned {theirs}", batch)
 
     @for_all_cases()
     def test_number_of_requests_only_bounds(self, case: Case) -> None:
@@ -343,7 +345,7 @@ class PolicyTests(CaseRunner):
                 known = case.decide(attrs.evolve(batch, num_reqs=num_reqs))
                 if known.key != unknown.key:
                     case.fail(
-                        f"answered {unknown} for an unknown number of requests (valid for up to "
+                        f"returned {unknown} for an unknown number of requests (valid for up to "
                         f"{limit}), but {known} for {num_reqs}",
                         batch,
                     )
@@ -370,7 +372,7 @@ class PolicyTests(CaseRunner):
                 after = case.decide(batch)
                 if change is not None and before.key != after.key:
                     what = f"{change.key} was {change.kind}"
-                    case.fail(f"answered {before}, but {after} after {what}", batch)
+                    case.fail(f"returned {before}, but {after} after {what}", batch)
 
     @for_all_cases(share=0.5)
     def test_table_follows_captures_evictions_and_failures(self, case: Case) -> None:
@@ -417,7 +419,7 @@ class PolicyTests(CaseRunner):
             if why is not None:
                 case.fail(f"the table serves {key}, which cannot run: {why}", batch)
         if (served.key, served.parts) != (anew.key, anew.parts):
-            case.fail(f"the table serves {served}, but the policy now answers {anew}", batch)
+            case.fail(f"the table serves {served}, but the policy now returns {anew}", batch)
 
     # -- learning policies ----------------------------------------------------------------
 
@@ -456,9 +458,11 @@ class PolicyTests(CaseRunner):
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, twin)
             if mine != theirs:
-                case.fail(f"a failed step's time changed what is learned: {mine}, {theirs}")
+                case.fail(
+                    f"the time of a failed step changed what the policy learned: {mine}, {theirs}"
+                )
             if case.decide(outcome.batch) != case.decide(outcome.batch, other):
-                case.fail("a failed step's time changed what is decided", outcome.batch)
+                case.fail("the time of a failed step changed a decision", outcome.batch)
 
     @for_all_cases(learning=True)
     def test_same_outcomes_same_updates(self, case: Case) -> None:
@@ -609,7 +613,7 @@ class PolicyTests(CaseRunner):
         for batch, before in zip(reversed(batches), reversed(answers), strict=True):
             for who, policy in (("later", case.policy), ("a fresh policy", fresh)):
                 if (now := case.decide(batch, policy)) != before:
-                    case.fail(f"answered {before}, but {who} answered {now}", batch)
+                    case.fail(f"returned {before}, but {who} returned {now}", batch)
 
     def test_trait_stateless_in_another_process(self) -> None:
         """Processes with other hash seeds make the same decisions.
@@ -624,7 +628,7 @@ class PolicyTests(CaseRunner):
         for here, there in zip(first, second, strict=True):
             if here != there:
                 raise AssertionError(
-                    f"Two processes with different hash seeds answered {here} and {there}"
+                    f"Two processes with different hash seeds returned {here} and {there}"
                 )
 
     @for_all_cases(trait="all_keys_reachable", all_captured=True, share=0.3)

@@ -293,7 +293,7 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
         (lambda: runner.capture(progress=3), "progress must be True, False or a function, got 3"),
         (lambda: runner.capture(again="x"), "again must be True or False"),
         (lambda: runner.freeze(strict="x"), "strict must be True or False"),
-        (lambda: runner.invalidate(3), "reason must be a nonempty string"),
+        (lambda: runner.invalidate(3), "reason must be a non-empty string"),
         (lambda: runner.controls.set_enabled("x"), "enabled must be True or False"),
         (lambda: runner.controls.set_enabled(True, key=3), r"a GraphKey, got 3\. list\("),
         (lambda: runner.controls.has([]), r"key must be a GraphKey, got \[\]"),

@@ -121,7 +121,7 @@ class TwoKeyFunctionsPolicy(SmallestPolicy):
         return Decision.replay(changed(answer.key, num_reqs=None))
 
 
-@planted("same batch same decision", r"answered .*, then ")
+@planted("same batch same decision", r"returned .*, then ")
 class AlternatesPolicy(LargestPolicy):
     """Alternates between replay and eager, so that both get samples."""
 
@@ -136,7 +136,7 @@ class AlternatesPolicy(LargestPolicy):
         return usual.decide(batch, graphs) if usual else Decision.eager("exploring")
 
 
-@planted("same history same decision", r"but a fresh policy answered")
+@planted("same history same decision", r"but a fresh policy returned")
 class OwnChancePolicy(SmallestPolicy):
     """Starts differently in each object."""
 
@@ -152,7 +152,7 @@ class OwnChancePolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("trait stateless in another process", r"different hash seeds answered")
+@planted("trait stateless in another process", r"different hash seeds returned")
 class HashOrderPolicy(SmallestPolicy):
     """Declares in the order of a set of names."""
 
@@ -293,7 +293,7 @@ class RequestsDecidePolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("answers depend only on graphs that could serve", r"answered .*, but .* after .* was")
+@planted("answers depend only on graphs that could serve", r"returned .*, but .* after .* was")
 class WaitsForAllPolicy(SmallestPolicy):
     """Uses no graph until nearly all are captured."""
 
@@ -316,7 +316,7 @@ class RemembersWhatWasReadyPolicy(SmallestPolicy):
         return self.cache[batch]
 
 
-@planted("failures teach nothing about latency", r"a failed step's time changed")
+@planted("failures teach nothing about latency", r"the time of a failed step changed")
 class LearnsFromFailuresPolicy(CountingPolicy):
     """Treats the time of a failed replay as a measurement."""
 
@@ -418,7 +418,7 @@ class MisspeltTraitPolicy(SmallestPolicy):
     traits = ("stateles",)
 
 
-@planted("trait stateless", r"answered .*, but later")
+@planted("trait stateless", r"returned .*, but later")
 class ClaimsStatelessPolicy(CountingPolicy):
     """Learns, but claims to be stateless."""
 

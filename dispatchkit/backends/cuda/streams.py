@@ -129,7 +129,9 @@ class CudaEvent:
             ReplayError: An event is not recorded or not done.
         """
         if not (self._timing and end._timing):
-            raise ConfigError("timing", False, "True for events whose time is read")
+            raise ConfigError(
+                "timing", False, "True for both events", "Create them with new_event(timing=True)."
+            )
         if not (self._recorded and end._recorded and self.query() and end.query()):
             raise ReplayError(
                 "The time between two events was read before both were recorded and done. Call "

@@ -263,7 +263,9 @@ class TapeEvent:
             ReplayError: An event is not recorded or not done.
         """
         if not (self._timing and end._timing):
-            raise ConfigError("timing", False, "True for events whose time is read")
+            raise ConfigError(
+                "timing", False, "True for both events", "Create them with new_event(timing=True)."
+            )
         first, last = self._mark, end._mark
         if first is None or last is None or not (first.done and last.done):
             raise ReplayError(

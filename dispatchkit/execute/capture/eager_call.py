@@ -138,8 +138,10 @@ class EagerCall:
         else:
             leaves, structure = flatten(value)
             if structure != self.structure:
-                problem = f"{len(results)} values in the capture, {len(leaves)} now"
-                raise DifferentResultError(self.line, problem + ", or in a different structure")
+                problem = "the same number of values, in a different structure"
+                if len(leaves) != len(results):
+                    problem = f"{len(results)} values in the capture, {len(leaves)} now"
+                raise DifferentResultError(self.line, problem)
         copies = []
         for number, (result, leaf) in enumerate(zip(results, leaves, strict=True)):
             if problem := result.difference(leaf):

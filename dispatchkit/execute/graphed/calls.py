@@ -484,7 +484,7 @@ class GraphedCalls:
         if isinstance(found, str):
             raise InputError(
                 found,
-                f"This call has no graphs, reason {found}. Call the function directly to run "
+                f"This call has no graphs (reason: {found}). Call the function directly to run "
                 "it eager.",
             )
         return found
@@ -555,7 +555,7 @@ class GraphedCalls:
         self._plain[reason] += 1
         name = reason, getattr(self.module, "training", False)
         if reason not in _SILENT and self._once.first(name):
-            self._warn(f"Calls run without graphs, reason {reason}. {self._next_step(reason)}")
+            self._warn(f"Calls run without graphs (reason: {reason}). {self._next_step(reason)}")
         return self.target(*args, **kwargs)
 
     def _next_step(self, reason: str) -> str:
@@ -600,7 +600,7 @@ class GraphedCalls:
         self._plain[Reason.GRADIENTS] += 1
         if self._once.first("held weights"):
             self._warn(
-                "Calls run without graphs, reason gradients. The function holds weights that "
+                "Calls run without graphs (reason: gradients). The function holds weights that "
                 "require gradients, so its results require gradients too. If they are not needed, "
                 "call the function under torch.no_grad()."
             )

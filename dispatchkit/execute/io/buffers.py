@@ -98,7 +98,9 @@ class InputBuffers:
         """
         if not 0 <= num_rows <= self.num_rows:
             raise ConfigError(
-                "num_rows", num_rows, f"0..{self.num_rows}, the number of rows of the buffers"
+                "num_rows",
+                num_rows,
+                f"from 0 to {self.num_rows}, the number of rows of the buffers",
             )
         views = list(self.tensors)
         for index, dim in self.inputs.batched:

@@ -107,7 +107,8 @@ class InputPath:
         code = self.node.stop()
         if code:
             raise ReplayError(
-                f"Disabling the copy node at the beginning of a graph failed: CUDA error {code}."
+                f"Disabling the copy node of a graph failed with CUDA error {code}. Earlier "
+                "work on the device may have failed; CUDA_LAUNCH_BLOCKING=1 helps to find it."
             )
         self.is_idle = True
 
@@ -115,7 +116,10 @@ class InputPath:
         """Record that setting the node failed, and warn the first time."""
         if not self.node_problem:
             self.node_problem = f"the copy node failed with CUDA error {code}"
-            _logger.warning("Inputs of a graph are copied by torch, because %s.", self.node_problem)
+            _logger.warning(
+                "Inputs of a graph are copied by torch from now on, which is slower: %s.",
+                self.node_problem,
+            )
 
     def __str__(self) -> str:
         problem = self.why_copied or self.node_problem

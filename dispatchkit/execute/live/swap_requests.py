@@ -212,6 +212,6 @@ def no_change_error() -> ConfigError:
     return ConfigError(
         "swap",
         "no change",
-        "a request that changes a setting",
+        "a change of at least one setting",
         "Pass a setting whose value differs from the current one.",
     )

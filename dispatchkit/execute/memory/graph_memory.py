@@ -355,7 +355,7 @@ class MemoryGroup:
     @name.validator
     def _check_name(self, _: Any, value: Any) -> None:
         if not isinstance(value, str) or not value:
-            raise ConfigError("group", value, "a nonempty string")
+            raise ConfigError("group", value, "a non-empty string")
 
     @classmethod
     def of(cls, given: Any) -> MemoryGroup | None:

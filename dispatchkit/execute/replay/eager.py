@@ -183,7 +183,7 @@ class EagerRunner:
                 nearest=nearest,
             )
         warn_at_call(
-            f"Steps run eager, reason {reason}; the first had {what}. {have} "
+            f"Steps run eager (reason: {reason}); the first had {what}. {have} "
             "Warned once; runner.stats() counts them, print(runner) shows them for each graph.",
             EagerStepWarning,
         )

@@ -89,7 +89,7 @@ def test_uniform_is_not_guessed_without_the_mode(tmp_path):
             "paddings",
         ),
         ("| FULL         | 31    |", "| HALF         | 31    |", 11, "runtime mode must be"),
-        ("| 31    |", "| -31    |", 11, "count must be 0 to"),
+        ("| 31    |", "| -31    |", 11, "count must be from 0 to"),
         ("| 31    |", "| many    |", 11, "count must be an integer"),
         ("| FULL         | 31    |", "| FULL         |", 11, "4 cells"),
         ("Unpadded Tokens | Padded", "Unpaded Token | Padded", 9, "the columns of vLLM are"),
@@ -128,7 +128,7 @@ def test_histograms_add_up(tmp_path):
         ("size\n1\n", 1, "needs `count`"),
         ("size,num_tokens,count\n1,1,2\n", 1, "one of num_tokens, size"),
         ("size,count\n1\n", 2, "truncated"),
-        ("size,count\n1,-2\n", 2, "count must be 0 to"),
+        ("size,count\n1,-2\n", 2, "count must be from 0 to"),
         ("size,count\n1,1e3\n", 2, "count must be an integer"),
         ("size,count,uniform_decode\n1,1,7\n", 2, "uniform_decode must be 0 or 1"),
     ],
@@ -167,7 +167,7 @@ def test_a_file_is_told_apart_by_its_content(tmp_path):
 def test_a_count_of_hundreds_of_digits_is_named_and_no_overflow(tmp_path):
     path = tmp_path / "sizes.csv"
     path.write_text("size,count\n4," + "1" * 400 + "\n")
-    with pytest.raises(TraceError, match=r"line 2: count must be 0 to \d+, got 1{40}\.\.\."):
+    with pytest.raises(TraceError, match=r"line 2: count must be from 0 to \d+, got 1{40}\.\.\."):
         read_histogram(path)
 
 

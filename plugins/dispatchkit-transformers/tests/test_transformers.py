@@ -712,7 +712,10 @@ def window_by_length():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (without_layers, "one that accepts cache or past_key_values or cache_params"),
+        (
+            without_layers,
+            "a transformers model that accepts cache or past_key_values or cache_params",
+        ),
         (sparse, "DynamicIndexedLayer"),
         (window_by_length, "steps on a static cache, with rows at different positions"),
         (lambda: torch.nn.Linear(2, 2), "a transformers model that can generate text"),

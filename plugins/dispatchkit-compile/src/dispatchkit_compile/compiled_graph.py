@@ -149,7 +149,7 @@ class CompiledGraph:
         """Run the Dynamo graph eager and count the step; warn once for each reason."""
         if self.options.options.strict or self._once.first(reason):
             next_step = _NEXT_STEPS.get(reason, "")
-            text = f"{self.name} runs eager, reason {reason}"
+            text = f"{self.name} runs eager (reason: {reason})"
             text = f"{text}{f': {why}' if why else ''}. {next_step}".strip()
             if self.options.options.strict:
                 raise NoGraphError(text, reason=reason)

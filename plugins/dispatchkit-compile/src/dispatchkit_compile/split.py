@@ -81,7 +81,7 @@ def split_module(
     rules = SplitRules(at)
     if not isinstance(example, Mapping):
         hint = "Write {'x': torch.zeros(4, 16)}, for example."
-        raise ConfigError("example", example, "a dict of tensors by the names of the inputs", hint)
+        raise ConfigError("example", example, "a dict of tensors by input name", hint)
     given = dict(example)
     tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
     specs = {name: one for name, one in given.items() if isinstance(one, StaticInput)}

@@ -112,6 +112,9 @@ def _prices(
         return np.full(len(candidates), float(flat))
     if curve is None:
         raise ConfigError(
-            per, None, f"given with {setting}", "Or use a calibrated cost model that includes it."
+            per,
+            None,
+            f"given with {setting}",
+            "A calibrated cost model that includes it also works.",
         )
     return np.array([curve(int(size)) * scale for size in candidates])

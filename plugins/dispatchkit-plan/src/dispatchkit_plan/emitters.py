@@ -151,7 +151,7 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         means="tokens of a step of any kind",
         notes=tuple(notes),
         source="docs.vllm.ai, api/vllm/config/compilation: CompilationConfig."
-        "cudagraph_capture_sizes (0.11 to 0.19 read)",
+        "cudagraph_capture_sizes (0.11 to 0.19)",
     )
 
 
@@ -213,7 +213,7 @@ def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
                 "largest size."
             ),
         ),
-        source="nvidia.github.io/TensorRT-LLM, llm-api/reference/DecodeCudaGraphConfig (1.3 read)",
+        source="nvidia.github.io/TensorRT-LLM, llm-api/reference/DecodeCudaGraphConfig (1.3)",
     )
 
 

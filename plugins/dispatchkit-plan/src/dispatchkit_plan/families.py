@@ -117,7 +117,7 @@ class JointCurve:
             raise ConfigError(
                 "graphs",
                 num_graphs,
-                f"{self.fewest} to {len(self.choices) - 1} when planning by kind of step",
+                f"from {self.fewest} to {len(self.choices) - 1} when planning by kind of step",
                 "Each kind of step needs at least its largest size.",
             )
         return [(g.uniform, g.loras, g.curve.sizes(count)) for g, count in chosen]

@@ -359,8 +359,8 @@ class _GridPlanner:
         if len(self.fit) >= 1000:
             return []
         short = (
-            f"The trace is short: {len(self.fit)} steps within the limits to plan on, fewer than "
-            "1000. Record a longer trace before you rely on the plan."
+            f"The trace is short: {len(self.fit)} steps within the limits, fewer than 1000. Record "
+            "a longer trace before you rely on the plan."
         )
         return [short]
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from dispatchkit.errors import ConfigError, counted
+from dispatchkit.errors import ConfigError
 
 from dispatchkit_plan.objective import Objective
 from dispatchkit_plan.optimal import FloatArray, IntArray, size_curve
@@ -165,8 +165,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
             FALLBACK_HEDGE,
             validated=False,
             reason=(
-                f"{counted(len(steps), 'step')} cannot validate a hedge, which needs "
-                f"{MIN_VALIDATION_STEPS}; the default hedge is used."
+                f"Validating a hedge takes {MIN_VALIDATION_STEPS} steps, but there are only "
+                f"{len(steps)}; the default hedge is used."
             ),
         )
     top = int(candidates[-1])

@@ -90,8 +90,8 @@ class MemoryForecast:
             )
         )
         return (
-            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), and for "
-            f"the driver {driver} MiB (up to {driver_high})"
+            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), plus "
+            f"{driver} MiB for the driver (up to {driver_high})"
         )
 
 

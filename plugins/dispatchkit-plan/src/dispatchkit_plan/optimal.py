@@ -148,7 +148,9 @@ def size_curve(
     """
     count = len(candidates)
     if not 1 <= max_sizes <= count:
-        raise ConfigError("max_sizes", max_sizes, f"1 to {count}, the number of candidate sizes")
+        raise ConfigError(
+            "max_sizes", max_sizes, f"from 1 to {count}, the number of candidate sizes"
+        )
     best = cost[:, 0].copy()
     back = np.zeros(count, dtype=np.int64)
     backs, costs = [back], [best[-1]]

@@ -226,8 +226,8 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
         )
     if usable < MIN_STEPS:
         warnings.append(
-            f"The trace is short: {counted(usable, 'step')} of at most {max_size} tokens to plan "
-            f"on, fewer than {MIN_STEPS}. Record a longer trace before you rely on the plan."
+            f"The trace is short: {counted(usable, 'step')} of at most {max_size} tokens, fewer "
+            f"than {MIN_STEPS}. Record a longer trace before you rely on the plan."
         )
     if usable < total / 2:
         warnings.append(

@@ -162,7 +162,7 @@ def simulate_ranks(
         raise ConfigError(
             "policy",
             dispatcher.policy_name,
-            "a policy that does not learn if ranks are simulated",
+            "a policy that does not learn, because ranks are simulated",
             "Pass the policy that the leader starts with.",
         )
     steps = Steps.of(trace, config)

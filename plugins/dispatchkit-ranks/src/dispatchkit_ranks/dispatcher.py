@@ -377,7 +377,7 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
         raise ConfigError(
             "dispatcher",
             "may_split",
-            "one that does not split batches",
+            "a dispatcher that does not split batches",
             "Ranks agree on one graph per step, so do not set rows_independent.",
         )
     if ranks.size == 1:

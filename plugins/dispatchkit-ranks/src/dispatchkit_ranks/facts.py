@@ -180,7 +180,7 @@ def _too_many(
         expected = f"at most {left} axes with several ranks, counting an exact axis twice"
         return ConfigError("axes", names, expected)
     return ConfigError(
-        "switches", switches, f"at most {left - more} switches with these query lengths and axes"
+        "switches", switches, f"at most {left - more} with these query lengths and axes"
     )
 
 

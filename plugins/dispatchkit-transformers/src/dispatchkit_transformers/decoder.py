@@ -456,7 +456,12 @@ class GraphDecoder:
             number = whole_number(row)
             if number is None or not 0 <= number < self.num_rows:
                 hint = "For a mask, pass mask.nonzero().flatten()."
-                raise DescriptorError("row", row, f"one of the {self.num_rows} live rows", hint)
+                raise DescriptorError(
+                    "row",
+                    row,
+                    f"at least 0 and less than {self.num_rows}, the number of live rows",
+                    hint,
+                )
             gone.add(number)
         order = list(range(self.num_rows - len(gone)))
         with torch.no_grad():

@@ -253,7 +253,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         )
     if decoder.num_rows:
         raise ConfigError(
-            "rows",
+            "decoder.num_rows",
             decoder.num_rows,
             "0 when generate() is called",
             "Call decoder.drop() or decoder.reset() first.",

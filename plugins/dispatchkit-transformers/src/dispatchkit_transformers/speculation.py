@@ -282,11 +282,12 @@ class DraftModel:
         for name in ("max_batch_size", "max_length"):
             given, least = getattr(small, name), getattr(decoder, name)
             if given < least:
-                raise ConfigError(f"small.{name}", given, f"at least the decoder's, {least}")
+                raise ConfigError(f"small.{name}", given, f"at least {least}, the decoder's {name}")
         if small.vocabulary <= decoder.vocabulary - _MOST_PADDING:
             raise ConfigError(
                 "small.vocabulary", small.vocabulary,
-                f"at least the decoder's except for padding, {decoder.vocabulary}",
+                f"at least {decoder.vocabulary - _MOST_PADDING + 1}, because the decoder's is "
+                f"{decoder.vocabulary}",
                 "Use a model with the same tokenizer.",
             )  # fmt: skip
         if not small.num_draft_tokens:

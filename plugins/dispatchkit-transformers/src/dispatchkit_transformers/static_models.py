@@ -256,7 +256,9 @@ def probe(model: Any, max_length: int) -> Probe:
     parameters = inspect.signature(model.forward).parameters
     cache_name = next((one for one in CACHE_NAMES if one in parameters), None)
     if cache_name is None:
-        raise ConfigError("model", name, f"one that accepts {' or '.join(CACHE_NAMES)}", _ADVICE)
+        raise ConfigError(
+            "model", name, f"a transformers model that accepts {' or '.join(CACHE_NAMES)}", _ADVICE
+        )
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     takes_positions = f"{prefix}position_ids" in parameters
     first = next(model.parameters())
@@ -281,7 +283,7 @@ def probe(model: Any, max_length: int) -> Probe:
         except torch.OutOfMemoryError:
             raise  # independent of the model
         except CALL_ERRORS as error:
-            allowed = f"one that returns its cache for a prompt of one token{_cause(error)}"
+            allowed = f"a model that returns its cache for a prompt of one token{_cause(error)}"
             raise ConfigError("model", name, allowed, _ADVICE) from error
         made = _with_mask_format(
             attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length
@@ -321,7 +323,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
     raise ConfigError(
         "model",
         type(found.model).__name__,
-        "one whose steps on a static cache, with rows at different positions, return the same "
+        "a model whose steps on a static cache, with rows at different positions, return the same "
         f"logits as whole sequences{_cause(wrong)}",
         _ADVICE,
     )
@@ -432,16 +434,16 @@ def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
     if not layers:
         raise ConfigError(
             "model",
-            f"one that returns a {type(cache).__name__} as its cache",
-            "one that returns a cache with layers",
+            f"a model that returns a {type(cache).__name__} as its cache",
+            "a model that returns a cache with layers",
             _ADVICE,
         )
     odd = sorted({type(one).__name__ for one in (*layers, *cross)} - set(SUPPORTED_LAYERS))
     if odd:
         raise ConfigError(
             "model",
-            f"one with layers of {', '.join(odd)}",
-            f"with {', '.join(SUPPORTED_LAYERS)}",
+            f"a model with layers of {', '.join(odd)}",
+            f"a model with only {', '.join(SUPPORTED_LAYERS)}",
             _ADVICE,
         )
     return list(layers), list(cross)

@@ -223,7 +223,9 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its imports is missing
-        raise ConfigError("model", model, form, f"There is no module {error.name!r}.") from error
+        raise ConfigError(
+            "model", model, form, f"Python finds no module {error.name!r}."
+        ) from error
     except AttributeError as error:
         raise ConfigError("model", model, form, f"{error}.") from error
     finally:

@@ -388,7 +388,7 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     )
     out.print(
         f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned separately "
-        f"({product.num_graphs} graphs): {product.waste_pct:.2f}%."
+        f"({product.num_graphs} graphs): padding {product.waste_pct:.2f}%."
     )
     if made.objective != "padding":
         out.print(f"Minimized {made.objective}: {made.excess_pct:.2f}% above the best.")

@@ -99,7 +99,7 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
             isinstance(value, int) and 0 <= value < 10**18 for value in counts.values()
         ):
             raise ConfigError(
-                f"{source}: {name}", counts, "an object of counts, as in " + _A_SIMULATION
+                f"{source}: {name}", counts, "an object of counts in " + _A_SIMULATION
             )
     made["label"] = str(made.get("label") or made.get("policy") or "?")
     made["cost_model"] = str(made.get("cost_model", "?"))
@@ -112,7 +112,7 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
 
 def _check_number(value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-        raise ConfigError(where, value, "a number, as in " + _A_SIMULATION)
+        raise ConfigError(where, value, "a number of at least 0 in " + _A_SIMULATION)
 
 
 def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:

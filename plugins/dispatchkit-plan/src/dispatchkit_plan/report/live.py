@@ -114,7 +114,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     samples = data.get("samples")
     if not isinstance(samples, list) or not samples:
         raise ConfigError(
-            f"{source}: samples", samples, "a list of at least one sample, as in " + _NOT_STATISTICS
+            f"{source}: samples", samples, "a list of at least one sample in " + _NOT_STATISTICS
         )
     for sample in samples:
         _check_sample(sample, source)
@@ -185,7 +185,7 @@ def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
 
 def _check_sample(sample: Any, source: str) -> None:
     if not isinstance(sample, Mapping):
-        raise ConfigError(f"{source}: sample", sample, "an object, as in " + _NOT_STATISTICS)
+        raise ConfigError(f"{source}: sample", sample, "an object in " + _NOT_STATISTICS)
     counts = (
         "steps",
         "real_tokens",
@@ -200,7 +200,7 @@ def _check_sample(sample: Any, source: str) -> None:
     for name in ("steps_by_mode", "hits", "hit_tokens", "eager_by_reason"):
         table = sample.get(name)
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{source}: {name}", table, "an object, as in " + _NOT_STATISTICS)
+            raise ConfigError(f"{source}: {name}", table, "an object in " + _NOT_STATISTICS)
         for value in table.values():
             _check_count(value, f"{source}: {name}")
 
@@ -208,7 +208,7 @@ def _check_sample(sample: Any, source: str) -> None:
 def _check_count(value: Any, where: str) -> None:
     number = whole_number(value)
     if number is None or not 0 <= number < 10**18:
-        raise ConfigError(where, value, "a count, as in " + _NOT_STATISTICS)
+        raise ConfigError(where, value, "a count in " + _NOT_STATISTICS)
 
 
 def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:

@@ -307,7 +307,7 @@ def _whole(name: str, line: int, column: str, text: str) -> int:
         raise TraceError(name, line, f"{column} must be an integer, got {shown!r}.") from None
     if not 0 <= value <= MAX_COUNT:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise TraceError(name, line, f"{column} must be 0 to {MAX_COUNT}, got {shown}.")
+        raise TraceError(name, line, f"{column} must be from 0 to {MAX_COUNT}, got {shown}.")
     return value
 
 
