@@ -13,7 +13,8 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "requirements.txt"]
 myst_heading_anchors = 3
-# Pages are read on the code host too, so they link files of the checkout as they lie there.
+# Pages are read on the code host too, so their links to other files of the checkout are relative
+# paths.
 myst_url_schemes = ["http", "https", "mailto"]
 
 html_theme = "furo"
@@ -28,7 +29,7 @@ _LINK_UP = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 
 
 def _of_the_checkout(app, docname, source):
-    """Leave the text alone of links to what lies in the checkout and is no page."""
+    """Replace links to files of the checkout that are not pages with their text."""
     docs = Path(app.srcdir).resolve()
     folder = (docs / docname).parent
 

@@ -1474,7 +1474,7 @@ def test_explanation_says_what_is_not_allowed():
 
 
 def test_explanation_counts_no_fault_and_warns_of_none():
-    """An explanation is no step, and raises in no mode."""
+    """An explanation is not a step, and does not raise in any mode."""
     told_faults = []
     for strict in (False, True):
         policy = Faulty(ZeroDivisionError("by zero"))

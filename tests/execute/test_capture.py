@@ -444,7 +444,7 @@ def test_lazy_capture_at_the_first_ask(make_runner):
 
 
 def test_lazy_capture_after_so_many_asks(make_runner):
-    """Earlier steps run eager with a reason that is no downgrade."""
+    """Earlier steps run eager with a reason that does not count as a downgrade."""
     runner = make_runner(
         double, lazy=True, options=RunnerOptions(capture=CaptureOptions(capture_after=3))
     )

@@ -527,7 +527,7 @@ def test_endless_new_shapes_lead_to_a_warning(make_runner):
 
 @pytest.mark.parametrize("way", ["clear", "evict"])
 def test_graphs_that_their_owner_takes_away_are_no_churn(make_runner, way):
-    """A larger budget would keep none of them, so no warning (an error here) must come."""
+    """A larger budget would keep none of them, so there must be no warning (an error here)."""
     limits = RunnerOptions(memory=MemoryOptions(max_graphs=2))
     runner = make_runner(lambda tokens: tokens, sizes=(1, 2), lazy=True, options=limits)
     for _ in range(40):

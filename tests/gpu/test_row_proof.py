@@ -84,7 +84,7 @@ def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_an_encoder_is_proven(dtype):
-    """Kernels of another size round differently, which is no dependence."""
+    """Kernels of a different size round differently, which is not a dependence."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).eval().to(DEVICE, dtype)
 

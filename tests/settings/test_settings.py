@@ -263,7 +263,7 @@ def test_runner_arguments_make_a_runner() -> None:
 
 
 def test_every_variable_that_the_code_reads_is_known() -> None:
-    """A variable that is no setting would be refused as misspelt."""
+    """A variable that is not a setting would be rejected as misspelled."""
     known = {setting.variable for setting in SETTINGS.values()}
     known |= {"DISPATCHKIT_CONFIG", "DISPATCHKIT_REQUIRE_GPU", "DISPATCHKIT_SLEEP_LIBRARY"}
     known |= {"DISPATCHKIT_TRACE", "DISPATCHKIT_METRICS"}  # read inside vLLM

@@ -650,7 +650,7 @@ class _Rows:
         self._held = self._num_rows
 
     def change(self, is_changed: torch.Tensor) -> None:
-        """Replace some rows by different noise close to 1, and fill for integers and flags."""
+        """Replace some rows with different noise close to 1, and fill for integers and flags."""
         self._held = 0
         places = is_changed.nonzero()[:, 0]
         for seed, (spec, place) in enumerate(self._places):

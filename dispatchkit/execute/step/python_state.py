@@ -598,7 +598,7 @@ class _ByValue:
 
 
 def _content_of(value: Any) -> Any:
-    """Replace containers by tuples and tensors by their addresses."""
+    """Replace containers with tuples, and tensors with their addresses."""
     if isinstance(value, torch.Tensor):
         return _Address(value)
     if isinstance(value, dict):
@@ -653,7 +653,7 @@ def _get_attribute(target: Any, name: str) -> Any:
 
 @attrs.frozen
 class _LazyMap:
-    """An iterable that calls a function for each of its arguments, anew in each iteration."""
+    """An iterable that calls a function for each of its arguments, in every iteration."""
 
     get: Callable[..., Any]
     arguments: tuple[Iterable[Any], ...]

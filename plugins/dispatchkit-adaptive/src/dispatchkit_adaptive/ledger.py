@@ -1,10 +1,10 @@
 """Account for time saved and lost against the base policy, and limit what may be risked.
 
-The promise is that the steps so far never cost over one per cent more than the base policy's
-choices would have. Steps that differ from the base are paid from an account: the allowance that
-the promise gives, plus the lead that was earned by being faster. An arm may become slower (or the
-base faster) at any time, which is noticed only some measured steps later. So the policy leaves the
-base only if the account covers an arm that becomes ``DRIFT`` times slower from now on until then.
+The promise is that the steps so far never cost more than one per cent above the choices of the base
+policy. Steps that differ from the base are paid from an account: the allowance of the promise, plus
+the time saved so far. An arm may become slower (or the base faster) at any time, which is noticed
+only several measured steps later. So the policy leaves the base only if the account covers an arm
+that becomes ``DRIFT`` times slower from now on until then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DRIFT", "Ledger"]
 DRIFT = 1.5
 #: Measured steps until a change of that size is noticed; see ``estimates.Watch``.
 NOTICED_AFTER = 4
-#: Steps before the promise counts; until then, the allowance is that of this many steps.
+#: Minimum number of steps from which the allowance is computed.
 GRACE = 200
 #: Share of the promise that is used; the rest is kept for errors of the estimates.
 PLANNED = 0.75

@@ -1,6 +1,6 @@
 """Split a step into graph and eager pieces, at given operations and at marks in its code.
 
-The traced operations are cut into consecutive parts. Operations that match a rule or lie in a
+The traced operations are cut into consecutive parts. Operations that match a rule or are in a
 marked region form eager parts; the others form graph parts. Each part becomes a piece for
 ``GraphRunner``. A piece receives inputs and weights directly, and earlier results that it or later
 pieces need as a tuple. Values stay in the memory that their graph wrote; only new memory that an

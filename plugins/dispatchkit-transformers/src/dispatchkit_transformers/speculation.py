@@ -339,7 +339,7 @@ class DraftModel:
             )
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Replace tokens that the smaller model lacks by its last token."""
+        """Replace tokens that the smaller model lacks with its last token."""
         return tokens if self._last is None else tokens.clamp(max=self._last)
 
 
