@@ -164,7 +164,7 @@ class PackedRunner:
                     raise InputError(
                         name,
                         f"Item {item} has {counted(length, 'token')}, but {lengths[item]} in "
-                        f"{lead!r}.",
+                        f"{lead!r}. Pass the same number in all inputs of tokens.",
                     )
         return lengths
 

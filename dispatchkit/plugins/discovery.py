@@ -91,7 +91,7 @@ def discover() -> Iterator[Candidate]:
                 yield from list(_entries(points, metadata["Name"], metadata["Version"]))
         except Exception as error:  # noqa: BLE001 - broken metadata is reported as a plugin
             where = str(getattr(distribution, "_path", "a distribution"))
-            reason = f"its metadata cannot be read: {type(error).__name__}: {error}"
+            reason = f"its metadata cannot be read ({type(error).__name__}: {error}); reinstall it"
             yield Candidate(Origin("?", where), FOUND, _failing_loader(reason))
 
 

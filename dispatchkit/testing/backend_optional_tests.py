@@ -328,7 +328,7 @@ class OptionalTests:
 
         notes = self._noted(rig, unwatched, run)
         if not notes.is_plain:
-            pytest.skip("These notes cannot replace a watch.")
+            pytest.skip("These notes cannot be used instead of a watch.")
         graph: Any = rig.capture(run, notes=notes)
         self._assert_holds(rig, graph, x, weights)
 

@@ -167,7 +167,8 @@ class PolicyTests(CaseRunner):
                 ("adapters", descriptor.num_active_loras, batch.num_active_loras),
             ):
                 if has is not None and needs is not None and has < needs:
-                    case.fail(f"chose {key} for {needs} {what}", batch)
+                    problem = f"chose {key} for {needs} {what}, but it has room for {has}"
+                    case.fail(problem, batch)
 
     @for_all_cases()
     def test_uniform_graph_serves_only_its_own_query_length(self, case: Case) -> None:

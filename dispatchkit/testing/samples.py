@@ -122,7 +122,9 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
     try:
         sent = pickle.dumps(policy)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"the policy cannot be pickled ({error})") from error
+        raise TypeError(
+            f"the policy cannot be pickled to test it in another process ({error})"
+        ) from error
     if type(policy).__module__ == "__main__":  # importing a script would run it again
         raise TypeError("the policy's class is in the main script; move it to a module")
     module = sys.modules[type(policy).__module__]

@@ -335,7 +335,7 @@ def test_values_that_fit_no_input_are_refused_before_anybody_waits():
         x, scale = torch.ones(2, 3), torch.ones(2)
         if ranks.rank == 1:
             with pytest.raises(
-                InputError, match=r"'x' must be a tensor of shape \(2, 5\), got \(2, 3\)"
+                InputError, match=r"'x' must be a tensor of shape \(2, 5\), got shape \(2, 3\)"
             ):
                 ranked(x=x, scale=scale, length=5, kind=1)
             with pytest.raises(InputError, match="value for axis 'kind'"):

@@ -130,7 +130,11 @@ def trace(
             reason="python_effects",
         )
     if not seen:
-        raise CaptureError("The step has no tensor operations to capture.", reason="not_traceable")
+        raise CaptureError(
+            "The step has no tensor operations to capture. Compute its results from its inputs, or "
+            "run it without a graph.",
+            reason="not_traceable",
+        )
     graph, args, results = seen[0]
     roles, held = _roles(graph, args, inputs)
     flat, spec = tree_flatten(returned)

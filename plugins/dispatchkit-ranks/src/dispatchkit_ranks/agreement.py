@@ -422,7 +422,7 @@ class RankAgreement:
     def _check_open(self) -> None:
         if self._stopped is not None:
             raise RankError(
-                f"This agreement has ended: {self._stopped}",
+                f"This agreement has ended: {self._stopped} Create a new one on all ranks.",
                 ranks=self._stopped.ranks,
                 step=self._stopped.step,
                 reason=self._stopped.reason,

@@ -205,13 +205,14 @@ class RankedRunner:
             if not isinstance(tensor, torch.Tensor) or tensor.dim() <= spec.batch_dim:
                 raise InputError(
                     name,
-                    f"Input {name!r} must be a tensor with a batch dimension {spec.batch_dim}.",
+                    f"Input {name!r} must be a tensor with the batch in dimension "
+                    f"{spec.batch_dim}, got {_shape_or_type(tensor)}.",
                 )
             rows: int = tensor.shape[spec.batch_dim]
             if rows == 0:
                 raise InputError(name, f"Input {name!r} has no rows. On an idle rank, call idle().")
             return rows
-        raise InputError("", "The runner has no batched input.")
+        raise InputError("", "The runner has no batched input. Declare one with None in its shape.")
 
     def _padded(
         self, tensors: Mapping[str, torch.Tensor], own: int, rows: int
@@ -243,11 +244,12 @@ class RankedRunner:
         variant = self.runner.config.variant(loras, **values)
         for name, shape in self._shapes(own, values).items():
             tensor: Any = given.get(name)
-            is_tensor = isinstance(tensor, torch.Tensor)
-            if not is_tensor or tensor.shape != shape:  # before other ranks wait for this rank
-                found = tuple(tensor.shape) if is_tensor else type(tensor).__name__
+            # Validate before other ranks wait for this rank.
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
                 raise InputError(
-                    name, f"Input {name!r} must be a tensor of shape {tuple(shape)}, got {found}."
+                    name,
+                    f"Input {name!r} must be a tensor of shape {tuple(shape)}, "
+                    f"got {_shape_or_type(tensor)}.",
                 )
         self.runner.decisions.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
@@ -367,3 +369,10 @@ def _cut(leaf: Any, own: int, rows: int) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
         return leaf[:own]
     return leaf
+
+
+def _shape_or_type(value: object) -> str:
+    """Describe an input in an error."""
+    if isinstance(value, torch.Tensor):
+        return f"shape {tuple(value.shape)}"
+    return type(value).__name__

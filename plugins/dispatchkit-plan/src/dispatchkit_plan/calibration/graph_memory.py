@@ -242,7 +242,7 @@ def forecast_graph_memory(
                 for key, why in (report.failed | report.skipped).items():
                     raise CaptureError(
                         f"The memory of {key} cannot be measured, because its capture failed "
-                        f"({why}).",
+                        f"({why}). Make the step capturable, or omit the size.",
                         key=str(key),
                     )
                 pool, held = meter.pool_bytes(), meter.held_bytes()
