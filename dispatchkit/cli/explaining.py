@@ -145,7 +145,7 @@ def explain_batch(
     dispatcher = dispatcher_of(settings, config)
     answer = explain(dispatcher, batch_tokens or 0, num_reqs, int(uniform), variant, int(highest))
     model = _cost_model(settings)
-    if model is not None:
+    if model is not None and not answer.error:
         cost = StepCost.of(model, answer.decision, answer.batch.num_tokens)
         answer = attrs.evolve(answer, cost=cost)
     if answer.candidates:

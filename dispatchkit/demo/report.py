@@ -148,8 +148,8 @@ class DemoReport:
         if self.is_tape:
             tape = (
                 "The tape has the semantics of CUDA graphs on a CPU. It runs the same operations "
-                "one by one, including padding. Small steps are faster because Python does not run "
-                "again. These times do not predict times on a GPU."
+                "one by one, including padding, without running the Python code of the step again. "
+                "These times do not predict times on a GPU."
             )
             return [equal, tape, "Use --device cuda for meaningful times."]
         launches = (

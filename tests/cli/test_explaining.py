@@ -58,7 +58,9 @@ def test_a_batch_above_the_limit_is_explained_as_an_error(run: Any) -> None:
     assert answer["error"].startswith(
         "DescriptorError: num_tokens must be a whole number from 0 to 8"
     )
-    assert "Raises   DescriptorError: num_tokens" in run("explain", *args).out
+    shown = run("explain", *args).out
+    assert "Raises   DescriptorError: num_tokens" in shown
+    assert "Cost" not in shown
 
 
 def test_a_batch_without_tokens_lists_no_graphs(run: Any) -> None:

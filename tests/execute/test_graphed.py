@@ -278,7 +278,7 @@ def test_calls_that_need_gradients_run_plainly(net):
     with pytest.warns(EagerStepWarning, match=r"training mode.*model.eval\(\)"):
         fast(torch.randn(2, 4)).sum().backward()
     assert net.linear.weight.grad is not None
-    assert fast.graphed.stats().plain == {"gradients": 2}
+    assert repr(fast.graphed.stats().plain) == repr({"gradients": 2})
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,8 @@ class GraphedCalls:
                     # position and the other by name.
                     count = sum(1 for name in runners if name.partition(" #")[0] == words)
                     runners[f"{words} #{count + 1}" if count else words] = one
-            return GraphedStats(self._calls, dict(self._plain), runners)
+            plain = {str(reason): count for reason, count in dict(self._plain).items()}
+            return GraphedStats(self._calls, plain, runners)
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
