@@ -359,7 +359,7 @@ def test_no_tokens_are_padded_to_none():
 
 @pytest.mark.parametrize("num_tokens", [-1, 9])
 def test_batches_outside_the_table_are_refused(num_tokens):
-    with pytest.raises(DescriptorError, match=r"from 0 to 8"):
+    with pytest.raises(DescriptorError, match="from 0 to 8"):
         padded_size(padding_table([4, 8]), num_tokens)
     assert padded_size(padding_table([4, 8]), 5) == 8
 
