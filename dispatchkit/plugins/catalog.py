@@ -132,10 +132,12 @@ def check_options(what: str, factory: Callable[..., Any], options: dict[str, Any
     try:
         signature.bind(**options)
     except TypeError as error:
+        # Annotations are quoted strings under `from __future__ import annotations`.
+        plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
         raise ConfigError(
             f"options of {what}",
             options,
-            f"valid for the signature {signature}",
+            f"valid for the signature {inspect.Signature(plain)}",
             f"Python reports: {error}.",
         ) from error
 

@@ -321,6 +321,16 @@ def test_options_that_a_policy_does_not_take(site: Any, policy_source: Any) -> N
     assert "stepp" in str(wrong.value)
 
 
+def test_the_accepted_options_are_shown_without_quoted_annotations() -> None:
+    def stepped(step: int = 8, *, order: str = "up") -> Any:
+        return step, order
+
+    plugins = PluginSet()
+    plugins.register_policy("stepped", stepped)
+    with pytest.raises(ConfigError, match=r"signature \(step=8, \*, order='up'\), got"):
+        plugins.create_policy("stepped", stepp=4)
+
+
 def test_a_factory_that_fails_is_named_with_its_origin() -> None:
     def wrong_value(step: int = 0) -> Any:
         raise DescriptorError("step", step, "1 or more")
