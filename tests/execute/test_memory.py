@@ -118,6 +118,11 @@ def test_limit_of_a_session_skips_the_rest(make_runner, wide, backend, keys):
     with pytest.warns(EagerStepWarning, match="max_graphs is reached"):
         runner(rows_of(1))
     assert "max_graphs is reached" in runner.explain(1).note
+    runner.evict(keys.full(4))
+    assert "max_graphs" not in runner.explain(1).note
+    runner.capture([keys.full(1)])
+    assert runner.explain(3).decision.reason == "evicted"
+    assert "max_graphs is reached" in runner.explain(3).note
 
 
 def test_no_graphs_at_all(make_runner, wide, quiet):

@@ -10,7 +10,7 @@ import torch
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.dispatch import Reason
-from dispatchkit.errors import CaptureError, ReplayError
+from dispatchkit.errors import CaptureError, ReplayError, counted
 from dispatchkit.execute.capture.eager_call import DifferentResultError, EagerCall
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
@@ -186,8 +186,9 @@ class CapturedPieces:
 
     def __str__(self) -> str:
         segments, calls = self.segments, sum(isinstance(one, EagerCall) for one in self.parts)
-        each = ", ".join(f"{one.operations} ({one.elapsed_us:.0f} us)" for one in segments)
-        return f"{len(segments)} segments around {calls} eager calls; operations: {each}"
+        each = ", ".join(f"{one.operations} ({one.elapsed_us:.0f} µs)" for one in segments)
+        around = f"{counted(len(segments), 'segment')} around {counted(calls, 'eager call')}"
+        return f"{around}; operations: {each}"
 
     def launch(self, num_rows: int, *, has_effect: bool) -> Any:
         """Run the parts in order and return the result of the last one.

@@ -145,7 +145,8 @@ class Lifecycle:
 
     def next_step(self, reason: str) -> str:
         """Return the next step for a downgrade."""
-        if reason == Reason.NOT_CAPTURED and not self._budget.has_slot():
+        is_missing = reason in (Reason.NOT_CAPTURED, Reason.EVICTED)
+        if is_missing and not self._budget.has_slot():
             return MAX_GRAPHS_REACHED
         return NEXT_STEPS[reason]
 

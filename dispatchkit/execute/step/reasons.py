@@ -126,10 +126,10 @@ NEXT_STEPS: Mapping[str, str] = {
 }
 
 
-#: Next step for ``not_captured`` if the budget has no space for another graph.
+#: Next step for ``not_captured`` and ``evicted`` if the budget has no space for another graph.
 MAX_GRAPHS_REACHED = (
-    "runner.capture() skips it, because max_graphs is reached. Increase max_graphs, or create the "
-    "runner with lazy=True, which evicts other graphs."
+    "max_graphs is reached, so runner.capture() skips this graph. Increase max_graphs, or create "
+    "the runner with lazy=True, which evicts other graphs for it."
 )
 
 
