@@ -57,7 +57,7 @@ def _summarized(value: Any, depth: int = 2) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for messages: its repr, shortened if it is long.
+    """Format a value for a message: its repr, shortened if it is long.
 
     Printing the elements of a tensor would wait for the device. Values printed over several lines,
     such as modules, are represented by their type.

@@ -36,7 +36,7 @@ def is_outside(batch: Batch) -> bool:
 
 
 class PlainView(GraphView):
-    """A view of the graphs with the same axis buckets, shown without axes.
+    """A view of the graphs for one combination of axis buckets; its keys have no axes.
 
     Args:
         view: The view of all graphs.

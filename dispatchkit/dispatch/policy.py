@@ -214,7 +214,7 @@ class PolicyParts:
     """A policy and its optional parts, read when it is installed.
 
     Attributes:
-        policy: The policy.
+        policy: The policy itself.
         name: The policy's ``name``, or its class name.
         traits: The traits that the policy claims.
         observe: The method ``observe``; None if the policy does not learn.
@@ -234,7 +234,7 @@ class PolicyParts:
         """Read and validate the parts of a policy.
 
         Args:
-            policy: The policy.
+            policy: The policy to read.
             origin: Source of the policy, for error messages.
 
         Raises:

@@ -123,7 +123,7 @@ class Executor:
         mode_reasons: Reasons for a downgrade of the mode; a swap replaces them.
         plugins: The plugins that provide policies by name; loaded on demand.
         notices: The sender of events.
-        dispatcher: The dispatcher.
+        dispatcher: The dispatcher that decides steps.
         decide: ``dispatcher.dispatch``, or a wrapper that records or watches steps.
         registry: The keys and the states of their graphs.
         lane: The stream, memory pool and static inputs.
@@ -301,7 +301,7 @@ def run_again(
     """Decide a step again, and run it, until its plan is valid.
 
     Args:
-        dispatcher: The dispatcher.
+        dispatcher: The dispatcher that decides the step.
         eager: The runner of eager steps.
         tensors: The inputs; None for an in-place step.
         stream: Raw handle of the current stream.

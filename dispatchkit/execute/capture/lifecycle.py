@@ -445,7 +445,8 @@ class Lifecycle:
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
         """Return why a batch would run eager even if a key had a graph; empty if it would replay.
 
-        The reason is taken from other graphs of the family. A lazy runner then skips the capture.
+        The reason comes from other graphs of the family. If there is one, a lazy runner skips
+        the capture.
         """
         if num_tokens == key.num_tokens:
             return ""

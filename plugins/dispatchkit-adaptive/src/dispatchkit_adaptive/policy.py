@@ -64,7 +64,7 @@ _WORTH_SAVING = 8.0
 # Factor by which the allowance must exceed the risk before fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
-# Outcomes in a row in other regimes after which the latest becomes the current one.
+# Consecutive outcomes in other regimes after which the latest regime becomes current.
 _REGIME_CHANGE = 8
 # Parts are tried instead of one graph if they compute at most this share of its tokens.
 _WORTH_SPLITTING = 0.75
@@ -134,7 +134,7 @@ class AdaptivePolicy:
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
         self.pace: int = 1
         self._random = random.Random(seed)
-        # Regimes with samples, that of most recent steps first, and outcomes in a row in others.
+        # Regimes with samples, the current one first; and consecutive outcomes in other regimes.
         self._regimes: list[Regime] = [("device", False)]
         self._other_regime = 0
         self._host = HostLoad()
@@ -475,7 +475,7 @@ class AdaptivePolicy:
         return None
 
     def _note_regime(self, regime: Regime) -> bool:
-        """Follow the regime of most recent steps; return whether it changed."""
+        """Note the regime of an outcome; return whether the current regime changed."""
         self._other_regime = 0 if regime == self._regimes[0] else self._other_regime + 1
         if self._other_regime < _REGIME_CHANGE:
             return False

@@ -138,7 +138,7 @@ class CompileOptions:
 
         Args:
             options: The ``options`` argument of the call.
-            mode: The ``mode`` argument of the call; alternative to the option ``mode``.
+            mode: The ``mode`` argument of the call; sets the option ``mode``.
 
         Raises:
             ConfigError: ``options`` is not a mapping or contains a field of ``RunnerOptions``,

@@ -55,7 +55,7 @@ def backend(
         graph: The Dynamo graph.
         example_inputs: Fake tensors and sizes; unused, because the graph also contains them.
         options: Fields of ``CompileOptions`` by name.
-        mode: Alternative to the option ``mode``.
+        mode: The ``mode`` of ``torch.compile``; sets the field ``mode`` of ``CompileOptions``.
 
     Raises:
         ConfigError: An option has an invalid value.

@@ -39,7 +39,7 @@ class RankedDispatcher:
         dispatcher: The dispatcher of this rank. It must not be lazy, because a graph captured
             during a step may fail on one rank only. Its graphs may already be captured, or are
             captured later by ``capture``.
-        ranks: The agreement.
+        ranks: The ranks that decide together, such as a ``RankAgreement``.
         same_batches: Whether all ranks always have the same batch, as in tensor parallelism with
             one scheduler. With a stateless policy, such steps need no exchange.
         check_every: With ``same_batches``, exchange in every step whose number is a multiple
@@ -53,7 +53,7 @@ class RankedDispatcher:
 
     Attributes:
         dispatcher: The dispatcher of this rank.
-        ranks: The agreement.
+        ranks: The ranks that decide together, such as a ``RankAgreement``.
         step: Number of steps started on this rank.
         epoch: Number of times that the leader's table was distributed.
 

@@ -47,7 +47,7 @@ def fingerprint(
     """Return all facts that determine a dispatcher's decisions, by name.
 
     Args:
-        dispatcher: The dispatcher.
+        dispatcher: The dispatcher whose facts are returned.
         extra: Further facts that must be equal, such as the revision of the model or the
             all-reduce implementation. They are compared as text.
         policy: The policy whose decisions are included, by default that of the dispatcher.

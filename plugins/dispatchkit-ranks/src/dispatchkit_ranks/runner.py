@@ -27,7 +27,7 @@ class RankedRunner:
 
     Args:
         runner: The runner of this rank, created with ``lazy=False``.
-        ranks: The agreement.
+        ranks: The ranks that decide together, such as a ``RankAgreement``.
         inputs: The runner's static inputs; their fill values pad this rank's batch if another rank
             has a larger batch.
         options: Options of ``RankedDispatcher``.

@@ -87,7 +87,7 @@ class PolicyCore:
     """A policy with its decisions prepared for one model runner.
 
     Args:
-        policy: The policy.
+        policy: The policy that decides batches.
         config: Sizes, limits and modes of the runner.
         graphs: For each graph that the runner captures, the return value of its ``dispatch``.
         eager: Function that returns the return value of the runner's ``dispatch`` for an eager
