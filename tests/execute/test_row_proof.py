@@ -155,7 +155,7 @@ def test_rows_that_depend_on_padding_replay_at_full_buckets_alone(name, lazy):
     step = DEPENDENT[name]
     runner = make(step, lazy=lazy, sizes=(2, 4, 8))
     runner.capture(None if not lazy else [])
-    with pytest.warns(EagerStepWarning, match="reason rows_depend;.*prove_rows=False"):
+    with pytest.warns(EagerStepWarning, match=r"reason: rows_depend\);.*prove_rows=False"):
         assert run(runner, step, floats) == (3, {"rows_depend": 4})
 
 
@@ -165,7 +165,7 @@ def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name)
     step = OTHER_ROWS[name]
     runner = make(step, sizes=(2, 4, 8))
     assert runner.capture().failed == {}
-    with pytest.warns(EagerStepWarning, match="reason rows_not_the_bucket;.*output_batch_dims"):
+    with pytest.warns(EagerStepWarning, match=r"reason: rows_not_the_bucket\);.*output_batch_dims"):
         full, eager = run(runner, step, floats)
     assert (full, eager) == (3, {"rows_not_the_bucket": 4})
 
