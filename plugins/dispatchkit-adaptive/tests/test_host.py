@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from statistics import fmean
@@ -115,6 +116,17 @@ def test_host_time_counts_again_when_traffic_no_longer_hides_it() -> None:
     server = Server(queue=True)
     assert server.serve([SMALL, *LARGE]) > 0.9
     assert server.serve([SMALL]) < 0.1
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_no_step_can_take_are_ignored(us: float) -> None:
+    server = Server(queue=True)
+    for num_tokens in (SMALL, 1000) * 20:
+        decision = server.table.dispatch(num_tokens)
+        batch = server.table.batch(num_tokens)
+        outcome = Outcome(batch, decision, GRAPH_US, queued=True, host_us=us, device_us=us)
+        server.table.observe(outcome)
+    assert server.serve([SMALL, *LARGE]) > 0.9
 
 
 def test_a_host_that_falls_behind_after_it_was_hidden_needs_twice_as_many_steps() -> None:

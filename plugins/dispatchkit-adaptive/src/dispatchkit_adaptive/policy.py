@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 
@@ -244,7 +244,7 @@ class AdaptivePolicy:
         _, _, bucket = self._places.get(batch, (None, None, None))
         if bucket is not None and decision.reason == PROBE:
             bucket.end_probe(batch.num_tokens)
-        if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
+        if not outcome.completed or not _is_time(us):
             return []
         if outcome.is_first:
             return []  # includes one-time costs of the size, which later steps do not have
@@ -253,11 +253,12 @@ class AdaptivePolicy:
             arm = self._arm(graphs)
         if arm is None:
             return []
-        regime, was_ahead = (outcome.clock, outcome.queued), outcome.device_us is not None
-        if outcome.host_us is not None:
-            self._host.add_submission(outcome.host_us, is_eager=arm.is_eager)
-        if outcome.device_us is not None:
-            other, other_us = ALONE, outcome.device_us
+        host_us, device_us = outcome.host_us, outcome.device_us
+        regime, was_ahead = (outcome.clock, outcome.queued), _is_time(device_us)
+        if _is_time(host_us):
+            self._host.add_submission(host_us, is_eager=arm.is_eager)
+        if _is_time(device_us):
+            other, other_us = ALONE, device_us
             if self._host.is_hidden:
                 regime, us, other, other_us = other, other_us, regime, us
             arm.estimate(other).add(batch.num_tokens, other_us)
@@ -272,7 +273,7 @@ class AdaptivePolicy:
         changed = self._learn(arm, regime, batch.num_tokens, us)
         if outcome.won:
             changed |= self._note_regime(regime)
-            if bucket is not None and not decision.one_shot and outcome.host_us is not None:
+            if bucket is not None and not decision.one_shot and _is_time(host_us):
                 changed |= self._note_host(bucket, batch.num_tokens, was_ahead)
         self._calm = 0 if changed else self._calm + 1
         if bucket is None or not outcome.won:
@@ -647,6 +648,11 @@ class AdaptivePolicy:
                 self.ledger.probes_us += cost
                 return bucket.send_probe(batch, arm)
         return []
+
+
+def _is_time(us: float | None) -> TypeGuard[float]:
+    """Return whether a number of microseconds can be the time of a step."""
+    return us is not None and math.isfinite(us) and us > 0.0
 
 
 def _at_risk_us(bucket: Bucket) -> float:
