@@ -52,6 +52,26 @@ def typed(page: str) -> list[str]:
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
 
 
+def install_policy_of_page(folder: Path) -> None:
+    """Lay out the distribution of the page on writing a policy as if it were installed."""
+    page = (ROOT / "docs" / "how-to" / "policy.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    package, facts = (
+        folder / "dispatchkit_half_full",
+        folder / "dispatchkit_half_full-0.1.dist-info",
+    )
+    package.mkdir(parents=True)
+    facts.mkdir()
+    for name, mark in (("policy", "class HalfFull:"), ("plugin", "@hookimpl")):
+        (package / f"{name}.py").write_text(next(block for block in blocks if mark in block))
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: dispatchkit-half-full\nVersion: 0.1\n"
+    )
+    (facts / "entry_points.txt").write_text(
+        "[dispatchkit]\nhalf-full = dispatchkit_half_full.plugin\n"
+    )
+
+
 EVERY = [(page, line) for page in PAGES for line in typed(page)]
 COMMANDS = [(page, line) for page, line in EVERY if RUN_HERE.match(line)]
 
@@ -91,6 +111,9 @@ def test_every_command_of_a_page_runs_as_printed(
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+    if page == "docs/how-to/policy.md":
+        install_policy_of_page(tmp_path / "site-packages")
+        monkeypatch.syspath_prepend(tmp_path / "site-packages")
     for name in [name for name in os.environ if "DISPATCHKIT" in name]:
         monkeypatch.delenv(name)
     for line in [line for where, line in COMMANDS if where == page]:
