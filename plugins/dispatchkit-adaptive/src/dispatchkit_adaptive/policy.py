@@ -532,8 +532,6 @@ class AdaptivePolicy:
         base = known.get(bucket.base_arm)
         typical = 0.0 if base is None else base.expect(bucket.base_arm.size) or 0.0
         room = ledger.allowance(typical)
-        if _at_risk_us(bucket) >= room:
-            room = 0.0
         horizon = ledger.horizon()
         bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
 
