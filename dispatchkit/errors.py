@@ -291,7 +291,7 @@ class SwapError(DispatchkitError, RuntimeError):
     """A swap was refused; the policy and configuration in effect have not changed.
 
     Attributes:
-        failed: Reason for each failed key, by key as text.
+        failed: Reason for each failed key, by the key as a string.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:

@@ -143,13 +143,13 @@ class RunnerStats:
     Attributes:
         steps: Number of steps that returned a result.
         steps_by_mode: Number of steps by runtime mode.
-        hits: Number of replays by key, as text. A split step counts once, under the names of all
-            its graphs.
-        hit_tokens: Tokens of these replays before padding, by key as text.
+        hits: Number of replays by key, as a string. A split step counts once, under the names of
+            all its graphs.
+        hit_tokens: Tokens of these replays before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.
         differing_calls: Number of replays that stopped because an eager call between segments
             returned a different structure than during the capture, by file and line.
-        segments: The segments of each key that was captured in segments, by key as text.
+        segments: The segments of each key that was captured in segments, by key as a string.
         real_tokens: Number of tokens (rows) passed by callers.
         padded_tokens: Number of tokens computed, including padding.
         long_pauses: Number of times a background capture delayed steps for longer than its

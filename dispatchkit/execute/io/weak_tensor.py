@@ -9,8 +9,8 @@ def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a device tensor that does not own its memory.
 
     Weak outputs are such aliases, so the allocator may reuse their memory for later graphs of the
-    pool. On a CPU the tensor itself is returned, because its freed memory could return to the
-    system.
+    pool. A CPU tensor itself is returned: its memory, once freed, could be given back to the
+    system, and an alias of it would be invalid.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor

@@ -96,7 +96,7 @@ class Swapper:
     def settings_in_force(self) -> dict[str, Any]:
         """Return the runner's settings by their names in a settings file.
 
-        Settings of plugins and costs are not included. Objects are represented by their names.
+        Plugin settings and costs are not included. Objects are represented by their names.
         """
         return self._requests.settings_in_force()
 

@@ -59,7 +59,7 @@ class SwapRequests:
     def settings_in_force(self) -> dict[str, Any]:
         """Return the runner's settings by their names in a settings file.
 
-        Settings of plugins and costs are not included. Objects are represented by their names.
+        Plugin settings and costs are not included. Objects are represented by their names.
         """
         executor, spec = self._executor, self._executor.spec
         options = attrs.evolve(

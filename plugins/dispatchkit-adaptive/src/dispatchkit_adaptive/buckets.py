@@ -178,7 +178,7 @@ class Bucket:
             self.stale = int(min(first, before)), int(max(last, after))
 
     def _choose_graph(self, known: Mapping[Arm, Estimate], stakes: Stakes, base: Estimate) -> None:
-        """Choose a graph; one other than the base's must be covered and faster."""
+        """Choose a graph; to replace the base's, it must be faster and covered by the account."""
         base_log = over = math.inf
         if self.base_arm is not self.eager:
             base_log = base.log_us(1)

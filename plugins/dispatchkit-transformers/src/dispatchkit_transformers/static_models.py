@@ -1,4 +1,4 @@
-"""Determine whether and how a transformers model can be decoded on a static cache."""
+"""Determine whether and how a transformers model can decode with a static cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _ADVICE = "Call the model's own generate()."
 
-# Two sequences of different length reveal errors for rows at different positions.
+# Two sequences of different lengths reveal errors for rows at different positions.
 TRIALS = (((3, 5, 4, 6), (7, 2, 3)), ((1, 4, 2, 5), (6, 3, 1)), ((2, 7, 5, 1), (4, 6, 2)))
 _TRIAL_SOURCE = 6
 #: Exceptions that models raise if they are called in an unsupported way.
@@ -221,7 +221,7 @@ class Probe:
 
 
 def probe(model: Any, max_length: int) -> Probe:
-    """Determine how to decode a model on a static cache.
+    """Determine how a model can decode with a static cache.
 
     A few tokens run both as prompts and as steps, and the results are compared.
 
@@ -230,7 +230,7 @@ def probe(model: Any, max_length: int) -> Probe:
         max_length: Maximum number of positions of a sequence.
 
     Raises:
-        ConfigError: The model cannot be decoded on a static cache, or not with its settings.
+        ConfigError: The model cannot decode with a static cache, or its settings do not allow it.
     """
     name = type(model).__name__
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
@@ -303,7 +303,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
     """Return the probe with the mask format for which steps match prompts.
 
     Steps read a cache of the actual length, because whatever a model derives from the length of its
-    keys, such as a window, is wrong on a static cache.
+    keys, such as a window, is wrong with a static cache.
     """
     wrong: Exception | None = None
     candidates = [
