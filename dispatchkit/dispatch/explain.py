@@ -66,8 +66,8 @@ class Explanation:
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Error of the policy, if any. Explaining does not count it.
-        problem: Why the smallest graph that covers the batch is outdated or its capture failed, if
-            this is the cause of the decision.
+        problem: Cause of the decision if the batch exceeds ``max_num_tokens``, or if the smallest
+            graph that covers it is outdated or its capture failed; otherwise empty.
         cost: Cost of the step, if a cost model is given.
         times: Times that a runner measured for such steps; None if steps are not measured.
         axes: Bucket of each axis by name; None for a value outside all buckets.
@@ -122,7 +122,7 @@ class Explanation:
         if self.fault:
             return f"policy: {self.fault}"
         if self.problem and self.decision.key is None:
-            return f"state: {self.problem}"
+            return self.problem
         if reason in _CAUSES:
             return _CAUSES[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
@@ -249,11 +249,13 @@ def explain(
     hint = "For a GraphRunner, call runner.explain(num_tokens)."
     check_instance(dispatcher, Dispatcher, "dispatcher", hint)
     batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling, any_size=True)
-    error, fault = "", None
+    error, problem, fault = "", "", None
     try:
         answer, fault = dispatcher.preview(batch)
     except DescriptorError as refusal:
         answer, error = Decision.eager(Reason.ABOVE_LARGEST), f"DescriptorError: {refusal}"
+        limit = counted(dispatcher.config.max_num_tokens, "token")
+        problem = f"constraint: the batch is larger than max_num_tokens, which is {limit}"
     if not error and answer.key is None and not batch.allows(RuntimeMode.NONE):
         error = f"NoGraphError: eager is not allowed for this batch ({answer.reason})"
     policy = answer.policy or dispatcher.policy_name
@@ -277,11 +279,10 @@ def explain(
     origin = f" ({dispatcher.policy_origin})" if dispatcher.policy_origin else ""
     member = f", member {policy}" if policy != dispatcher.policy_name else ""
     largest = max((key.num_tokens for key in dispatcher.registry), default=0)
-    problem = ""
     if decision.reason in _PROBLEMS and candidates:
         entry = dispatcher.registry.get(candidates[0].key)
         known = "unknown reason" if entry is None else entry.reason
-        problem = f"{_PROBLEMS[decision.reason]}: {known}"
+        problem = f"state: {_PROBLEMS[decision.reason]}: {known}"
     return Explanation(
         batch,
         decision,

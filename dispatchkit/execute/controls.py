@@ -51,11 +51,12 @@ def _checked(keys: Any) -> tuple[GraphKey, ...] | None:
     """
     if keys is None:
         return None
-    found = tuple(keys) if isinstance(keys, Iterable) else ()
-    if not isinstance(keys, Iterable) or any(not isinstance(key, GraphKey) for key in found):
-        hint = "list(runner.registry) returns the runner's keys."
-        raise ConfigError("keys", keys, "a list of GraphKeys", hint)
-    return found
+    if isinstance(keys, Iterable):
+        found = tuple(keys)
+        if all(isinstance(key, GraphKey) for key in found):
+            return found
+    hint = "list(runner.registry) returns the runner's keys."
+    raise ConfigError("keys", keys, "a list of GraphKeys", hint)
 
 
 def _check_key(key: Any) -> GraphKey:

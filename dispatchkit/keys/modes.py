@@ -214,7 +214,7 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
     if isinstance(modes, str) or not isinstance(modes, Iterable):
         hint = "For a single mode, write [RuntimeMode.FULL]."
         raise ConfigError(setting, modes, "a list of runtime modes", hint)
-    return frozenset(map(RuntimeMode.parse, modes))
+    return frozenset(RuntimeMode.parse(mode, setting) for mode in modes)
 
 
 def allowed_modes_code(

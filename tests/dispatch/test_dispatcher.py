@@ -767,7 +767,7 @@ def test_bad_declaration_is_refused(declare, said):
         ({"config": {"sizes": [8]}}, "config must be a DispatchConfig, got {'sizes'"),
         ({"modes": 3}, r"modes must be a list .* got 3. For a single mode, write \[Runtime"),
         ({"modes": "FULL"}, "modes must be a list of runtime modes, got 'FULL'"),
-        ({"modes": ["FUL"]}, "mode must be one of: FULL, NONE, PIECEWISE, got 'FUL'. Did you"),
+        ({"modes": ["FUL"]}, "modes must be one of: FULL, NONE, PIECEWISE, got 'FUL'. Did you"),
         ({"registry": 3}, "registry must be a GraphRegistry, or None for a new one, got 3"),
         ({"lazy": "no"}, "lazy must be True or False"),
         ({"strict": 0}, "strict must be True or False"),
@@ -1401,13 +1401,15 @@ def test_explanation_above_the_table_is_what_a_step_does(is_limited, facts):
     assert (told.decision.key, told.decision.reason) == (None, Reason.ABOVE_LARGEST)
     assert told.batch.num_tokens == facts[0]
     assert told.nearest == ""
-    assert told.because.endswith("large enough for the batch; the largest has 32 tokens")
     if is_limited:
+        limit = "the batch is larger than max_num_tokens, which is 32 tokens"
+        assert told.because == f"constraint: {limit}"
         with pytest.raises(DescriptorError) as caught:
             dispatcher.dispatch(*facts)
         assert told.error == told.to_json()["error"] == f"DescriptorError: {caught.value}"
         assert f"-> raises {told.error}" in str(told)
     else:
+        assert told.because.endswith("large enough for the batch; the largest has 32 tokens")
         assert told.error == ""
         assert dispatcher.dispatch(*facts).reason == told.decision.reason
 

@@ -350,8 +350,11 @@ class Lifecycle:
         return "" if is_due else Reason.CAPTURE_PENDING
 
     def will_retry(self, key: GraphKey) -> bool:
-        """Return whether the next step of a key that ``retry_key`` returned would retry it."""
-        return self._lane.group.may_capture() and not self.steps_until_retry(key)
+        """Return whether the next step that would use a failed or stale key retries its capture."""
+        entry = self._registry.get(key)
+        if entry is None or self.is_frozen or not self._lane.group.may_capture():
+            return False
+        return entry.state is KeyState.STALE or self._retries.is_due(entry)
 
     def note_missed(self, key: GraphKey, num_steps: int = 1) -> None:
         """Count steps that would have used a key, for the order of ``capture_next``."""
@@ -376,11 +379,13 @@ class Lifecycle:
         return None
 
     def retry_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> bool:
-        """Retry a failed or stale key if it is due, and return whether it was tried."""
-        entry = self._registry.get(key)
-        if entry is None or self.is_frozen or not self._lane.group.may_capture():
-            return False
-        if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
+        """Retry a failed or stale key if it is due; otherwise count the step.
+
+        Returns:
+            Whether the key was tried.
+        """
+        if not self.will_retry(key):
+            self.note_retry(key, 1)
             return False
         self._try(key, evict=True, sample=sample, is_awaited=True)
         return True
@@ -391,8 +396,10 @@ class Lifecycle:
         return 0 if entry is None else self._retries.steps_left(entry)
 
     def note_retry(self, key: GraphKey, num_steps: int) -> None:
-        """Count steps that would have used a failed key but did not call ``retry_if_due``."""
-        self._retries.note_steps(key, num_steps)
+        """Count steps that would have used a failed key but did not retry it."""
+        entry = self._registry.get(key)
+        if entry is not None and self._retries.may_try(entry):
+            self._retries.note_steps(key, num_steps)
 
     def prove_rows(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
         """Prove, with the inputs of a padded step, that padding does not change its rows.

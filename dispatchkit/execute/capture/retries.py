@@ -44,13 +44,8 @@ class Retries:
         return cls.may_try(entry) and entry.reason.startswith(Reason.FIRST_CALL)
 
     def is_due(self, entry: GraphEntry) -> bool:
-        """Return whether to retry a failed key now; otherwise count a step."""
-        if not self.may_try(entry):
-            return False
-        is_due = not self.steps_left(entry)
-        if not is_due:
-            self.note_steps(entry.key, 1)
-        return is_due
+        """Return whether a key has failed and its next step retries it."""
+        return self.may_try(entry) and not self.steps_left(entry)
 
     def steps_left(self, entry: GraphEntry) -> int:
         """Return the number of steps until a failed key is retried; 0 in other states."""

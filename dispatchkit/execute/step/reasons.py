@@ -64,7 +64,7 @@ NEXT_STEPS: Mapping[str, str] = {
     ),
     Reason.NOT_CAPTURED: "Call runner.capture(), or create the runner with lazy=True.",
     Reason.CAPTURE_FAILED: (
-        "print(runner) shows why the capture failed. Fix it, then call runner.capture(again=True)."
+        "Fix the cause, which print(runner) shows, then call runner.capture(again=True)."
     ),
     Reason.EVICTED: (
         "Call runner.capture() to capture the graph again, within max_graphs and max_bytes."

@@ -473,6 +473,10 @@ def test_rows_are_named_by_numbers():
             DescriptorError, match="row must be at least 0 and less than 3, the number of live rows"
         ):
             decoder.drop(wrong)
+    for mask_of_integers in ([0, 1, 1], [1, 1]):
+        with pytest.raises(DescriptorError, match="row must be given only once, got 1. For a mask"):
+            decoder.drop(mask_of_integers)
+    assert decoder.num_rows == 3
     for wrong in ([2.5, 2, 2], [True] * 3):
         with pytest.raises(DescriptorError, match="length of row 0 must be from 1 to 4"):
             decoder.truncate(wrong)

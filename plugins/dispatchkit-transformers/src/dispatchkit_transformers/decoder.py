@@ -445,23 +445,21 @@ class GraphDecoder:
             The previous index of each remaining row, in the new order.
 
         Raises:
-            DescriptorError: A row does not exist.
+            DescriptorError: A row does not exist, or is given twice.
         """
         if not isinstance(rows, Iterable):
             raise DescriptorError(
                 "rows", rows, "a list of rows", f"For a single row, pass [{rows!r}]."
             )
+        hint = "For a mask, pass mask.nonzero().flatten()."
         gone: set[int] = set()
         for row in rows:
             number = whole_number(row)
             if number is None or not 0 <= number < self.num_rows:
-                hint = "For a mask, pass mask.nonzero().flatten()."
-                raise DescriptorError(
-                    "row",
-                    row,
-                    f"at least 0 and less than {self.num_rows}, the number of live rows",
-                    hint,
-                )
+                allowed = f"at least 0 and less than {self.num_rows}, the number of live rows"
+                raise DescriptorError("row", row, allowed, hint)
+            if number in gone:
+                raise DescriptorError("row", row, "given only once", hint)
             gone.add(number)
         order = list(range(self.num_rows - len(gone)))
         with torch.no_grad():
