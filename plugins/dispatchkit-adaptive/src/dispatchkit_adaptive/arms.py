@@ -1,4 +1,4 @@
-"""Arms: the ways to run a batch, each with the estimates of its time."""
+"""Arms: the ways to run a batch, each with estimates of the time it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatchkit_adaptive.estimates import Estimate
 
 __all__ = ["Arm", "ArmId", "Band", "Graphs", "Regime"]
 
-#: The clock that measured a step, and whether other work was ahead of it on the stream.
+#: The clock that measured a step, and whether earlier work was still running on the stream.
 Regime = tuple[str, bool]
 #: One graph, or several that serve a batch together; all but the last are full.
 Graphs = tuple[GraphKey, ...]
@@ -27,10 +27,10 @@ class Arm:
     Attributes:
         ident: The graphs that are replayed, or the band of sizes that run eager.
         memory: Approximate number of latest samples that determine an estimate.
-        size: Largest number of tokens that it computes.
-        is_eager: It replays no graph.
-        is_split: It replays several graphs.
-        estimates: The estimate of its time in each regime with samples.
+        size: Largest number of tokens that the arm computes, in one step.
+        is_eager: Whether the arm runs eager.
+        is_split: Whether the arm replays several graphs.
+        estimates: Estimated step time in each regime that has samples.
     """
 
     ident: ArmId
@@ -47,11 +47,11 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """The arm's name in reports."""
         return format_keys(self.ident) if isinstance(self.ident, tuple) else "eager"
 
     def estimate(self, regime: Regime) -> Estimate:
-        """Return the estimate in a regime, which may be a new one without samples."""
+        """Return the estimate for a regime; create one without samples if needed."""
         found = self.estimates.get(regime)
         if found is None:
             found = Estimate(self.size, self.memory, over_tokens=self.is_eager)
@@ -59,7 +59,7 @@ class Arm:
         return found
 
     def decision(self, num_tokens: int, reason: str) -> Decision:
-        """Return the decision that runs a batch in this way, marked to be measured."""
+        """Return a measured decision that runs a batch with this arm."""
         if not isinstance(self.ident, tuple):
             return Decision.eager(reason, timed=True)
         *full, last = self.ident
@@ -78,7 +78,7 @@ def size_of(ident: ArmId) -> int:
 
 
 def graphs_of(decision: Decision) -> Graphs:
-    """Return the graphs of a decision; none for eager, or if a part before the last is not full."""
+    """Return a decision's graphs; empty for eager, or if a part before the last is not full."""
     if any(part.num_tokens != part.key.num_tokens for part in decision.parts[:-1]):
         return ()
     return decision.keys

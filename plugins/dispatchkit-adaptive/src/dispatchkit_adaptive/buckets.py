@@ -1,7 +1,8 @@
 """Buckets of batches that have the same arms, and the choice made for each bucket.
 
-Within a bucket, a graph takes the same time for every batch, and eager takes less for smaller ones.
-So a choice consists of a graph and of the number of tokens up to which eager is used instead.
+Within a bucket, a graph takes the same time for every batch, whereas eager takes less time for
+smaller batches. The choice for a bucket is therefore a graph, and the number of tokens up to which
+eager is used instead.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from dispatchkit_adaptive.ledger import Stakes
 
 __all__ = ["PROBE", "Bucket", "band_of", "bands"]
 
-#: Reason of decisions that are made in order to be measured.
+#: The reason of probes: decisions that are made only to measure an arm.
 PROBE = "probe"
 
 
 def bands(low: int, top: int) -> list[tuple[int, int]]:
-    """Return the bands of a bucket of ``low`` to ``top`` tokens, largest first.
+    """Divide a bucket of ``low`` to ``top`` tokens into bands, largest first.
 
-    Eager time does not follow one power law over a wide range, so a bucket that spans more than
-    half of its size is cut.
+    Eager time does not follow one power law over a wide range. The largest quarter is therefore cut
+    off until the remainder starts above half of its upper end, or ends at 16 tokens or fewer.
     """
     cut = []
     while low <= top // 2 and top > 16:
@@ -38,11 +39,11 @@ def bands(low: int, top: int) -> list[tuple[int, int]]:
 
 
 def band_of(batch: Batch, top: int, sizes: Sequence[int]) -> Band:
-    """Return the band of a batch.
+    """Return the band of sizes that a batch belongs to.
 
     Args:
-        batch: The batch.
-        top: Size of the smallest graph that covers it; 0 if there is none.
+        batch: A batch that may run eager.
+        top: Size of the smallest graph that can serve the batch; 0 if there is none.
         sizes: All capture sizes, ascending.
     """
     index = bisect_left(sizes, top)
@@ -54,7 +55,7 @@ def band_of(batch: Batch, top: int, sizes: Sequence[int]) -> Band:
         num_active_loras=batch.num_active_loras,
         query_len=batch.query_len,
         max_query_len=batch.max_query_len,
-        axes=batch.axes,  # type: ignore[arg-type]  # within all axes, none is None
+        axes=batch.axes,  # type: ignore[arg-type]  # the batch is within all axes, so no bucket is None
     )
 
 
@@ -63,20 +64,23 @@ class Bucket:
     """Batches with the same arms, and the choice made for them.
 
     Attributes:
-        base: The base policy's decision for them; if it splits, that for one of them.
-        base_arm: The arm of that decision.
-        arms: All arms.
+        base: The base policy's decision for all of them; if the base splits batches, its decision
+            for ``example``.
+        base_arm: The arm of the decision ``base``.
+        arms: All arms that can run the batches.
         eager: The eager arm; None if eager is not allowed.
-        example: One of the batches.
-        graph: The arm in use that replays; None if there is none.
+        example: One batch of the bucket.
+        graph: The replaying arm in use; None if all batches run eager.
         limit: Number of tokens up to which eager is used.
-        sizes: Smallest and largest number of tokens of the batches asked for.
-        stale: Smallest and largest number of tokens whose cells have an earlier answer.
-        waiting: By number of tokens, batches with a probe that has no outcome yet and its arm.
-        needless: Numbers of tokens in ``waiting`` whose arm was probed in the meantime.
+        sizes: Smallest and largest number of tokens among the batches decided so far.
+        stale: Range of tokens whose cells may still hold an earlier decision; None if no cell does.
+        waiting: Probes without an outcome yet: number of tokens to batch and arm.
+        needless: Numbers of tokens in ``waiting`` whose arm has since been measured by another
+            probe.
         last_probe: Step of the last probe with an outcome; 0 if there was none.
-        unproven_us: Expected microseconds of the base's arm in the steps that did not use it
-            since it was measured last; it may have become faster unnoticed.
+        unproven_us: Expected microseconds that the base's arm would have taken in the steps that
+            used another arm since its last sample. The base's arm may have become faster in that
+            time, unnoticed.
     """
 
     base: Decision
@@ -92,7 +96,7 @@ class Bucket:
     needless: list[int] = attrs.field(factory=list, repr=False)
     last_probe: int = 0
     unproven_us: float = 0.0
-    # By arm; decisions with parts also by the number of tokens.
+    # Decisions by arm and, for split batches, number of tokens (otherwise 0).
     _answers: dict[tuple[Arm, int], Decision] = attrs.field(factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -105,13 +109,16 @@ class Bucket:
         self.limit = math.inf if is_eager else -math.inf
 
     def choice(self, num_tokens: int) -> Arm:
-        """Return the arm in use for a number of tokens."""
+        """Return the arm that runs batches of a number of tokens."""
         if self.eager is not None and (self.graph is None or num_tokens <= self.limit):
             return self.eager
         return self.graph or self.base_arm
 
     def known(self, regime: Regime) -> dict[Arm, Estimate]:
-        """Return the known arms of a regime; none unless they are several, with the base's."""
+        """Return the known arms of a regime; empty if there are none to compare.
+
+        A comparison needs the base's arm and at least one other.
+        """
         found = {
             arm: estimate
             for arm in self.arms
@@ -125,7 +132,7 @@ class Bucket:
         low, high = self.sizes
         self.sizes = min(low or num_tokens, num_tokens), max(high, num_tokens)
         arm = self.choice(num_tokens)
-        # Decisions with parts depend on the number of tokens.
+        # The parts of a split batch depend on the number of tokens.
         place = arm, num_tokens if arm.is_split else 0
         decision = self._answers.get(place)
         if decision is None:
@@ -133,18 +140,18 @@ class Bucket:
         return decision
 
     def send_probe(self, batch: Batch, arm: Arm) -> list[CellUpdate]:
-        """Return the update that has the next step of a batch run in an arm."""
+        """Return the update that makes the next step of a batch use an arm once."""
         self.waiting[batch.num_tokens] = batch, arm
         return [CellUpdate(batch, arm.decision(batch.num_tokens, PROBE), one_shot=True)]
 
     def end_probe(self, num_tokens: int) -> None:
-        """End the probe of a number of tokens; others of the same arm are no longer needed."""
+        """End the probe of a batch size; mark other probes of its arm as needless."""
         _, arm = self.waiting.pop(num_tokens, (None, None))
         if arm is not None:
             self.needless = [size for size, (_, other) in self.waiting.items() if other is arm]
 
     def drop_probes(self) -> list[CellUpdate]:
-        """Return the update that withdraws one of the probes that are no longer needed."""
+        """Return an update that withdraws one needless probe; empty if there is none."""
         while self.needless:
             batch, _ = self.waiting.pop(self.needless.pop(), (None, None))
             if batch is not None:
@@ -152,14 +159,14 @@ class Bucket:
         return []
 
     def renew(self) -> list[CellUpdate]:
-        """Return the update that has the stale cells filled again, if there are any."""
+        """Return the update that empties the stale cells; empty if there are none."""
         if self.stale is None:
             return []
         (first, last), self.stale = self.stale, None
         return [CellUpdate(attrs.evolve(self.example, num_tokens=first), None, up_to=last)]
 
     def choose(self, known: Mapping[Arm, Estimate], stakes: Stakes) -> None:
-        """Choose again from the known arms."""
+        """Choose the graph and the eager limit from the known arms."""
         graph, limit = self.graph, self.limit
         base = known.get(self.base_arm)
         if base is None or stakes.room_us <= 0.0:
@@ -178,7 +185,7 @@ class Bucket:
             self.stale = int(min(first, before)), int(max(last, after))
 
     def _choose_graph(self, known: Mapping[Arm, Estimate], stakes: Stakes, base: Estimate) -> None:
-        """Choose a graph; to replace the base's, it must be faster and covered by the account."""
+        """Choose a graph that is faster than the base's and whose risk the account covers."""
         base_log = over = math.inf
         if self.base_arm is not self.eager:
             base_log = base.log_us(1)

@@ -1,10 +1,11 @@
 """Estimate how long an arm takes, with a robust Kalman filter over the logarithm of its times.
 
-An arm is a way to run a step: a graph, or eager within one band of sizes. Its time is a power
-law of the number of tokens, ``log us = level + slope * log(tokens / top)``; a graph has no slope.
-Noise is a few per cent, and occasionally a step takes many times as long as usual, so samples
-more than ``CLIP`` standard errors off do not move the estimate. The level is modeled as a random
-walk, so old samples fade. Jumps are found from the mean of the latest surprises (``Watch``).
+An arm is a way to run a step: a graph, or eager within one band of sizes. Its time is a power law
+of the number of tokens, ``log us = level + slope * log(tokens / top)``; a graph has no slope. The
+noise is a few per cent, but occasionally a step takes many times as long as usual. A sample that
+differs from the estimate by ``CLIP`` standard errors or more therefore does not move it. The level
+is modeled as a random walk, so old samples lose weight. ``Watch`` detects jumps of the level from
+the mean of the latest surprises.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ __all__ = ["KNOWN", "Estimate", "Watch"]
 
 #: Number of samples from which an arm counts as known; the filter starts at their median.
 KNOWN = 3
-#: Standard errors at which a sample is clipped; beyond them it does not move the estimate.
+#: Standard errors from which a sample counts as an outlier and does not move the estimate.
 CLIP = 3.0
-#: Relative noise assumed at first, with the weight of ``KNOWN`` samples, and its lower bound.
+#: Initial relative noise, which has the weight of ``KNOWN`` samples, and the lower bound of noise.
 FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
-#: Slope of a band before it is measured, and its error: between constant and proportional time.
+#: Initial slope of a band (halfway between constant and proportional time) and its error.
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
-#: Numbers of surprises whose mean is tested, with their square roots, and the standard errors by
-#: which the mean must be off. Without a jump this happens once in 20,000 samples; a large jump is
-#: found after three samples.
+#: Numbers of surprises over which a mean is tested, with their square roots. A mean of more than
+#: ``LIMIT`` standard errors is a jump. False alarms occur once in 20,000 samples; a large jump is
+#: detected after three samples.
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
 LIMIT = 4.5
-#: A sample this far off (2.5 times) is usually an outlier. It counts for this many standard errors,
-#: so that only four of them in a row are a jump.
+#: A sample that differs from the estimate by a factor above 2.5 is usually an outlier. Its surprise
+#: counts as ``OUTLIER_EVIDENCE`` standard errors, so only four in a row are a jump.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
-#: The median of k normal samples has the variance of the mean of k / 1.57 samples.
+#: Variance of the median of normal samples, relative to the variance of their mean.
 MEDIAN_VARIANCE = math.pi / 2.0
 #: Allowed values of an estimate read from disk: times of 1e-6 to 1e15 microseconds.
 RANGES = {
@@ -47,10 +48,11 @@ RANGES = {
 
 
 class Watch:
-    """Find a jump of a level by the likelihood ratio of its latest surprises.
+    """Detect jumps of a level from its latest surprises, with a likelihood ratio test.
 
-    The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If it
-    is more than ``LIMIT`` standard errors off for one of the ``WINDOWS``, the level has jumped.
+    The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If
+    the mean over one of the ``WINDOWS`` is more than ``LIMIT`` standard errors from 0, the level
+    has jumped.
     """
 
     def __init__(self) -> None:
@@ -74,25 +76,26 @@ class Watch:
         return 0.0, 0
 
     def clear(self) -> None:
-        """Discard all surprises, since the level has been moved."""
+        """Discard all surprises."""
         self._sums, self._latest = [0.0], []
 
 
 class Estimate:
-    """The time of one arm in one regime.
+    """The estimated step time of one arm in one regime.
 
     Args:
-        top: Largest number of tokens of the arm; the level is the logarithm of its time there.
+        top: Largest number of tokens of the arm. The level is the logarithm of the step time at
+            ``top``.
         memory: Approximate number of latest samples that determine the level.
-        over_tokens: The time depends on the number of tokens.
+        over_tokens: Whether the time depends on the number of tokens.
 
     Attributes:
         samples: Number of samples.
         noise: Relative standard deviation of a sample.
-        last_step: Number of the step that was measured last.
+        last_step: Number of the step that gave the last sample.
         surprise: Logarithm of the ratio of the last sample to the expected time.
         surprise_error: Standard error of ``surprise``.
-        is_odd: The last sample is halfway to a jump.
+        is_odd: Whether the last sample is more than half of the evidence for a jump.
     """
 
     def __init__(self, top: int, memory: int, *, over_tokens: bool) -> None:
@@ -112,7 +115,7 @@ class Estimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough samples to compare it with other arms."""
+        """Whether there are enough samples to compare the arm with others."""
         return self.samples >= KNOWN
 
     @property
@@ -121,11 +124,11 @@ class Estimate:
         return self._borrowed != 0.0
 
     def log_us(self, num_tokens: float) -> float:
-        """Return the logarithm of the expected microseconds; infinite without samples."""
+        """Return the logarithm of the expected time in microseconds; infinite without samples."""
         return self._level + self._slope * (math.log(num_tokens) - self._log_top)
 
     def expect(self, num_tokens: float) -> float | None:
-        """Return the expected microseconds for a number of tokens; None without samples."""
+        """Return the expected time in microseconds for a number of tokens; None without samples."""
         return math.exp(self.log_us(num_tokens)) if self.samples else None
 
     def error(self, num_tokens: float) -> float:
@@ -134,25 +137,29 @@ class Estimate:
         return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
 
     def weight(self, num_tokens: float) -> float:
-        """Return how many samples of this size the estimate is worth."""
+        """Return how many samples at a number of tokens would be as precise as the estimate."""
         return (self.noise / self.error(num_tokens)) ** 2
 
     def largest(self, log_us: float) -> float:
-        """Return the most tokens that take at most the given time; -inf if none do."""
+        """Return the largest number of tokens whose expected time is at most the given one.
+
+        Without a slope, this is infinite if the level is low enough, otherwise -inf.
+        """
         off = log_us - self._level
         if self._slope <= 1e-3:
             return math.inf if off >= 0.0 else -math.inf
         return math.exp(min(off / self._slope + self._log_top, 700.0))
 
     def add(self, num_tokens: float, us: float) -> float:
-        """Add a sample; return the jump of the level (a logarithm), 0 if there is none."""
+        """Add a sample; return the detected jump of the level (a logarithm), or 0."""
         off, log_us = math.log(num_tokens) - self._log_top, math.log(us)
         self.samples += 1
         self._borrowed = 0.0
         if self.samples <= KNOWN:
             self._first.append((off, log_us - self._slope * off))
             self._level = median(level for _, level in self._first)
-            # The estimate is certain where it was measured; at the top, the slope adds its error.
+            # At the measured sizes, the error of the slope does not count; at the top, it adds to
+            # the error of the level.
             off = fmean(one for one, _ in self._first)
             self._covariance = -off * self._var_slope
             self._var_level = MEDIAN_VARIANCE * self.noise**2 / self.samples
@@ -187,13 +194,13 @@ class Estimate:
         return 0.0
 
     def evidence(self, least_error: float) -> float:
-        """Return the last surprise in standard errors, clipped for the detection of jumps."""
+        """Return the last surprise in standard errors, clipped for jump detection."""
         if abs(self.surprise) > OUTLIER:
             return math.copysign(OUTLIER_EVIDENCE, self.surprise)
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
 
     def borrow(self, jump: float) -> None:
-        """Apply a jump seen in other arms; at most ``OUTLIER`` in all until the next sample."""
+        """Apply a jump of other arms, limited to a total of ``OUTLIER`` until the next sample."""
         believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed
         self._level += jump
@@ -225,7 +232,7 @@ class Estimate:
         for name, (least, most) in RANGES.items():
             value = numbers[name]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and least <= value <= most):  # NaN is in no range
+            if not (is_number and least <= value <= most):  # false for NaN
                 raise ValueError(f"{name} {value!r}")
         if numbers["covariance"] ** 2 > numbers["var_level"] * numbers["var_slope"] * (1 + 1e-6):
             raise ValueError(f"covariance {numbers['covariance']!r}")

@@ -1,10 +1,10 @@
-"""Whether the host's time is hidden behind the device's.
+"""Detect whether the time of the host is hidden behind that of the device.
 
-A host that is far enough ahead of the device does not delay it, so that only the device's time of
-a step counts. It stays ahead only if it submits steps faster than the device runs them, also if
-each step uses the arm of the least device time, which is often eager and slow to submit. So both
-times are averaged for those arms, whichever arms are in use: the answer then does not depend on
-itself.
+A host that submits steps well before the device reaches them does not delay the device, so only the
+device time of a step counts. If it does, the policy prefers the arm with the least device time.
+That arm is often eager and slow to submit, and the host may then fall behind. Therefore both times
+are averaged for the arms with the least device time, whichever arms are in use. The answer then
+does not depend on an earlier answer.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import attrs
 
 __all__ = ["HostLoad"]
 
-#: Numbers of latest outcomes that are averaged: times of the traffic; host times and late steps.
+#: Number of outcomes in the averages: of host and device time per step; of submit times and late
+#: steps.
 _MEMORY, _SHORT_MEMORY = 32, 8
-#: Shares of the device's time that the host needs, and of steps that it did not submit ahead: below
-#: the first pair, the host becomes hidden; above one of the second pair, it no longer is.
+#: Thresholds: host time relative to device time, and share of steps not submitted ahead. The host
+#: becomes hidden below both of the first pair, and visible above either of the second pair.
 _HIDDEN, _VISIBLE = (0.8, 0.2), (0.95, 0.5)
-#: Outcomes after which the answer may change; twice as many after each return to a visible host.
+#: Number of steps between two changes of the answer; doubled when a hidden host becomes visible.
 _PATIENCE = 16
 
 
 @attrs.define
 class HostLoad:
-    """The host's and the device's time of recent steps, each in its arm of least device time.
+    """Host and device time of recent steps, as if each used its arm with the least device time.
 
     Attributes:
         is_hidden: Whether only the device's time counts.
@@ -40,16 +41,16 @@ class HostLoad:
     _patience: int = _PATIENCE
 
     def add_submission(self, host_us: float, *, is_eager: bool) -> None:
-        """Add the host time of a step; a longer time than usual counts at most twice the usual."""
+        """Add the host time of a step in microseconds, clipped to twice the average."""
         usual = self._submit_us.setdefault(is_eager, host_us)
         self._submit_us[is_eager] += (min(host_us, 2.0 * usual) - usual) / _SHORT_MEMORY
 
     def add_step(self, device_us: float, *, is_eager: bool, was_ahead: bool) -> bool:
-        """Add a regular step; return whether the answer changes.
+        """Add a step that was not a probe; return whether ``is_hidden`` changed.
 
         Args:
-            device_us: The least device time of its arms.
-            is_eager: Whether the arm of that time is eager.
+            device_us: Device time of the fastest arm on the device, in microseconds.
+            is_eager: Whether that arm is eager.
             was_ahead: Whether the host had submitted the step before the device reached it.
         """
         self._num_steps += 1

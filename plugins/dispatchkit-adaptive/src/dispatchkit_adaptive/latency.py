@@ -1,4 +1,4 @@
-"""Latencies by key and mode, for third-party dispatchers that keep their own graphs."""
+"""A policy of measured latencies, for third-party dispatchers with their own graphs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LatencyPolicy:
     ``NONE``.
 
     Args:
-        history_size: Approximate number of latest latencies that count, at least 8.
-        min_samples: Number of latencies from which a mode counts.
+        history_size: Approximate number of latest latencies that determine an estimate, at least 8.
+        min_samples: Number of latencies from which a mode is compared with others.
         retry_every: The slower choice is retried once in this many calls for a key.
 
     Raises:
-        ConfigError: A number is invalid.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(

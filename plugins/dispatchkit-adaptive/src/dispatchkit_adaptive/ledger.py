@@ -1,10 +1,10 @@
-"""Account for time saved and lost against the base policy, and limit what may be risked.
+"""Account for time saved and lost against the base policy, and limit the time at risk.
 
-The promise is that the steps so far never cost more than one per cent above the choices of the base
-policy. Steps that differ from the base are paid from an account: the allowance of the promise, plus
-the time saved so far. An arm may become slower (or the base faster) at any time, which is noticed
-only several measured steps later. So the policy leaves the base only if the account covers an arm
-that becomes ``DRIFT`` times slower from now on until then.
+The policy promises that the steps so far never take more than one per cent longer than with the
+base policy. Time lost in steps that differ from the base is paid from an account, which contains
+the allowance of the promise and the time saved so far. An arm may become slower (or the base
+faster) at any time, and the policy notices only several measured steps later. It therefore leaves
+the base only if the account covers an arm that is ``DRIFT`` times slower until then.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import attrs
 
 __all__ = ["DRIFT", "Ledger"]
 
-#: Factor by which an arm may become slower (or the base faster) before it is noticed.
+#: Unnoticed slowdown of an arm (or speedup of the base) that the account must cover, as a factor.
 DRIFT = 1.5
-#: Measured steps until a change of that size is noticed; see ``estimates.Watch``.
+#: Measured steps until a change by ``DRIFT`` is noticed; see ``estimates.Watch``.
 NOTICED_AFTER = 4
-#: Minimum number of steps from which the allowance is computed.
+#: The allowance is computed from at least this many steps.
 GRACE = 200
-#: Share of the promise that is used; the rest is kept for errors of the estimates.
+#: Share of the promise that is spent; the rest is a reserve for errors of the estimates.
 PLANNED = 0.75
-#: Standard errors by which another arm must be faster.
+#: Standard errors by which an arm must be faster than the arm in use.
 DOUBT = 1.5
-#: Weight of the latest outcome in averages, which cover about the last ten.
+#: Weight of the latest outcome in moving averages, which cover about ten outcomes.
 AVERAGING = 0.2
 
 
@@ -37,10 +37,10 @@ class Ledger:
         promise: Largest share of time that may be lost against the base.
         explore: Share of all time that probes may cost.
         steps: Number of steps accounted for.
-        base_us: What the base policy's choices would have cost.
-        lead_us: Time saved against the base in the steps that differed; negative if lost.
-        probes_us: Additional time of probes over the arm that they replaced.
-        differing: Share of the latest steady outcomes that did not use the base's arm.
+        base_us: Time that the choices of the base policy would have taken.
+        lead_us: Time saved compared with the base; negative if time was lost.
+        probes_us: Time that probes took beyond that of the arms in use.
+        differing: Moving share of outcomes, other than one-shot, that did not use the base's arm.
         spacing: Average number of steps from one measured step to the next.
     """
 
@@ -56,25 +56,29 @@ class Ledger:
     _unaccounted: float = 0.0
 
     def allowance(self, typical_us: float) -> float:
-        """Return what may be lost from now on; before the first step, steps take ``typical_us``."""
+        """Return the time in microseconds that may be lost from now on.
+
+        Before the first step, a step is assumed to take ``typical_us``.
+        """
         mean = self.base_us / self.steps if self.steps else typical_us
         return PLANNED * self.promise * mean * max(self.steps, GRACE) + self.lead_us
 
     def horizon(self, spacing: float = 0.0) -> float:
-        """Return the steps until a change is noticed, at the given or the current spacing."""
+        """Return the number of steps until a change is noticed, at the given or current spacing."""
         spacing = spacing or self.spacing
-        late = spacing if spacing > 1.5 else 0.0  # outcomes are then read one measured step later
+        late = spacing if spacing > 1.5 else 0.0  # outcomes are read one measured step later
         return NOTICED_AFTER * spacing + late
 
     def probe_allowance(self) -> float:
-        """Return what probes may cost now."""
+        """Return the time in microseconds that probes may still cost."""
         return self.explore * self.base_us - self.probes_us
 
     def steps_for(self, step: int, *, one_shot: bool, is_base: bool) -> float:
-        """Return the number of steps that an outcome represents; ``is_base`` for the base's arm.
+        """Return the number of steps that an outcome represents.
 
-        A one-shot outcome represents itself. A steady one represents all steps since the last
-        one, which were chosen in the same way but not measured.
+        A one-shot outcome represents one step. Any other outcome also represents the unmeasured
+        steps since the last such outcome, which were decided in the same way. ``is_base`` says
+        whether the outcome used the base's arm.
         """
         # Steps before the first outcome were not decided by this policy.
         passed = max(1, step - self._last_step) if step and self._last_step else 1
@@ -89,7 +93,7 @@ class Ledger:
         return steps
 
     def account(self, steps: float, base_us: float, own_us: float) -> None:
-        """Add steps, with what each would have cost under the base and what it did cost."""
+        """Add steps that took ``own_us`` each and would have taken ``base_us`` under the base."""
         self.steps += steps
         self.base_us += steps * base_us
         self.lead_us += steps * (base_us - own_us)
@@ -97,12 +101,13 @@ class Ledger:
 
 @attrs.frozen
 class Stakes:
-    """The current conditions for leaving the base in one bucket.
+    """The conditions for changing the choice of a bucket.
 
     Attributes:
-        margin: Least relative gain for which a choice is changed.
-        room_us: What may be lost in each step until a change is noticed; nothing if 0 or less.
-        lead_us: The part of ``room_us`` that was earned by being faster.
+        margin: Smallest relative gain for which the choice is changed, before any lead.
+        room_us: Time that each step may lose until a change is noticed; if 0 or less, the base is
+            used.
+        lead_us: The part of ``room_us`` that comes from time saved earlier.
     """
 
     margin: float
@@ -110,19 +115,19 @@ class Stakes:
     lead_us: float
 
     def gains(self, base_us: float, error: float) -> tuple[float, float]:
-        """Return the gains (logarithms of a ratio) required to change, and to stay.
+        """Return the gains (logarithms of a ratio) required to change arms, and to keep a change.
 
-        Both shrink as the lead grows: a change then need not be certain to be made, and must be
-        certain to be undone.
+        Both shrink as the lead grows. With a large lead, a change is made on less evidence and
+        undone only on more.
 
         Args:
             base_us: Microseconds of a step in the arm to leave.
-            error: Relative standard error of the ratio of the two arms.
+            error: Relative standard error of the ratio of both arms' times.
         """
         comfort = max(0.0, self.lead_us) / base_us
         change = max(self.margin, DOUBT * error) / (1.0 + comfort)
         return change, -error * comfort / (1.0 + comfort)
 
     def cover(self, base_us: float, slack: float = 1.0) -> float:
-        """Return the gain over the base at which the account covers a slowdown by ``DRIFT``."""
+        """Return the gain (a logarithm) from which the account covers a slowdown by ``DRIFT``."""
         return math.log(DRIFT) - math.log1p(slack * self.room_us / base_us)

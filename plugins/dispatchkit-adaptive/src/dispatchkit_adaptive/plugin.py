@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit."""
+"""The plugin that this distribution registers with dispatchkit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatchkit_adaptive.policy import AdaptivePolicy
 
 @hookimpl
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:
-    """Register the one policy."""
+    """Register the policy ``adaptive``."""
     return [
         PolicySpec(
             "adaptive",

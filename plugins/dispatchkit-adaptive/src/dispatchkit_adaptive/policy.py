@@ -1,4 +1,4 @@
-"""The policy ``adaptive``."""
+"""The policy ``adaptive``, which chooses between eager and graphs by measured time."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ from dispatchkit_adaptive.state import StateError, read_state, write_state
 
 __all__ = ["CALIBRATION", "AdaptivePolicy"]
 
-#: Additional host time of a probe (a plan, events, an outcome), in microseconds.
+#: Additional host time of a probe (creating a plan, events and an outcome), in microseconds.
 PROBE_US = 25.0
-#: The regime of the device's time of steps that were submitted before the device reached them.
+#: Regime of device times of steps submitted before the device reached them, if host time is hidden.
 ALONE: Regime = ("device alone", True)
-#: The regime of the same steps if the host's time counts.
+#: Regime of the same steps if host time counts: their times include it.
 BUSY: Regime = ("device", True)
-#: Reason of the decisions of calibration runs.
+#: Reason of the decisions in calibration runs.
 CALIBRATION = "calibration"
-# Most batches whose bucket is remembered.
+# Maximum number of batches whose bucket is remembered.
 _MOST_ASKED = 65_536
-# Outcomes without a change after which half as many steps are measured, and the largest pace.
+# Number of outcomes without a change after which the pace doubles, and the largest pace.
 _CALM, _SLOWEST_PACE = 24, 8
-# Share of the account at risk from which an unused base is probed if that costs nothing.
+# Share of the account that may be at risk before an unused base is probed, if probing is free.
 _PROOF_FROM = 0.8
 # Share of the probe allowance that a single probe may cost.
 _COST_AT_ONCE = 0.25
 # Share of the account that a probe may cost if it verifies a jump that was seen in other arms.
 _VERIFYING_COST = 0.01
-# Executors that measure more than one step in this many gain nothing from a slower pace.
+# The pace stays 1 if fewer than this many steps pass from one measured step to the next.
 _WORTH_SAVING = 8.0
-# Factor by which the allowance must exceed the risk before fewer steps are measured.
+# Minimum ratio of the allowance to the time at risk before fewer steps are measured.
 _AFFORDED = 3.0
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 # Consecutive outcomes in other regimes after which the latest regime becomes current.
 _REGIME_CHANGE = 8
-# Parts are tried instead of one graph if they compute at most this share of its tokens.
+# Parts are tried instead of one graph if they compute at most this share of the graph's tokens.
 _WORTH_SPLITTING = 0.75
 # Assumed time of an arm that was never measured, relative to the arm in use.
 _UNKNOWN_COST = 3.0
@@ -76,24 +76,25 @@ class AdaptivePolicy:
     """Choose between eager and each graph by measured time, never far behind a base policy.
 
     Args:
-        base: The policy to start from and to compare with, or its name.
-        base_options: Options for a base given by name.
+        base: The policy to start from and compare with: an object or a registered name.
+        base_options: Options for a base that is given by name.
         history_size: Approximate number of latest samples that determine an arm's estimate.
-        margin: Least relative gain for which the base's choice is changed.
-        promise: Largest share of time that may be lost against the base.
+        margin: Smallest relative gain for which a choice is changed.
+        promise: Largest share of time that may be lost compared with the base.
         explore: Share of time that probes may cost.
         max_sizes: Number of graphs of each mode that are considered for a batch.
         seed: Seed of the random variation in the spacing of probes.
-        state: File for what was learned. It is read now if it exists; an unusable file causes a
-            warning, and learning starts from scratch. ``save`` writes it.
-        fingerprint: What the times depend on (see ``device_fingerprint``); state with another
-            fingerprint is not used.
-        plugins: The plugins that provide a base by name; by default they are loaded.
+        state: File of learned estimates, which ``save`` writes. An existing file is read now; if it
+            is unusable, a warning is issued and learning starts from scratch.
+        fingerprint: Facts that the times depend on (see ``device_fingerprint``). A state file with
+            a different fingerprint is not used.
+        plugins: Plugins that a base given by name is looked up in; by default, the installed ones.
 
     Attributes:
         ledger: The account of time saved and lost against the base.
-        pace: Factor by which fewer steps than usual need to be measured now. It exceeds 1 if
-            nothing has changed for long and the time saved pays for noticing a change later.
+        pace: One in this many of the usually measured steps is measured now. The pace exceeds 1 if
+            nothing has changed for a while and the time saved covers the loss until a change is
+            noticed.
 
     Raises:
         ConfigError: An option is invalid.
@@ -134,24 +135,26 @@ class AdaptivePolicy:
         self.ledger = Ledger(self.promise, _share(explore, "explore"))
         self.pace: int = 1
         self._random = random.Random(seed)
-        # Regimes with samples, the current one first; and consecutive outcomes in other regimes.
+        # Regimes with samples, the current one first; and the number of consecutive outcomes in
+        # others.
         self._regimes: list[Regime] = [("device", False)]
         self._other_regime = 0
         self._host = HostLoad()
         self._arms: dict[ArmId, Arm] = {}
         self._eager_watches: dict[Regime, Watch] = {}
         self._buckets: dict[Any, Bucket] = {}
-        # The base's answer and the bucket of each batch, and the graphs that they hold for.
-        # Learning changes the choice of a bucket, but none of these.
+        # For each batch: the graphs for which the entry is valid, the base's decision, and the
+        # bucket. Learning changes the choice of a bucket, but not these entries.
         self._places: dict[Batch, tuple[object, Decision | None, Bucket | None]] = {}
-        # All buckets, that of the latest outcome last; those to choose again, the next one last.
+        # All buckets, the most recently used last; and the buckets to choose again, the next one
+        # last.
         self._by_use: dict[Bucket, None] = {}
         self._to_choose: dict[Bucket, None] = {}
         self._with_arm: defaultdict[Arm, list[Bucket]] = defaultdict(list)
         self._step = self._calm = 0
         self._calibration_rounds = 0
         self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
-        # Resolved now, since the program may change its working directory before it saves.
+        # Resolved now because the program may change its working directory before saving.
         self.state_path = None if state is None else _state_path(state)
         if self.state_path is not None and os.path.lexists(self.state_path):
             try:
@@ -173,7 +176,7 @@ class AdaptivePolicy:
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the choice of the batch's bucket, which is initially the base's answer."""
+        """Return the decision of the batch's bucket, initially that of the base."""
         revision, base, bucket = self._places.get(batch, (None, None, None))
         if revision != graphs.revision:
             if len(self._places) >= _MOST_ASKED:
@@ -188,7 +191,7 @@ class AdaptivePolicy:
     def _find_bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
         """Return the bucket of a batch; None if there is nothing to choose."""
         if None in batch.axes:
-            return None  # nothing is captured outside the range of an axis
+            return None  # no graph covers a batch outside the range of an axis
         found: dict[Graphs, None] = {}
         top = most = 0
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
@@ -234,11 +237,11 @@ class AdaptivePolicy:
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> list[CellUpdate]:
-        """Learn from a completed step; return the cells whose answer changes.
+        """Learn from a completed step; return updates of the dispatcher's table.
 
-        A step waits for this. So an outcome moves an estimate and has its own bucket chosen again,
-        and then one thing more is done: the cells of that bucket are renewed, a probe is sent or
-        withdrawn, or another bucket is chosen again and its cells are renewed.
+        A step waits for this method, so each call does little. It updates one estimate and the
+        choice of the batch's bucket. It then makes one further change: it renews the cells of that
+        bucket, sends or withdraws a probe, or updates the choice and cells of another bucket.
         """
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         _, _, bucket = self._places.get(batch, (None, None, None))
@@ -247,7 +250,7 @@ class AdaptivePolicy:
         if not outcome.completed or not _is_time(us):
             return []
         if outcome.is_first:
-            return []  # includes one-time costs of the size, which later steps do not have
+            return []  # the first step of a size includes one-time costs
         arm = bucket.eager if bucket is not None and decision.key is None else None
         if decision.key is not None and (graphs := graphs_of(decision)):
             arm = self._arm(graphs)
@@ -303,14 +306,14 @@ class AdaptivePolicy:
         Args:
             key: The graph that was replayed. For eager (mode NONE), the batch that ran, which
                 must have been decided before.
-            mode: The runtime mode it ran in.
-            latency_us: The time in microseconds.
-            queued: Other work was ahead of it on its stream.
+            mode: The runtime mode of the measured step.
+            latency_us: The measured time in microseconds.
+            queued: Whether earlier work was still running on the stream.
             clock: ``device`` or ``host``; times of different clocks are never compared.
 
         Raises:
-            ConfigError: The time is invalid, key and mode do not match, or the batch was not
-                decided before or may not run eager.
+            ConfigError: The time is invalid, key and mode do not match, the batch was not decided
+                before, or the batch may not run eager.
         """
         if not math.isfinite(latency_us) or latency_us <= 0.0:
             raise ConfigError("latency_us", latency_us, "a number of microseconds above 0")
@@ -331,12 +334,12 @@ class AdaptivePolicy:
         self._choose_all()
 
     def calibration_runs(self, graphs: GraphView) -> list[CalibrationRun]:
-        """Return runs to time before serving; empty once it has learned enough.
+        """Return the runs to time before serving; empty when no more are needed.
 
-        Call it after a capture, and again when the outcomes of all runs have been observed. The
-        first call returns each graph at its size, and eager at both ends of each band of sizes;
-        later calls return more runs of those arms that cannot yet be told from the base's, and of
-        the base's.
+        Call this method after a capture, and again after the outcomes of all runs have been
+        observed. The first call returns each graph at its size, and eager at both ends of each band
+        of sizes. Later calls repeat the runs of arms whose time cannot yet be distinguished from
+        that of the base's arm, and the runs of the base's arm.
         """
         self._choose_all()
         self._calibration_rounds += 1
@@ -379,14 +382,14 @@ class AdaptivePolicy:
                     num_active_loras=own.num_active_loras,
                     axes=own.axes,
                 )
-                self.decide(batch, graphs)  # so that the batch has its bucket
+                self.decide(batch, graphs)  # assigns the batch to a bucket
                 if num_tokens == high:
                     places[batch, key] = Decision.replay(key, CALIBRATION, timed=True)
                 places.setdefault((batch, None), Decision.eager(CALIBRATION, timed=True))
         return [(batch, how) for (batch, _), how in places.items()]
 
     def _is_close_call(self, batch: Batch, key: GraphKey | None) -> bool:
-        """Return whether more runs of an arm may decide between it and the base's arm."""
+        """Return whether an arm needs more runs to be compared with the base's arm."""
         _, _, bucket = self._places[batch]
         if bucket is None:
             return False
@@ -403,7 +406,7 @@ class AdaptivePolicy:
     # -- reading and keeping ------------------------------------------------------------
 
     def explain(self, batch: Batch | None = None) -> tuple[BucketReport, ...]:
-        """Return a printable report on each bucket, or on the bucket of one batch."""
+        """Return printable reports on all buckets, or on the bucket of one batch."""
         found = list(self._buckets.values())
         if batch is not None:
             found = [bucket for _, _, bucket in [self._places.get(batch, (0, 0, None))] if bucket]
@@ -414,7 +417,7 @@ class AdaptivePolicy:
         )
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write what was learned to a file, completely or not at all.
+        """Write the learned estimates to a file, completely or not at all, and return its path.
 
         Raises:
             ConfigError: Neither this call nor the policy has a path, or the file cannot be
@@ -427,12 +430,12 @@ class AdaptivePolicy:
         return target
 
     def load(self, path: str | Path) -> None:
-        """Replace what was learned with the contents of a file.
+        """Replace the learned estimates with those of a file.
 
         Raises:
             ConfigError: ``path`` is not a path.
             StateError: The file cannot be read, is incomplete or not a state file, or has a
-                different version or fingerprint. What was learned is kept.
+                different version or fingerprint. The current estimates are kept.
         """
         read = read_state(Path(check_path(path, "path")), self.fingerprint, self.history_size)
         for arm in self._arms.values():
@@ -456,7 +459,7 @@ class AdaptivePolicy:
         return arm
 
     def _known(self, bucket: Bucket) -> dict[Arm, Estimate]:
-        """Return the known arms to compare, all of one regime: the current one if possible."""
+        """Return the known arms of the first regime in which arms can be compared."""
         for regime in self._regimes:
             known = bucket.known(regime)
             if known:
@@ -469,14 +472,14 @@ class AdaptivePolicy:
         return {arm: arm.estimates[regime] for arm in bucket.arms if regime in arm.estimates}
 
     def _latest(self, arm: Arm) -> Estimate | None:
-        """Return an arm's estimate in the current regime, or else in another one."""
+        """Return the estimate of an arm in the current or the most recent other regime, if any."""
         for regime in self._regimes:
             if regime in arm.estimates:
                 return arm.estimates[regime]
         return None
 
     def _note_regime(self, regime: Regime) -> bool:
-        """Note the regime of an outcome; return whether the current regime changed."""
+        """Record the regime of an outcome; return whether the current regime changed."""
         self._other_regime = 0 if regime == self._regimes[0] else self._other_regime + 1
         if self._other_regime < _REGIME_CHANGE:
             return False
@@ -484,16 +487,16 @@ class AdaptivePolicy:
         return True
 
     def _lead(self, regime: Regime) -> None:
-        """Compare arms in a regime from now on."""
+        """Make a regime the current one, in which arms are compared."""
         self._regimes = [regime, *(other for other in self._regimes if other != regime)]
         self._other_regime = 0
         self._to_choose = self._by_use.copy()
 
     def _note_host(self, bucket: Bucket, num_tokens: int, was_ahead: bool) -> bool:
-        """Note whether the host is hidden; return whether that changed."""
+        """Record whether the host submitted a step ahead; return whether the regime changed."""
         known = bucket.known(ALONE)
         if len(known) < max(2, len(bucket.known(BUSY))):
-            return False  # the arm of least device time may be one whose host time is never hidden
+            return False  # an arm not yet known in ALONE may be the fastest on the device
         arm = min(known, key=lambda one: known[one].log_us(num_tokens))
         device_us = math.exp(known[arm].log_us(num_tokens))
         if not self._host.add_step(device_us, is_eager=arm.is_eager, was_ahead=was_ahead):
@@ -502,7 +505,7 @@ class AdaptivePolicy:
         return True
 
     def _learn(self, arm: Arm, regime: Regime, num_tokens: int, us: float) -> bool:
-        """Add a sample; return whether it shows a change."""
+        """Add a sample to an arm's estimate; return whether it shows a jump."""
         if regime not in self._regimes:
             self._regimes.append(regime)
         estimate = arm.estimate(regime)
@@ -527,7 +530,7 @@ class AdaptivePolicy:
     # -- choosing -----------------------------------------------------------------------
 
     def _choose(self, bucket: Bucket) -> None:
-        """Choose again in a bucket; if a choice changes, the bucket's cells become stale."""
+        """Update the choice of a bucket; a change makes cells of the bucket stale."""
         known, ledger = self._known(bucket), self.ledger
         base = known.get(bucket.base_arm)
         typical = 0.0 if base is None else base.expect(bucket.base_arm.size) or 0.0
@@ -536,11 +539,11 @@ class AdaptivePolicy:
         bucket.choose(known, Stakes(self.margin, room / horizon, ledger.lead_us / horizon))
 
     def _choose_later(self, arm: Arm) -> None:
-        """Have all buckets with an arm chosen again."""
+        """Schedule a new choice for all buckets that contain an arm."""
         self._to_choose.update(dict.fromkeys(self._with_arm[arm]))
 
     def _choose_next(self) -> list[CellUpdate]:
-        """Choose again in the next bucket; return the update that renews its cells, if any."""
+        """Update the choice of the next scheduled bucket; return the update of its stale cells."""
         if not self._to_choose:
             return []
         bucket, _ = self._to_choose.popitem()
@@ -548,7 +551,7 @@ class AdaptivePolicy:
         return bucket.renew()
 
     def _choose_all(self) -> None:
-        """Choose again in all buckets that are due; those with stale cells stay due."""
+        """Update the choices of all scheduled buckets; buckets with stale cells stay scheduled."""
         for bucket in list(self._to_choose):
             self._choose(bucket)
             if not bucket.stale:
@@ -571,19 +574,19 @@ class AdaptivePolicy:
         if is_base:
             ledger.account(steps, before or us, before or us)
             if estimate.is_known and not estimate.is_odd:
-                # If it became faster, it is unknown when: assume right after its last sample.
+                # If the base became faster, assume that it did so right after its last sample.
                 faster = 1.0 - min(1.0, (estimate.expect(size) or us) / (before or us))
                 ledger.lead_us -= bucket.unproven_us * faster
                 bucket.unproven_us = 0.0
             return
         base = self._latest(bucket.base_arm)
         if base is None:
-            # There is nothing to compare with: count its whole time as lost.
+            # Without an estimate for the base, count the whole time as lost.
             ledger.account(steps, us, 2.0 * us)
             return
         base_us = base.expect(size) or us
         if before is not None and not 0.4 < us / before < 2.5:
-            us = before  # an outlier, which would have happened under the base, too
+            us = before  # count an outlier as usual: it would have occurred under the base, too
         ledger.account(steps, base_us * (1.0 - base.error(size)), us)
         bucket.unproven_us += steps * base_us
 
@@ -614,12 +617,12 @@ class AdaptivePolicy:
         now_us = now.expect(size) or 0.0
         tried = ran.estimates.get(regime)
         if ran is not current and tried is not None and tried.is_odd:
-            return bucket.send_probe(batch, ran)  # after an unusual time, probe again at once
+            return bucket.send_probe(batch, ran)  # repeat a probe with an unusual time
         account = self.ledger.allowance(now_us)
         soon = _at_risk_us(bucket) + self.ledger.horizon() * now_us * (1.0 - 1.0 / DRIFT)
         base = bucket.base_arm.estimates.get(regime)
         if base is not None and bucket.base_arm is not current:
-            # Probe the base before the account is used up; the costlier the probe, the later.
+            # Probe the base before the account is used up. The more expensive the probe, the later.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
             if soon > account * min(1.0, _PROOF_FROM + behind):
                 return bucket.send_probe(batch, bucket.base_arm)
@@ -628,13 +631,13 @@ class AdaptivePolicy:
                 continue
             estimate = arm.estimates.get(regime)
             if regime == ALONE and (estimate is None or not estimate.is_known):
-                estimate = arm.estimates.get(BUSY)  # its host time may never be hidden
+                estimate = arm.estimates.get(BUSY)  # its steps may never be submitted ahead
             if estimate is None or not estimate.is_known:
                 if (_UNKNOWN_COST - 1.0) * now_us <= account:
                     return bucket.send_probe(batch, arm)
                 continue
-            # The better an arm is known, the longer it is not probed; each probe without an
-            # outcome makes the next one wait longer.
+            # Wait longer before the next probe the more precise the arm's estimate is, and the more
+            # probes have no outcome yet.
             wait = max(2.0, estimate.weight(size)) * (1 + len(bucket.waiting))
             if self._step - estimate.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue
@@ -649,12 +652,12 @@ class AdaptivePolicy:
 
 
 def _is_time(us: float | None) -> TypeGuard[float]:
-    """Return whether a number of microseconds can be the time of a step."""
+    """Return whether a number of microseconds is finite and above 0."""
     return us is not None and math.isfinite(us) and us > 0.0
 
 
 def _at_risk_us(bucket: Bucket) -> float:
-    """Return the loss that is unnoticed if the base became faster right after its last sample."""
+    """Return the possible loss in microseconds since the last sample of the base's arm."""
     return bucket.unproven_us * (1.0 - 1.0 / DRIFT)
 
 

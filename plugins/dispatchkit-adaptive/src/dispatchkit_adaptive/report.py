@@ -19,16 +19,17 @@ __all__ = ["ArmReport", "BucketReport", "describe"]
 
 @attrs.frozen
 class ArmReport:
-    """One arm of a bucket.
+    """The report on one arm of a bucket.
 
     Attributes:
-        arm: Its name: eager, or the graphs.
+        arm: The arm's name: eager, or its graphs.
         samples: Number of samples.
-        median_us: Expected microseconds for the largest batch seen; None if unknown.
+        median_us: Expected time in microseconds for the largest batch of the bucket; None if
+            unknown.
         error: Relative standard error of ``median_us``.
-        margin: Relative time by which it is slower than the arm in use; negative if faster, None
-            if unknown.
-        age: Steps since it was measured last.
+        margin: Time relative to the arm in use, minus 1: positive if slower, negative if faster,
+            None if unknown.
+        age: Number of steps since the arm's last sample.
     """
 
     arm: str
@@ -41,10 +42,10 @@ class ArmReport:
 
 @attrs.frozen
 class BucketReport:
-    """What was learned about the batches of a bucket.
+    """The report on a bucket: its choice, and the estimates of its arms.
 
     Attributes:
-        sizes: Smallest and largest number of tokens of the batches asked for.
+        sizes: Smallest and largest number of tokens among the batches decided so far.
         kind: The kind of the batches, and the modes that they allow.
         base: The base policy's decision.
         graph: The graph or graphs in use, as text; empty if there are none.
@@ -118,7 +119,7 @@ def describe(bucket: Bucket, known: Mapping[Arm, Estimate], step: int) -> Bucket
 
 
 def _kind(batch: Batch) -> str:
-    """Return what the batches of a bucket have in common, other than their size."""
+    """Return the kind of a batch as text: uniform or mixed, its axes, and its allowed modes."""
     parts = [f"uniform={batch.query_len}" if batch.uniform else "mixed"]
     if not batch.uniform and batch.max_query_len is not None:
         parts.append(f"max_query_len={batch.max_query_len}")
@@ -131,7 +132,7 @@ def _kind(batch: Batch) -> str:
 
 
 def _eager_up_to(bucket: Bucket, low: int, high: int) -> int:
-    """Return the number of tokens, of ``low`` to ``high``, up to which eager is used."""
+    """Return the largest number of tokens in ``low`` to ``high`` that runs eager, or 0."""
     if not bucket.choice(low).is_eager:
         return 0
     return high if bucket.choice(high).is_eager else int(bucket.limit)

@@ -24,14 +24,14 @@ _MAX_BYTES = 64 * 1024 * 1024
 
 
 class StateError(DispatchkitError, ValueError):
-    """A state file is unusable; the message says why."""
+    """A state file could not be used."""
 
 
 def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
-    """Return what measured times depend on: device, driver, torch and model.
+    """Return the facts that measured times depend on: device, driver, torch and model.
 
     Args:
-        model: Any name for the model.
+        model: A name for the model, chosen freely.
         device: Index of the CUDA device.
     """
     import torch
@@ -44,7 +44,7 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
 
 
 def write_state(path: Path, fingerprint: Mapping[str, str], arms: Iterable[Arm]) -> None:
-    """Write arms to a file, completely or not at all.
+    """Write the estimates of arms to a file, completely or not at all.
 
     Raises:
         ConfigError: The file cannot be written; an existing one is kept.
@@ -68,8 +68,8 @@ def read_state(
     """Return the estimates stored in a file, each with its arm and regime.
 
     Raises:
-        StateError: It cannot be read, is incomplete or not a state file, or has a different version
-            or fingerprint.
+        StateError: The file cannot be read, is incomplete or not a state file, or has a different
+            version or fingerprint.
     """
     try:
         with path.open("rb") as stream:

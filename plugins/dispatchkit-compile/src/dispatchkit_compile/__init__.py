@@ -1,4 +1,4 @@
-"""Split models into graph and eager pieces; a ``torch.compile`` backend.
+"""Splitting of models into graph and eager pieces, and a ``torch.compile`` backend.
 
 Names are imported on first use, so code that only marks a model does not import Dynamo.
 """

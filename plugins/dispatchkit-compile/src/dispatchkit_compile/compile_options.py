@@ -82,14 +82,15 @@ class CompileOptions:
             split graphs and FULL for others.
         support: Kinds of batches to capture the whole graph for. The graph's operators may
             restrict this further.
-        fill: Values of padding rows by argument name, 0 by default. Required to capture a graph
-            that writes a buffer or cache: its writes for padding rows must be harmless. Pass
-            ``{}`` if it writes nothing for them.
+        fill: Fill values of padding rows by argument name; 0 by default. Required if the graph
+            writes a buffer or cache: choose values for which the writes of padding rows are
+            harmless, or pass ``{}`` if padding rows write nothing.
         sizes: Capture sizes in rows; derived from ``max_num_tokens`` by default.
         max_num_tokens: Largest batch that graphs serve; larger batches run eager.
-        policy: A policy or its name.
+        policy: The policy of the runner, or its name.
         device_backend: The capture backend: ``auto``, a name or an instance.
-        outputs: ``owned`` or ``view``.
+        outputs: ``owned`` (results belong to the caller) or ``view`` (results are valid until the
+            next replay).
         lazy: Whether to capture each size when it is first needed. If False, the first call
             captures all sizes.
         piece_compiler: Compiler of the graph pieces: ``"inductor"``, the name of another

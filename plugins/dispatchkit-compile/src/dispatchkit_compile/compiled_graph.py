@@ -50,9 +50,10 @@ _NEXT_STEPS = {
     PlainReason.INPUT_WRITTEN: "Clone it first, or register it as a buffer of the module.",
     PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()).",
     PlainReason.SEVERAL_DIMS: "Mark only the batch dimension as dynamic.",
-    PlainReason.NOTHING_TO_CAPTURE: "Shorten the option at, so that some operations are captured.",
-    PlainReason.FILL_UNKNOWN: "Set the option fill so that writes for padding rows are "
-    "harmless, such as fill={'slots': sink}; fill={} if nothing is written for them.",
+    PlainReason.NOTHING_TO_CAPTURE: "Remove rules from the option at, so that some operations "
+    "are captured.",
+    PlainReason.FILL_UNKNOWN: "Set the option fill so that the writes of padding rows are "
+    "harmless, such as fill={'slots': sink}, or to {} if padding rows write nothing.",
     PlainReason.HELD_MOVED: "Update the tensors in place instead of replacing them.",
     PlainReason.LAYOUT: "Pass a contiguous tensor.",
 }

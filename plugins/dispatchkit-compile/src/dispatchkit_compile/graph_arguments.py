@@ -33,7 +33,7 @@ __all__ = ["GraphArguments", "PlainReason", "read_arguments"]
 
 
 class PlainReason:
-    """Reasons for which a graph, or one of its steps, runs eager."""
+    """Reasons why a graph, or one of its steps, runs eager."""
 
     GRADIENTS = "gradients"
     INPUT_CHANGED = "input_changed"
@@ -58,7 +58,7 @@ class GraphArguments:
         input_positions: Positions of the inputs in the argument list.
         held_positions: Positions of the held tensors in the argument list.
         written: Indices of the held tensors that the graph writes.
-        num_rows: The only size that the graph was compiled for; None if it serves any size.
+        num_rows: Number of rows that the graph was compiled for; None if it serves any number.
         plain: The reason why the graph cannot be captured, as (reason, explanation), or None.
     """
 
@@ -190,11 +190,12 @@ def _dynamic_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Return the positions of the arguments that a graph writes, and that its results alias.
+    """Return the positions of arguments that a graph writes, and of arguments that its results
+    alias.
 
     Runs the graph once on fake tensors, which have shapes and storages but no data.
     """
-    # Use the mode of the fake tensors, because the current mode is the mode that Dynamo sets for
+    # Use the mode that created the fake tensors; the current mode is the one that Dynamo sets for
     # backends.
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     if mode is None:

@@ -25,7 +25,7 @@ class SplitRules:
         at: Operators, modules, classes and functions, as objects or names.
 
     Attributes:
-        given: The rules in ``at``.
+        given: The rules that were passed as ``at``.
 
     Raises:
         ConfigError: A rule is not an operator, module path, module class or function.
@@ -82,7 +82,9 @@ def op_name(node: fx.Node) -> str | None:
 
 
 def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
-    """Return the kinds of batches a node may be captured for, and the name of the limit."""
+    """Return the batches that a node may be captured for, and the operator or class that limits
+    them.
+    """
     name = op_name(node)
     found = limited_support(name, [kind for _, kind in _modules_of(node)])
     return found if found is not None else (AttentionSupport.ALWAYS, "")

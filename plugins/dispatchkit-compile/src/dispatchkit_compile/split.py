@@ -67,10 +67,9 @@ def split_module(
             dimension. Tensors are batched in dimension 0 if they have the length of the first
             tensor.
         at: Operations that run eager between graphs, in addition to ``eager_region`` blocks and
-            operators declared not to be capturable for every batch. Each is an operator
-            (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
-            its class or the class's name), or a function or tensor method that the code
-            calls (or its name).
+            operators that cannot be captured for every batch. Each is an operator (an object or a
+            name such as ``"vllm::attention"``), a module (a path, a pattern for paths, a class or
+            its name), or a function or tensor method (an object or a name).
         device: Device of inputs declared by a StaticInput; by default the device of the weights.
 
     Raises:
@@ -159,7 +158,7 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
-    """Cut a graph into parts; adjacent parts of a kind merge unless a mark separates them."""
+    """Cut a graph into parts; merge adjacent parts of one kind unless a mark separates them."""
     parts: list[_Part] = []
     depth = 0
     is_broken = True
@@ -307,7 +306,7 @@ class _Builder:
         places: Mapping[fx.Node, int],
         made_at: Mapping[fx.Node, int],
     ) -> tuple[str, Any]:
-        """Return the source of a leaf of the step's result in the last piece."""
+        """Return the source from which the last piece reads a leaf of the step's result."""
         if isinstance(leaf, Constant):
             return "constant", leaf.value
         if not isinstance(leaf, Result):

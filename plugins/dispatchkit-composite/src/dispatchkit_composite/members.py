@@ -25,7 +25,7 @@ class Member:
 
     Attributes:
         name: Name of the member, unique in the composite.
-        policy: Policy or its name; by default, the name of the member.
+        policy: Policy, or its name; by default, the policy with the member's name.
         priority: Priority of the member. Members with higher priority are asked first. Members with
             equal priority are asked in the order in which they were added.
         options: Options for the policy's factory, if the policy is given by name.
@@ -100,7 +100,7 @@ class MemberState:
 
 
 def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
-    """Return members that are given as records, tables or strings.
+    """Convert records, tables or strings to a list of members.
 
     Raises:
         ConfigError: A member is invalid.

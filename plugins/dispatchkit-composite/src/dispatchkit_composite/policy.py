@@ -1,4 +1,4 @@
-"""The policy ``composite``."""
+"""The policy ``composite``, which asks several policies in turn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CompositePolicy:
             default, only ``vllm``.
         pyproject: Path of a TOML file that lists the members, instead of ``members``.
         max_faults: Number of consecutive faults after which a member is suspended.
-        plugins: Plugins that provide policies by name; loaded by default.
+        plugins: Plugins that provide policies by name; by default, the installed ones.
 
     Raises:
         ConfigError: A member is invalid, or two members have the same name.
@@ -104,7 +104,7 @@ class CompositePolicy:
 
     @property
     def traits(self) -> frozenset[str]:
-        """Traits of a single member; with several members, at most ``stateless``."""
+        """The traits of a single member; for several, ``stateless`` if all members have it."""
         claimed = [policy_traits(one.policy) for one in self._members]
         if len(claimed) == 1:
             return claimed[0]
@@ -197,7 +197,7 @@ class CompositePolicy:
         return updates
 
     def calibration_runs(self, graphs: GraphView) -> list[Any]:
-        """Return the timed runs that members request after a capture."""
+        """Return the calibration runs that members request after a capture."""
         runs: list[Any] = []
         for one in self._active():
             if hasattr(one.policy, "calibration_runs"):

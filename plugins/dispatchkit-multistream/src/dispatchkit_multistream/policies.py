@@ -13,7 +13,7 @@ from dispatchkit.keys import check_count
 
 
 class RoundRobin:
-    """Uses all lanes in turn, regardless of their load."""
+    """A lane policy that uses all lanes in turn, regardless of their load."""
 
     name = "round-robin"
     traits: ClassVar[frozenset[str]] = frozenset({"spreads"})
@@ -29,13 +29,13 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Uses the lane with the least unfinished work; ties are broken in turn.
+    """A lane policy that uses the lane with the least unfinished work; ties are broken in turn.
 
     Args:
         by: Unit of work, ``tokens`` or ``steps``.
 
     Raises:
-        ConfigError: ``by`` is not one of these.
+        ConfigError: ``by`` has another value.
     """
 
     name = "least-loaded"
@@ -64,7 +64,7 @@ class LeastLoaded:
 
 
 class ByKey:
-    """Runs all steps of a graph on fixed lanes, so that few lanes capture it.
+    """A lane policy that runs all steps of a graph on fixed lanes, so that few lanes capture it.
 
     The lanes of a key depend only on its name, so they are the same in every process. Eager steps
     use the least loaded lane.
@@ -91,7 +91,9 @@ class ByKey:
         return [(first + more) % num_lanes for more in range(min(self._copies, num_lanes))]
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the least loaded lane with the graph, or else assigned to it."""
+        """Return the least loaded lane that has captured the graph, otherwise the least loaded of
+        its lanes.
+        """
         if step.key is None:
             return self._least.choose(step, lanes)
         assigned = [lanes[index] for index in self.lanes_for_key(step.key, len(lanes))]
@@ -100,7 +102,7 @@ class ByKey:
 
 
 class Priority:
-    """Reserves the last lanes, on high-priority streams, for urgent steps.
+    """A lane policy that reserves the last lanes, on high-priority streams, for urgent steps.
 
     Urgent steps use the least loaded lane, preferring reserved lanes. Other steps share the
     remaining lanes. If there is only one lane, all steps share it.

@@ -15,8 +15,8 @@ from dispatchkit.errors import ConfigError
 
 __all__ = ["CheapestPacking", "first_fit_decreasing"]
 
-#: Fixed cost of a step, in tokens. The value is an estimate for an encoder of a hundred million
-#: parameters on a large GPU, where a token takes about half a microsecond; measure your own.
+#: Fixed cost of a step, in tokens: an estimate for an encoder of 100 million parameters on a large
+#: GPU, where a token takes about half a microsecond. Measure the cost of your own model.
 STEP_TOKENS = 64
 
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class PredictiveStats:
-    """Counters of a ``Predictive``.
+    """Counters of ``Predictive``.
 
     Attributes:
         is_on: Whether prefetching is active. It pauses while too few prefetched graphs are used.
         hit_rate: Share of predictions of the next key that were correct.
         num_predicted: Number of key changes for which there was a prediction.
         num_ahead: Number of graphs captured before a step needed them.
-        num_used: Number of these graphs that a step used before they were evicted.
+        num_used: Number of graphs captured ahead that a step used before their eviction.
         num_wanted: Number of graphs captured in idle time after a step had missed them.
         num_uploads: Number of graphs uploaded to the device before a launch.
     """
@@ -44,7 +44,7 @@ class PredictiveStats:
 
 
 class Predictive:
-    """Captures and uploads graphs in idle time, before steps need them.
+    """An assistant of a runner that captures and uploads graphs in idle time.
 
     Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
     records keys. If a step has the same key as the previous step, this costs one comparison.

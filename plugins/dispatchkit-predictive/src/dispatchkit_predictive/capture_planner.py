@@ -16,9 +16,10 @@ _LOOK_BACK, _REST = 100, 100
 
 
 class CapturePlanner:
-    """Chooses the next graph to capture, and pauses prefetching while it is not worthwhile.
+    """A planner of captures, which pauses prefetching while it is not worthwhile.
 
-    To prefetch is to capture a key before a step has missed it. This class needs no device.
+    Prefetching means capturing a key before a step has missed its graph. This class needs no
+    device.
 
     Args:
         predictor: Predictor of the next keys.

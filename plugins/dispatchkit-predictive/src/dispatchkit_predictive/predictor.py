@@ -1,7 +1,7 @@
 """Predict the next graph key from several forecasts, weighted by their past accuracy.
 
-Only changes of the key count: a hundred consecutive steps with one key are one event, because the
-graph must be captured once. There are four forecasts:
+Only changes of the key count: a hundred consecutive steps with one key are one event, because they
+need a single capture. There are four forecasts:
 
 - how often each key occurred recently;
 - the distance, in buckets, to the last key of the same kind. Batches tend to grow and shrink by one
@@ -13,7 +13,7 @@ graph must be captured once. There are four forecasts:
 Each forecast is a probability distribution over the keys. Its weight is multiplied by the
 probability that it assigned to the actual key (a Bayesian mixture). At each change, part of the
 total weight is redistributed evenly, so that a forecast recovers quickly after a long series of
-misses. New counts decay the earlier counts of their row, so old traffic is forgotten.
+misses. Each new count reduces the earlier counts of the same forecast, so old traffic is forgotten.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
 # Share of the total weight that is redistributed evenly at each change.
 _SHARE = 0.02
 # Weights of the long-run and the recent frequency in a score; the weight of the next change is 1.
-# They keep keys captured that are frequent without being next.
+# With the frequencies, frequent keys stay captured even if they are not expected next.
 _LONG, _LATE = 0.3, 0.6
 
 # Maximum number of recorded keys waiting to be learned; the oldest are dropped.
@@ -48,7 +48,7 @@ def check_keys(keys: Any, setting: str) -> tuple[GraphKey, ...]:
     """Validate a list of keys, and return it as a tuple.
 
     Raises:
-        ConfigError: It is not a list, or an item is not a key.
+        ConfigError: ``keys`` is not a list, or an item is not a key.
     """
     if not isinstance(keys, Iterable):
         raise ConfigError(setting, keys, "a list of GraphKeys")
@@ -59,12 +59,12 @@ def check_keys(keys: Any, setting: str) -> tuple[GraphKey, ...]:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number, and not a boolean."""
+    """Return whether a value is a number other than a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class KeyPredictor:
-    """Learns the order in which steps need keys.
+    """A predictor that learns the order in which steps need keys.
 
     ``record`` only appends a key; learning happens when a prediction or a counter is read.
 
@@ -210,7 +210,7 @@ class KeyPredictor:
         }
 
     def _expected(self) -> int | None:
-        """Return the most likely next key, regardless of its long-run frequency."""
+        """Return the index of the most likely next key, regardless of its long-run frequency."""
         if not self._recent or len(self._keys) == 1:
             return None
         return max(range(len(self._keys)), key=self._next.__getitem__)

@@ -24,10 +24,10 @@ class PredictionSimulation:
     Attributes:
         num_steps: Number of steps that a graph could serve.
         max_graphs: Maximum number of live graphs, the same for all three rules.
-        most_wanted: Eager steps without a graph if each idle moment captures the key that most
-            steps have missed, as ``runner.controls.capture_next()`` does.
-        latest: Eager steps without a graph if each idle moment captures the key missed last.
-        predicted: Eager steps without a graph with prediction.
+        most_wanted: Number of steps that miss a graph if each idle moment captures the key that
+            most steps have missed, as ``runner.controls.capture_next()`` does.
+        latest: Number of steps that miss a graph if each idle moment captures the key missed last.
+        predicted: Number of steps that miss a graph with prediction.
         captures: Number of captures with prediction.
         hit_rate: Share of predictions of the next key that were correct.
         used: Share of the prefetched graphs that a step used.
@@ -139,7 +139,7 @@ def simulate_prediction(
 def _without(
     keys: Sequence[GraphKey | None], max_graphs: int, idle_every: int, *, latest: bool
 ) -> int:
-    """Return the number of eager steps if only missed keys are captured."""
+    """Return the number of steps that miss a graph if only missed keys are captured."""
     missed: Counter[GraphKey] = Counter()
     last: dict[GraphKey, None] = {}
     live: dict[GraphKey, None] = {}  # least recently used first

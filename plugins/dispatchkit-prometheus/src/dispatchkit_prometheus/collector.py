@@ -160,9 +160,9 @@ def watch(
         known = _COLLECTORS.get(registry)
         collector = RunnerCollector() if known is None else known
         try:
-            registry.register(collector)  # each time, because it may have been unregistered
+            registry.register(collector)  # the collector may have been unregistered
         except ValueError:
-            if known is None:  # another collector uses these names; a known one is registered
+            if known is None:  # another collector has these names
                 raise
         _COLLECTORS[registry] = collector
     collector.add(name, runner)

@@ -162,7 +162,7 @@ def export_engine(
     """Export an engine's counters. Engines of one process share a port or a file.
 
     Args:
-        counts: Counters of the engine.
+        counts: Counters to export, read whenever metrics are requested or written.
         where: Port, or path of a text file.
         rank: Rank of the process.
         world_size: Number of ranks.

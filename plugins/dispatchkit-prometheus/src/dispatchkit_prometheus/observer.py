@@ -1,4 +1,4 @@
-"""Count rare events when they happen."""
+"""An observer that counts rare events as they happen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PrometheusObserver:
         registry: Registry of the metrics; by default, that of prometheus-client.
 
     Raises:
-        ConfigError: The registry already has such an observer.
+        ConfigError: The registry already contains a ``PrometheusObserver``.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:

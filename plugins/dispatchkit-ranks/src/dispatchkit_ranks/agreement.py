@@ -1,8 +1,8 @@
 """Exchanges of small rows over a process group, each with a time limit.
 
 A failed collective leaves connections in an undefined state, so the first failure ends the
-agreement. Closing its group wakes the other ranks, and each rank reads the notes in the store to
-find the rank that caused the failure.
+agreement. Closing its group wakes the other ranks. Each rank then reads the notes that ranks left
+in the store, to find the rank that caused the failure.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class RankAgreement:
         timeout: Maximum time in seconds until every rank stops if another rank does not reach a
             step. With a timeout below 15 seconds, or if the store does not answer, this may take
             two seconds longer. A rank is late after 0.4 of the timeout.
-        setup_timeout: The timeout of start-up, captures and the first step, which ranks may reach
-            at very different times.
+        setup_timeout: The timeout in seconds for start-up, captures and the first step, which ranks
+            may reach at very different times.
         device: The device of the exchange. The default is the CPU with gloo, which does not delay
             device work. A CUDA device uses NCCL and synchronizes with the device in every step.
         name: Name that distinguishes agreements of the same ranks in the store.
@@ -263,7 +263,7 @@ class RankAgreement:
         return self._stopped is None
 
     def close(self) -> None:
-        """End the agreement; all ranks call it at the same point.
+        """End the agreement; all ranks must call this at the same point.
 
         Waits at most ``timeout`` for the other ranks, then closes the process group.
         """
@@ -451,7 +451,7 @@ def _seconds(value: Any, setting: str) -> float:
 def _device(value: Any) -> torch.device:
     """Return the exchange device.
 
-    Validated here, because a failed collective would be attributed to another rank.
+    The device is validated here because a failed collective would be attributed to another rank.
     """
     allowed = "'cpu' or a CUDA device"
     try:

@@ -115,7 +115,7 @@ class RankedDispatcher:
             has_axes = bool(dispatcher.config.axes)
             self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
-            ranks.fail(error)  # otherwise, the other ranks would wait for this rank
+            ranks.fail(error)  # the other ranks would wait for this rank
             raise
         # Number of steps per exchange; 0 without exchanges.
         self._every = check_every if self._same_batches else 1

@@ -16,9 +16,9 @@ import torch.distributed as dist
 class ExchangeGroup:
     """A process group for the exchanges of one agreement, with gloo on the CPU or with NCCL.
 
-    It does not use ``torch.distributed.new_group``, which derives the name of a group from its
-    members if only these create it. A second group of the same members would then read the first
-    group's addresses from the store.
+    It does not use ``torch.distributed.new_group``. If only the members create a group, that
+    function derives the group's name from them, and a second group of the same members reads the
+    first group's addresses from the store.
 
     Args:
         store: The store for exchanging addresses.
@@ -109,6 +109,7 @@ def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    # NCCL's watchdog terminates the process, so its limit must not expire first.
+    # NCCL's watchdog terminates the process, so its limit must be longer than that of the
+    # agreement.
     options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - there is no public name
     return ProcessGroupNCCL(store, rank, size, options)

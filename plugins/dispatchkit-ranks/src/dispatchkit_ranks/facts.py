@@ -29,18 +29,19 @@ ALL_ON = -1
 class AgreedBatch(NamedTuple):
     """The facts of a step that all ranks agreed on.
 
-    The first five are the arguments of ``Dispatcher.dispatch``, in its order.
+    The first five attributes are the arguments of ``Dispatcher.dispatch``, in order.
 
     Attributes:
         num_tokens: Largest number of tokens of any rank; 0 if all ranks are idle.
         num_reqs: Largest known number of requests of any rank; 0 if no rank knows its number.
         uniform: The query class of all batches; 0 (mixed) if ranks have different classes.
-        loras: Largest number of active adapters of any rank; with axes, the variant of these.
+        loras: Largest number of active adapters of any rank; with axes, the variant of that number
+            and ``axes``.
         ceiling: Code of the runtime modes that every rank allows, limited to the lowest mode
             that any rank would choose for its own batch.
         switches: The switches that are on for every rank, as bits in their declared order.
-        axes: The value of each axis that all ranks pad to, the largest of any rank. None for an
-            exact axis with different values, for which no graph can serve the step.
+        axes: The value that all ranks pad each axis to: the largest of any rank. None for an exact
+            axis whose values differ between ranks; no graph can then serve the step.
     """
 
     num_tokens: int

@@ -41,8 +41,8 @@ class LeaderPolicy:
             other ranks.
 
     Attributes:
-        num_learner_errors: Number of errors raised by the learner, and of its updates that were
-            ignored because their decisions are not allowed.
+        num_learner_errors: Number of errors that the learner raised, plus the number of its updates
+            that were ignored because their decisions are not allowed.
         is_observing: Whether the learner receives outcomes. False until ranks run steps together,
             because step times during start-up are not representative.
 
@@ -202,7 +202,7 @@ def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
-    # If the key does not exist, None resets the cell to the base policy, as on every rank.
+    # Without the key, None resets the cell to the base policy, as on every other rank.
     key = keys.get(name)
     decision = None if key is None else Decision.replay(key, reason, timed=timed)
     return CellUpdate(batch, decision, one_shot)

@@ -162,8 +162,8 @@ class Notes:
     def _are_set(self, keys: list[str], seconds: float) -> bool:
         """Wait for keys; return whether all are set in time.
 
-        This polls the store, because the store's own ``wait`` depends on an answer even for its
-        timeout, which a frozen store does not send.
+        This polls the store. The store's ``wait`` cannot time out if a frozen store does not
+        answer.
         """
         deadline, pause = time.monotonic() + seconds, 0.002
         while keys and not self._store.check(keys):

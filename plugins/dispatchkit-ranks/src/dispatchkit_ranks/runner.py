@@ -34,7 +34,7 @@ class RankedRunner:
 
     Attributes:
         runner: The runner of this rank.
-        ranked: The dispatcher; see its ``step``, ``epoch`` and ``withheld``.
+        ranked: The dispatcher, with the attributes ``step``, ``epoch`` and ``withheld``.
 
     Raises:
         ConfigError: The runner is lazy, or its policy learns on every rank.
@@ -114,8 +114,8 @@ class RankedRunner:
             RankError: A rank is late, has left or has raised an error. Or another rank has a larger
                 axis value, and no capture on this rank has measured how to trim the outputs
                 (``not_measured``).
-            ReplayError: The agreed graph could not be replayed. This and any error of the step
-                ends the agreement, because other ranks may be in a collective of the step.
+            ReplayError: The agreed graph could not be replayed. This error, like any error of the
+                step, ends the agreement, because other ranks may be in a collective of the step.
         """
         own = self._num_rows(tensors)
         ceiling = self._ceiling(ceiling)

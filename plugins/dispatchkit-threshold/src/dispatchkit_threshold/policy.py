@@ -1,4 +1,4 @@
-"""The policy ``threshold``."""
+"""The policy ``threshold``, which limits graphs by number of tokens and padding."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class ThresholdPolicy:
         prefer_piecewise: Whether to try PIECEWISE before FULL.
         max_waste: Maximum share of a bucket that may be padding, from 0 (only exact sizes) to 1
             (any padding). A mode whose smallest graph has more padding is skipped.
-        split: Whether to split a mixed batch that no graph serves within the limits over several
-            graphs: full graphs of the largest size that it fills, and the smallest one that covers
-            the rest. Requires steps with independent rows (``rows_independent``).
+        split: Whether to split a mixed batch over several graphs if no single graph serves it
+            within the limits. The parts fill graphs of the largest possible size; the last part
+            uses the smallest graph that covers it. Requires steps with independent rows
+            (``rows_independent``).
 
     Options may be strings, as on a command line.
 
@@ -134,7 +135,7 @@ def _keys(
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
-    """Return the sizes of whole requests, up to ``max_num_seqs`` requests."""
+    """Return the sizes that fit a whole number of requests, at most ``max_num_seqs``."""
     own = config.uniform_sizes if query_len > 1 else None
     sizes = config.sizes if own is None else own
     return [

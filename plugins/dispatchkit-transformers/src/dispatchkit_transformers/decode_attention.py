@@ -25,8 +25,8 @@ from dispatchkit.errors import ConfigError
 #: Name of this implementation in the registry of transformers.
 DECODE_ATTENTION = "dispatchkit_decode"
 
-# Options that change scores other than by a mask; models without them pass None. Some releases of
-# ``sdpa`` silently ignore those in ``_UNSUPPORTED``.
+# Options that change scores. Models that do not use an option pass None. Some releases of ``sdpa``
+# silently ignore the options in ``_UNSUPPORTED``.
 _UNSUPPORTED = ("softcap", "s_aux")
 _SDPA_ONLY = ("position_bias", "head_mask")
 
@@ -34,8 +34,8 @@ _SDPA_ONLY = ("position_bias", "head_mask")
 _MOST_TOKENS = 8
 
 # torch's conditions for cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Releases up
-# to this one return wrong results for lengths that are not multiples of 128. Larger heads are
-# supported on some devices only.
+# to 9.15.0 return wrong results for lengths that are not multiples of 128. Heads larger than 128
+# are supported on some devices only.
 _CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
 
 
@@ -82,7 +82,7 @@ def decode_attention(
         or dropout
         or (attention_mask is not None and attention_mask.shape[1] != 1)
         or any(kwargs.get(name) is not None for name in _SDPA_ONLY)
-        or kwargs.get("output_attentions")  # sdpa warns that it does not support this
+        or kwargs.get("output_attentions")  # sdpa warns about this option
     ):
         given = {"dropout": dropout, "scaling": scaling, **kwargs}
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -93,8 +93,8 @@ def decode_attention(
     if _for_cudnn(query, key, value, mask):
         if mask is not None and mask.dtype == torch.bool:
             mask = additive(mask, query.dtype)
-        # Call the kernel directly: torch's sdpa has its own order of preference, and repeats keys
-        # for the last choice.
+        # Call the kernel directly: torch's sdpa may prefer another kernel, or one that repeats
+        # keys.
         one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, False, scale=scaling
         )[0]
@@ -102,7 +102,8 @@ def decode_attention(
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     # Scale the query first: products stay within the dtype's range, and the query has fewer
-    # elements than the scores. For a small model, the number of operations dominates.
+    # elements than the scores. Use few operations, because their number determines the time of a
+    # small model.
     grouped = query.reshape(rows, shared, heads // shared * length, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
     if mask is not None:

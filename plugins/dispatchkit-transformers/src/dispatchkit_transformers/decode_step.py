@@ -28,8 +28,8 @@ def decode_step(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that runs one decoding step.
 
-    It takes tokens and positions (B,) and the cache length that they need. It returns the most
-    likely next tokens (B,), or their logits (B, V) in float32, and the next positions (B,).
+    The function takes tokens and positions (B,), and the cache length to read. It returns the most
+    likely next tokens (B,), or the logits (B, V) in float32, and the next positions (B,).
 
     Args:
         probe: The probe of the model.
@@ -72,17 +72,17 @@ def verify_step(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return a function that runs one step and verifies drafts.
 
-    It takes tokens and positions (B,), drafts (B, ``num_draft_tokens``) and the cache length that
-    they need. It runs tokens and drafts together, accepts the drafts before the first mismatch
-    with the most likely token, and returns
+    The function takes tokens and positions (B,), drafts (B, ``num_draft_tokens``) and the cache
+    length to read. It runs tokens and drafts together and accepts the drafts before the first one
+    that differs from the most likely token. It returns
 
     - the most likely token after each token and draft, the number of accepted drafts, and the
       number of drafts (B, ``num_draft_tokens`` + 3);
     - the token after the last accepted draft (B,), and its position (B,).
 
-    Negative values, and drafts beyond the end of the cache, are ignored. Rejected drafts leave
-    keys and values behind the end of the row. These are overwritten before a token attends to
-    them.
+    Negative values, and drafts beyond the end of the cache, are ignored. The keys and values of
+    rejected drafts stay in the cache, beyond the end of the row, and are overwritten before a token
+    attends to them.
 
     Args:
         probe: The probe of the model.
@@ -128,8 +128,8 @@ def verify_step(
 def length_to_read(lengths: Sequence[int], length: int) -> int:
     """Return the smallest cache length that covers ``length``.
 
-    Eager steps pass the exact length. The probe for outputs that depend on the length may exceed
-    the largest of ``lengths`` by 1; that length is then returned.
+    Eager steps pass the exact length. The probe for outputs that depend on the length may pass one
+    more than the largest of ``lengths``; the result is then the largest.
 
     Args:
         lengths: Cache lengths that steps may read, ascending.

@@ -121,9 +121,9 @@ class GraphDecoder:
             the choice of tokens, and captures the compiled kernels. A function receives the step
             and returns the function to run instead.
         forward: Function that replaces the model in a step, such as ``torch.compile(model)``.
-        policy: A policy or its name.
+        policy: The policy of the runners, or its name.
         state: Further state of the step, see ``GraphRunner``.
-        options: Options of the runners.
+        options: ``RunnerOptions`` of the runners.
         backend: ``auto``, a backend or its name.
         lazy: Whether to capture a graph when a step needs it. If False, only ``capture()`` captures
             graphs.
@@ -223,10 +223,10 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
-        # For each row, the end of all positions ever written, including rejected and discarded
-        # positions; more for rows that cannot be truncated to their prompt.
+        # The end of the positions ever written in each row, including rejected and discarded ones.
+        # It is higher after an eager prompt, so that the prompt cannot be truncated.
         self._ends: list[int] = []
-        # Whether an error or interrupt in a step left tokens and cache in an unknown state.
+        # Whether an interrupted step left tokens and cache in an unknown state.
         self._is_amid_step = False
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
@@ -376,8 +376,8 @@ class GraphDecoder:
     def verify(self, drafts: torch.Tensor) -> list[list[int]]:
         """Run the current token and the drafts of each row, and return the next tokens.
 
-        It accepts the drafts before the first mismatch with the most likely token. The tokens are
-        equal to those of repeated calls of ``step``. This waits for the device.
+        Accepts the drafts before the first one that differs from the most likely token, so the
+        result equals that of repeated calls of ``step``. Waits for the device.
 
         Args:
             drafts: Drafts of the tokens after each row's current token (rows, N), N from 1 to
@@ -533,12 +533,14 @@ class GraphDecoder:
         return self._prompts.runner
 
     def invalidate(self) -> None:
-        """Release all graphs; call it after replacing weights other than in place."""
+        """Release all graphs. Call this after weights were replaced instead of updated in place."""
         for runner in (*self._runners.values(), *self._prompts.runners):
             runner.invalidate()
 
     def bucket(self, num_rows: int) -> int:
-        """Return the smallest capture size that covers ``num_rows``, or ``num_rows``."""
+        """Return the smallest capture size that covers ``num_rows``; if there is none,
+        ``num_rows``.
+        """
         sizes = self.runner().config.sizes
         return next((size for size in sizes if size >= num_rows), num_rows)
 

@@ -67,7 +67,7 @@ _UNSUPPORTED = {
     "synced_gpus": "Call the model's own generate().",
     "token_healing": "Pass model.heal_tokens(input_ids, tokenizer) as input_ids.",
 }
-#: Prefixes of cache implementations that request another location or format than the decoder's.
+#: Prefixes of the names of cache implementations that the decoder cannot use.
 _OTHER_CACHES = ("paged", "quantized", "offloaded")
 
 
@@ -346,7 +346,7 @@ class _Loop:
         )
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
-        # The output row of each live row, also as a tensor; None while both are identical.
+        # The output row of each live row, and the same as a tensor (None while all rows are live).
         self.live = list(range(rows))
         self.index: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
@@ -372,7 +372,7 @@ class _Loop:
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each output row (B,) from its logits (B, V)."""
-        logits = logits.clone()  # processors may write in place, and logits view a graph's output
+        logits = logits.clone()  # processors may write to the logits, a graph's output
         scores: torch.Tensor = self.processors(self.ids, logits)
         if self.scores is not None:
             self.scores.append(scores)

@@ -65,9 +65,10 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
 def plan_chunks(
     sizes: tuple[int, ...], rows: int, most: int, *, whole: bool = False
 ) -> list[tuple[int, ...]]:
-    """Return the chunk sizes for prompts of 0 to ``most`` tokens; empty if there are none.
+    """Return the chunk sizes to use for each prompt length from 0 to ``most``.
 
-    They minimize the estimated time, and then the number of chunks. The first chunk is padded.
+    The sizes minimize the estimated time, and then the number of chunks. The first chunk is padded.
+    An entry is empty if no chunks fit.
 
     Args:
         sizes: Allowed chunk sizes.
@@ -95,8 +96,8 @@ def prompt_step(
 ) -> Callable[..., torch.Tensor]:
     """Return a function that runs one chunk.
 
-    It takes tokens and positions (B, T), the slot of each prompt (B,), and the cache length that
-    they need. Padding has the position that is never read. It returns the logits after the last
+    The function takes tokens and positions (B, T), the slot of each prompt (B,), and the cache
+    length to read. Padding has the position ``memory.sink``. It returns the logits after the last
     token (B, V), float32.
 
     Args:
@@ -130,7 +131,7 @@ def prompt_step(
         output = probe.model(input_ids=tokens, attention_mask=masks, **given)
         for one in states:
             one.store()
-        # A step that leaves state behind is not captured.
+        # A step that keeps tensors cannot be captured.
         step_rows.end()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
@@ -189,7 +190,7 @@ def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
         with torch.no_grad():
             return any(_matches_prompts(probe, length, trial, whole=whole) for trial in TRIALS)
     except torch.OutOfMemoryError:
-        raise  # independent of the model
+        raise  # says nothing about the model
     except CALL_ERRORS:
         return False
 
@@ -243,7 +244,7 @@ def _continues(
 
 
 class PromptRunner:
-    """Run prompts through graphs.
+    """A runner of prompts, which go through graphs in chunks.
 
     Args:
         probe: The probe of the model.
@@ -344,7 +345,7 @@ class PromptRunner:
 
 @attrs.frozen
 class EagerPrompts:
-    """Replaces a ``PromptRunner`` if all prompts run eager.
+    """The replacement of a ``PromptRunner`` if all prompts run eager.
 
     Attributes:
         reason: The reason for running eager.
@@ -400,8 +401,8 @@ def _passes_windows(probe: Probe, length: int) -> bool:
 def _masks_windows(model: Any) -> bool:
     """Return whether the model's prompts attend only within its windows.
 
-    In Moshi, prompts attend to all positions but single tokens to a window. A short trial does not
-    exceed a window, so this checks which mask functions the model's code imports.
+    In Moshi, prompts attend to all positions, whereas single tokens attend to a window. Short
+    trials do not exceed a window, so this checks which mask functions the model's code imports.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     return any(hasattr(one, name) for one in modules for name in _WINDOW_MASKS)

@@ -6,7 +6,7 @@ up to its length bucket. One cache therefore serves all graphs. Sequences join a
 of a ``SlotState``, which keeps them in the first slots.
 
 Rows without a sequence write to an additional position that is never read. Recurrent layers have no
-such position: their rows without a sequence update the states of free slots.
+positions: there, rows without a sequence update the states of free slots.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SlotCache:
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
-        """The states of recurrent layers; rows without a sequence update free slots of these."""
+        """The states of recurrent layers, where rows without a sequence update free slots."""
         return self.slots.step_state.tensors
 
     def chunk_state(self, *, runs_twice: bool) -> StepState:
@@ -127,7 +127,8 @@ class SlotCache:
 
         Args:
             runs_twice: Whether each step runs twice from the same state, as in check mode. Chunks
-                read states and windows before they write them, so these must be restored.
+                read states and windows before writing them, so both must be restored for the second
+                run.
         """
         again = [*self.states, *self._rings] if runs_twice else []
         others = [one for one in self.memory if all(one is not other for other in again)]
@@ -229,7 +230,7 @@ class SlotCache:
 
 
 def _bank_of(tensor: LayerTensor, number: int) -> RawBank:
-    """Return a bank for ``number`` tensors like this one."""
+    """Return a bank for ``number`` tensors of this kind."""
     return RawBank(
         (number, None, *tensor.slot_shape),
         tensor.states.dtype,

@@ -5,7 +5,7 @@
     tokens = speculative.generate(**inputs, max_new_tokens=100, do_sample=False)
 
 ``SpeculativeDecoder`` has ``generate``, and ``admit``, ``step`` and ``drop`` for the loop of a
-server. Its steps return one token per row, and one for each accepted draft. A ``Drafter`` supplies
+server. For each row, a step returns the accepted drafts and one more token. A ``Drafter`` supplies
 the drafts: ``PromptLookup``, ``DraftModel`` or your own class.
 
 The tokens are those of greedy decoding, independent of the drafts. Sampling is not supported.
@@ -71,7 +71,7 @@ class SpeculativeDecoder:
 
     Args:
         decoder: The decoder that verifies drafts, created with ``num_draft_tokens``.
-        drafter: The drafter.
+        drafter: The source of drafts, which gets the same rows as ``decoder``.
 
     Raises:
         ConfigError: The drafter proposes more drafts than the decoder verifies, or the decoder has
@@ -174,8 +174,7 @@ class PromptLookup:
     """A drafter that repeats the tokens after an earlier occurrence of a row's last tokens.
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
-    the device. A lookup on the host would have to wait for each step, and the device would be idle
-    for a time that grows with the number of rows.
+    the device. A lookup on the host would have to wait for each step, while the device is idle.
 
     Args:
         decoder: The decoder whose rows get drafts.
@@ -344,7 +343,7 @@ class DraftModel:
 
 
 class VerifiedRows:
-    """Passes verified tokens to ``generate``, one per row and step.
+    """A store that passes verified tokens to ``generate``, one per row and step.
 
     Rows advance at different rates, so tokens of faster rows are stored while slower rows need
     steps. A row leaves the decoder when its cache is full.

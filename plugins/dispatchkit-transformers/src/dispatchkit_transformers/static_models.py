@@ -166,7 +166,8 @@ class Probe:
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return a function that runs T tokens per row and returns logits (B, T, V), float32.
 
-        It takes tokens and positions (B, T). The logits predict the token after each of them.
+        The function takes tokens and positions (B, T). The logits predict the token after each
+        token.
 
         Args:
             memory: The cache.
@@ -205,7 +206,7 @@ class Probe:
                     output = forward(**given)
             else:
                 output = forward(**given)
-            # A step that leaves state behind is not captured.
+            # A step that keeps tensors cannot be captured.
             step_rows.end()
             logits: torch.Tensor = output.logits.float()
             return logits
@@ -281,7 +282,7 @@ def probe(model: Any, max_length: int) -> Probe:
         try:
             seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
         except torch.OutOfMemoryError:
-            raise  # independent of the model
+            raise  # says nothing about the model
         except CALL_ERRORS as error:
             allowed = f"a model that returns its cache for a prompt of one token{_cause(error)}"
             raise ConfigError("model", name, allowed, _ADVICE) from error
@@ -302,8 +303,8 @@ def probe(model: Any, max_length: int) -> Probe:
 def _with_mask_format(found: Probe, length: int) -> Probe:
     """Return the probe with the mask format for which steps match prompts.
 
-    Steps read a cache of the actual length, because whatever a model derives from the length of its
-    keys, such as a window, is wrong with a static cache.
+    The steps read a cache of ``length`` positions, as in use. This detects models that derive a
+    property, such as a window, from the number of keys, which is wrong with a static cache.
     """
     wrong: Exception | None = None
     candidates = [
@@ -317,7 +318,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
             if any(_matches_prompts(made, length, trial) for trial in TRIALS):
                 return made
         except torch.OutOfMemoryError:
-            raise  # independent of the model
+            raise  # says nothing about the model
         except CALL_ERRORS as error:
             wrong = wrong or error
     raise ConfigError(
@@ -365,7 +366,7 @@ def supports_drafts(found: Probe, length: int) -> bool:
             trials = [(*trial, trial[0][1:]) for trial in TRIALS]
             return any(_matches_prompts(found, length, trial, 2) for trial in trials)
     except torch.OutOfMemoryError:
-        raise  # independent of the model
+        raise  # says nothing about the model
     except CALL_ERRORS:
         return False
 

@@ -26,8 +26,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
 
     Attributes:
         is_sliding: Whether the layer has a window (transformers' term).
-        past: Number of past positions that ``get_seq_length`` returns. None returns the number
-            for each row (B, 1).
+        past: Value that ``get_seq_length`` returns. If None, it returns the position of each row's
+            first token (B, 1).
     """
 
     keys: torch.Tensor
@@ -88,7 +88,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         return StepMask(self.length, self.capacity, self.window, chunk)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the number and the offset of the positions read; the step has its own mask."""
+        """Return the number and the offset of the positions that the step reads."""
         return self.length, 0
 
     def get_seq_length(self, *args: Any) -> Any:

@@ -31,7 +31,7 @@ class RingMask:
     sink: int
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where tokens may attend (B, 1, T, capacity + T).
+        """Return a mask (B, 1, T, capacity + T), True where tokens may attend.
 
         Args:
             positions: Positions of each row's tokens (B, T).
@@ -105,7 +105,7 @@ class ChunkAttention(AttentionLayer):
 
 
 class ChunkStates(RecurrentLayer):
-    """View of a layer's recurrent states for a chunk, which works on a copy.
+    """View of a layer's recurrent states for a chunk; the model updates a copy.
 
     Rows without a token in the chunk keep their states.
     """
@@ -142,7 +142,7 @@ class ChunkStates(RecurrentLayer):
 
 
 class ChunkHybrid(ChunkStates, HybridLayer, ChunkAttention):
-    """View for a chunk of a layer with recurrent states, keys and values."""
+    """A chunk's view of a layer that has recurrent states, keys and values."""
 
 
 def chunk_layer(layer: Any) -> Any:

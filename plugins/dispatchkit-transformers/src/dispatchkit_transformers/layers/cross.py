@@ -42,7 +42,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
         """Do nothing: the memory was allocated with the cache."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values unchanged; models call this although they are stored already."""
+        """Return the stored keys and values. Models call this although nothing is new."""
         return self.keys, self.values
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

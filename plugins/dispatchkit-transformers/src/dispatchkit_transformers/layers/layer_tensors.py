@@ -76,7 +76,9 @@ def write_prompts(
 
 
 def _write_rows(slots: torch.Tensor, states: torch.Tensor, length: int) -> None:
-    """Write rows of equal length; ``states`` (B, heads, T, head size) has their last positions."""
+    """Write rows of equal length; ``states`` (B, heads, T, head size) contains the last T
+    positions.
+    """
     capacity = slots.shape[2] - 1
     number = min(states.shape[2], capacity)
     states = states[:, :, states.shape[2] - number :]

@@ -12,7 +12,7 @@ import torch
 #: format.
 Converter = Callable[[torch.Tensor], torch.Tensor]
 
-# The attention masks of hybrid layer types; transformers passes their recurrent part another mask.
+# The mask type of the attention in hybrid layers, whose recurrent part gets a different mask.
 _ATTENTION_OF_HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
@@ -42,12 +42,12 @@ class StepMask:
     chunk: int | None
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where tokens may attend (B, 1, T, length).
+        """Return a mask (B, 1, T, length), True where tokens may attend.
 
-        In a ring buffer, entries up to the row's position are valid: the written part of a
-        partly filled ring, or all of a full ring. A ring with spare entries also contains
-        rejected positions and positions outside the window. There, an entry is valid if its latest
-        possible position, at most the token's position, is in the window.
+        In a ring buffer without spare entries, entries up to the row's position are valid: the
+        written part of a partly filled ring, or all of a full ring. A ring with spare entries also
+        contains rejected positions and positions outside the window. Its entries are valid if the
+        latest position that they can hold, up to the token's position, is in the window.
 
         Args:
             positions: Positions of each row's tokens (B, T).

@@ -41,7 +41,7 @@ class StepRows:
         self._written = {one: self._written_at(positions, one) for one in self._capacities}
 
     def end(self) -> None:
-        """End the step and drop its tensors; a step that leaves state behind is not captured."""
+        """End the step and drop its tensors: a step that keeps tensors cannot be captured."""
         self.positions = self._slots = self._all[:0]
         self._written = {}
 
