@@ -1,6 +1,6 @@
-"""Backend protocols, and the built-in backends, which are selected by name.
+"""Backend protocols and the built-in backends.
 
-Importing this package does not import torch; each backend is imported when requested.
+Importing this package does not import torch; ``resolve_backend`` imports a backend on request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The protocols that every backend must implement, without torch.
+"""Protocols that every backend must implement.
 
 A backend provides streams, events and memory pools, and captures and replays callables. It makes no
 decisions. Every backend must pass ``BackendTests``. Optional features are in ``optional``.
 
-The terms are torch's; see "CUDA semantics", section "CUDA Graphs", in its documentation.
+The terms are torch's; see "CUDA semantics", section "CUDA Graphs", in torch's documentation. This
+file does not import torch.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ class BackendCapabilities:
     """The capabilities of a backend.
 
     Attributes:
-        graphs: Whether it can capture and replay graphs.
+        graphs: Whether the backend can capture and replay graphs.
         max_streams: Number of independent streams on the device; None if the limit is unknown.
         device_timing: Whether timing events measure device time, not host time.
         concurrent_streams: Whether work on different streams may run concurrently.
         poisons_outputs: Whether outputs contain a recognizable poison value before the first
             replay, instead of old memory contents.
         stream_priorities: Whether ``new_stream`` accepts ``priority``; see ``PriorityBackend``.
-        steps_during_captures: Whether other threads may run and replay the same operations during a
-            capture, provided that the callable has no side effects.
+        steps_during_captures: Whether other threads may run the captured callable, or replay its
+            graphs, during a capture. The callable must have no side effects.
         unwatched_captures: Whether ``capture`` accepts ``watched``, ``notes`` and ``compiled``; see
             ``UnwatchedCaptureBackend``.
     """
@@ -45,7 +46,7 @@ class BackendCapabilities:
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a stream's work (torch.cuda.Event)."""
+    """A point in a stream's work, like torch.cuda.Event."""
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the event after all work queued on a stream (default: the current stream)."""
@@ -70,7 +71,7 @@ class Event(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """An in-order queue of device work (torch.cuda.Stream)."""
+    """An in-order queue of device work, like torch.cuda.Stream."""
 
     @property
     def handle(self) -> int:
@@ -82,7 +83,7 @@ class Stream(Protocol):
         ...
 
     def wait_stream(self, stream: Stream) -> None:
-        """Make later work of this stream wait for all work currently queued on another."""
+        """Make later work of this stream wait for all work currently queued on another stream."""
         ...
 
     def query(self) -> bool:
@@ -200,7 +201,7 @@ class GraphBackend(Protocol):
         """Capture the callable on a stream into a pool.
 
         A capture does not change random generators or storages outside the graph. Nested captures
-        are refused. Intermediates that user code stores stay alive with the graph.
+        are refused. Intermediates that user code stores stay alive as long as the graph.
 
         The stream must come from ``new_stream()``, because the default stream cannot be captured.
 

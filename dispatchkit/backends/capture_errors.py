@@ -11,8 +11,8 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
-# Messages of CUDA errors 900, 901 and 907, which invalidate the capture, and of torch's check of
-# copies, which leaves it valid.
+# Messages of CUDA errors 900, 901 and 907, which invalidate the capture. The last message is from
+# torch, and the capture stays valid.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
     "previous error during capture",
@@ -39,7 +39,7 @@ def clear_frames(error: BaseException, handled: BaseException | None) -> None:
 
 
 def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
-    """Remove the traceback of an error that is not reported, and free its objects.
+    """Remove the traceback of an error that is not reported, to free the objects in it.
 
     Clearing the frames is not enough: a cleared frame still references its function and closure
     (CPython 3.11 and later), and the callable may keep the exception alive.
@@ -90,8 +90,8 @@ def origin_of(error: BaseException) -> str:
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield the module and location of each frame of an error, innermost first.
 
-    Frames outside the innermost call by a runner or capture are omitted, because they belong to the
-    caller of the step.
+    Frames up to dispatchkit's innermost frame are omitted, because they belong to the caller of the
+    step.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)

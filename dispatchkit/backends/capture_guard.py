@@ -1,8 +1,8 @@
 """Process-wide state of captures on all devices, without torch.
 
 Only one capture per device runs at a time, and captures in a thread cannot be nested. The garbage
-collector is disabled during captures, because a collection may destroy an old graph, whose driver
-calls are not allowed while a stream is capturing.
+collector is disabled during captures, because it could destroy an old graph. The driver does not
+allow the necessary calls while a stream is capturing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostSyncError(RuntimeError):
 
     Args:
         call: Name of the call.
-        why: Reason why the call waits.
+        why: Reason for refusing the call.
         next_step: Sentence that suggests a change.
     """
 
@@ -136,7 +136,7 @@ def refuse_nested(device: str) -> None:
 
 
 def pause_capture() -> None:
-    """Pause this thread's capture, so that calls take effect immediately."""
+    """Pause this thread's capture: until it resumes, calls that wait are allowed."""
     _thread.device, _thread.paused = "", _thread.device or _thread.paused
 
 
@@ -178,7 +178,10 @@ _free_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def free_in_children(*locks: Any) -> None:
-    """Register re-entrant locks to release in forked processes, except in the holding thread."""
+    """Register re-entrant locks to release in forked processes.
+
+    Locks held by the forking thread stay locked.
+    """
     _free_in_children.update(locks)
 
 

@@ -1,8 +1,8 @@
-"""Optional backend protocols, and ``features_of``, which returns the offered protocols.
+"""Optional backend protocols, and ``features_of`` to find those that a backend offers.
 
 A backend implements the protocols that its device supports. It offers a protocol by defining the
-methods. If a protocol only adds arguments to a required method, a field of ``BackendCapabilities``
-declares it.
+protocol's methods. If a protocol only adds arguments to a required method, the backend declares it
+in a field of ``BackendCapabilities``.
 
 Without a protocol, the runner uses an alternative: a warmup instead of a rehearsal, ``replay``
 instead of a direct launch, or copies by torch instead of a copy node. ``BackendTests`` tests all
@@ -29,8 +29,8 @@ LaunchCall = Callable[[Any, Any], int | None]
 class RehearsingBackend(Protocol):
     """A backend that measures the memory of a capture in advance.
 
-    Without it, memory budgets use the memory of the first warmup as an estimate. A graph that turns
-    out to be larger is evicted after its capture.
+    Without this protocol, memory budgets use the memory of the first warmup as an estimate. A graph
+    that turns out to exceed the budget is evicted after its capture.
     """
 
     def rehearse(
@@ -44,7 +44,7 @@ class RehearsingBackend(Protocol):
         """Return an upper bound for the pool's growth in a capture, in bytes.
 
         The callable runs once on the stream, as in a warmup, and the caller restores the state that
-        it changes. The pool does not change.
+        the callable changes. The pool does not change.
 
         Raises:
             CaptureError: The rehearsal failed for a reason that would also make a capture fail.
@@ -55,7 +55,7 @@ class RehearsingBackend(Protocol):
 class PriorityBackend(Protocol):
     """A backend whose streams have priorities; ``capabilities.stream_priorities`` is True.
 
-    Without it, lanes with priorities are refused.
+    Without this protocol, lanes with priorities are refused.
     """
 
     def new_stream(self, *, priority: int = 0) -> Stream:
@@ -75,8 +75,8 @@ class PriorityBackend(Protocol):
 class DirectLaunchBackend(Protocol):
     """A backend that launches graphs through the device's runtime, bypassing ``replay``.
 
-    Without it, ``replay`` launches each graph. Graphs with random state always use ``replay``,
-    which advances their generators.
+    Without this protocol, ``replay`` launches each graph. Graphs with random state always use
+    ``replay``, which advances their generators.
     """
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
@@ -97,7 +97,7 @@ class DirectLaunchBackend(Protocol):
 class UploadingBackend(Protocol):
     """A backend that can prepare a graph on the device before its first launch.
 
-    Without it, the first launch takes longer.
+    Without this protocol, the first launch takes longer than later launches.
     """
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
@@ -132,7 +132,7 @@ class WatchedGraph(CapturedGraph, Protocol):
 
     @property
     def host_tensors(self) -> list[Any]:
-        """Host tensors that the graph reads or writes; each capture has its own."""
+        """Host tensors that the graph reads or writes. Other captures use other host tensors."""
         ...
 
     @property
@@ -199,13 +199,13 @@ class SegmentedCapture(Protocol):
     """The object with which a captured callable ends and begins segments."""
 
     def end(self) -> SegmentGraph:
-        """End the segment; later calls run immediately.
+        """End the segment; later operations run immediately.
 
-        The operations of the segment run only when its graph is replayed. Live tensors keep their
-        memory.
+        The operations of the segment run only when its graph is replayed. Tensors created in the
+        segment keep their memory while they are alive.
 
         Raises:
-            CaptureError: No segment is open, or the device cannot end it.
+            CaptureError: No segment is open, or the device cannot end the segment.
         """
         ...
 
@@ -213,7 +213,7 @@ class SegmentedCapture(Protocol):
         """Begin the next segment.
 
         Raises:
-            CaptureError: A segment is already open, or the device cannot begin one.
+            CaptureError: A segment is already open, or the device cannot begin a segment.
         """
         ...
 
@@ -231,7 +231,7 @@ class SegmentedCapture(Protocol):
 class SegmentingBackend(Protocol):
     """A backend whose captures can break and resume within a callable.
 
-    Without it, a step that is a single function has no PIECEWISE graphs.
+    Without this protocol, a step that is a single function has no PIECEWISE graphs.
     """
 
     def capture_segments(
@@ -272,7 +272,7 @@ class DeviceMemory(NamedTuple):
     Attributes:
         used_bytes: Memory in use on the device, including other processes and the driver.
         reserved_bytes: Memory reserved by this process's allocator.
-        held_bytes: The part of ``reserved_bytes`` in use while no graph runs.
+        held_bytes: The part of ``reserved_bytes`` that is in use even while no graph runs.
     """
 
     used_bytes: int
@@ -283,8 +283,8 @@ class DeviceMemory(NamedTuple):
 class MeteringBackend(Protocol):
     """A backend that reports the memory usage of its device.
 
-    Without it, memory reports cover only pools and buffers, and budgets exclude the driver's memory
-    per graph.
+    Without this protocol, memory reports cover only pools and buffers, and budgets exclude the
+    driver's memory per graph.
     """
 
     def device_memory(self) -> DeviceMemory:
@@ -299,7 +299,7 @@ class MeteringBackend(Protocol):
 class SleepingBackend(Protocol):
     """A backend that can return memory to the device while keeping its addresses.
 
-    Without it, a ``GraphMemory`` that can sleep is refused.
+    Without this protocol, a ``GraphMemory`` that can sleep is refused.
     """
 
     def sleep_problem(self) -> str:
@@ -311,11 +311,11 @@ class SleepingBackend(Protocol):
         ...
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function that creates tensors on the device in a pool's memory."""
+        """Call a function whose new tensors are allocated from a pool, and return its result."""
         ...
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Wait for the device, release the memory of pools, and return its bytes.
+        """Wait for the device, then release the memory of pools; return the number of bytes.
 
         Until ``wake``, the memory must not be used, and nothing can be captured into the pools. A
         replay raises on the tape, but may crash the process on a device. Graphs may be released.
@@ -338,7 +338,7 @@ class CopyRegion(NamedTuple):
         target: Device address of the destination.
         num_bytes: Size of the rows in bytes.
         tail_bytes: Number of fill bytes to write after the rows.
-        fill: Eight fill bytes as a little-endian number, which are repeated.
+        fill: Pattern of eight fill bytes, repeated as needed, as a little-endian number.
     """
 
     target: int
@@ -371,10 +371,10 @@ class CopyNode(Protocol):
     ) -> Callable[[Sequence[Any]], int]:
         """Return a function that sets the node for batches of one size.
 
-        Pass it one contiguous tensor per region, except for the last ``len(offsets)`` regions,
-        whose rows are in ``data`` at these offsets. The graph reads the tensors when it runs, but
-        ``data`` may be overwritten after the call. A tensor that is already at its target address
-        is not copied. The function returns an error code, or 0 for success.
+        The function accepts one contiguous tensor per region, except for the last ``len(offsets)``
+        regions, whose rows are in ``data`` at these offsets. The graph reads the tensors when it
+        runs, but ``data`` may be overwritten after the call. A tensor that is already at its target
+        address is not copied. The function returns an error code, or 0 for success.
         """
         ...
 
@@ -386,7 +386,7 @@ class CopyNode(Protocol):
 class CopyNodeBackend(Protocol):
     """A backend whose graphs can begin with a node that copies small inputs.
 
-    Without it, torch copies inputs before each launch.
+    Without this protocol, torch copies inputs before each launch.
     """
 
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:

@@ -26,9 +26,9 @@ def resolve_backend(
     """Return the backend for a name; a backend object is returned unchanged.
 
     Args:
-        spec: A backend object, a built-in or registered name, a device such as ``"cuda:1"`` or
-            ``"cpu"``, or ``"auto"``, which selects and logs ``cuda`` if torch finds a device, and
-            ``tape`` otherwise.
+        spec: A backend object, a built-in or registered name, a device (``"cuda:1"``, ``"cpu"``),
+            or ``"auto"``. ``"auto"`` selects ``cuda`` if torch finds a device and ``tape``
+            otherwise, and logs the choice.
         device: The device, if the name does not specify it: an index, ``"cuda:1"`` or a
             torch.device; None for the current device.
         registered: Factories of plugin backends by name, which accept ``device=``. A factory with a

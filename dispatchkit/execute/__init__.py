@@ -1,6 +1,6 @@
 """Capture and replay of steps, and the runner.
 
-Importing this package needs torch.
+Importing this package requires torch.
 """
 
 try:

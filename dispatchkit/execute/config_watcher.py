@@ -1,7 +1,7 @@
 """ConfigWatcher: apply changes to a settings file while serving.
 
-It opens no port and starts no thread. Call ``poll`` in the serving loop, or ``run`` in a separate
-thread. Both check the modification time of the file.
+A watcher opens no port and starts no thread. Call ``poll`` in the serving loop, or ``run`` in a
+separate thread. Both check the modification time of the file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ConfigWatcher:
         path: Path to the settings file.
 
     Attributes:
-        error: Why the current file was rejected; None if it is in effect.
+        error: Why the current version of the file was rejected; None if the file is in effect.
     """
 
     def __init__(self, runner: GraphRunner, path: str | os.PathLike[str]) -> None:
@@ -56,7 +56,8 @@ class ConfigWatcher:
         """Apply the file if it was written since the last call.
 
         If the file cannot be read, a setting is invalid, or the swap fails, the runner keeps its
-        settings. A ``SwapWarning`` is issued once for each such file, and ``error`` is set.
+        settings. In these cases, ``error`` is set, and a ``SwapWarning`` is issued once per version
+        of the file.
 
         Returns:
             The report of the swap; None if the file changed nothing or was rejected.

@@ -137,7 +137,7 @@ class Controls:
                 attributes or globals.
 
         Returns:
-            The capture in progress, to be waited for or stopped.
+            The capture in progress, which can be waited for or stopped.
 
         Raises:
             ConfigError: ``keys`` is not a list of keys, ``max_pause_us`` is not a positive number,
@@ -168,7 +168,7 @@ class Controls:
         itself = weakref.ref(self)
 
         def capture_one(key: GraphKey) -> _Captured | None:
-            # A weak reference: the last reference to a runner must free its graphs.
+            # A weak reference, so that dropping the last reference to a runner frees its graphs.
             found = itself()
             if found is None:
                 return None
@@ -238,7 +238,10 @@ class Controls:
         return failed
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the most requested key that has no graph; call it in idle time."""
+        """Capture the most requested key that has no graph; return the key, or None.
+
+        Call it in idle time.
+        """
         with self._lock:
             self._turns.wait()
             tried = (member.lifecycle.capture_next() for member in self._executors)
@@ -299,7 +302,7 @@ class Controls:
         Args:
             key: The key of the graph; it is declared if necessary.
             graph: An object whose ``replay()`` launches the graph on the current stream.
-            inputs: The tensors that the graph reads, by input name; their size is that of the key.
+            inputs: The tensors that the graph reads, by input name; they have the size of the key.
             outputs: The padded outputs of the graph.
             output_batch_dims: The batch dimensions of the outputs, as for the runner.
             has_effect: Whether a replay changes anything besides its outputs.
@@ -477,7 +480,10 @@ class Controls:
         elif any(key not in lifecycle.live() for key in decision.keys):
             yield "The step captures its graph first."
         if decision.reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
-            yield "Replays check values in turn, so a change may be detected several steps later."
+            yield (
+                "Each replay checks only some of the values, so a change may be detected several "
+                "steps later."
+            )
         if decision.reason in NEXT_STEPS:
             yield lifecycle.next_step(decision.reason)
         config = self._first.dispatcher.config
@@ -530,9 +536,9 @@ class Controls:
     def input_path(self, key: GraphKey) -> str:
         """Return how a key's inputs are copied: ``node``, or ``copy`` and the reason.
 
-        With ``node``, a copy node of the graph copies the inputs. Torch copies device inputs that
-        the node does not support, in each step. The graph copies unsupported host inputs from
-        pinned memory; in this case, ``staging`` and the reason follow after a semicolon.
+        With ``node``, a copy node of the graph copies the inputs. In each step, torch copies device
+        inputs that the node does not support. The graph copies unsupported host inputs from pinned
+        memory; in this case, ``staging`` and the reason follow after a semicolon.
 
         Raises:
             RegistryError: The key has no graph.

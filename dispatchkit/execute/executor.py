@@ -58,7 +58,7 @@ class Workload:
         inputs: The static inputs; with axes, the inputs of the smallest buckets.
         axes: The inputs for all axis buckets; None without axes.
         slots: Name of the input with slots, and the state of the slots; None without slots.
-        step: The step.
+        step: The step, with its modules and pieces.
         guard: Reader of the modes that affect a capture (autocast, training).
         config: Sizes, limits and modes. The mode may be a downgrade of the requested mode.
         mode_reasons: Reasons for the downgrade of the mode; empty without a downgrade.
@@ -298,7 +298,7 @@ def run_again(
     readable: bool,
     *batch: int,
 ) -> Any:
-    """Decide a step again, and run it, until its plan is valid.
+    """Decide a step again and run it, until its plan is valid; return the result.
 
     Args:
         dispatcher: The dispatcher that decides the step.

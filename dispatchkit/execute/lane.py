@@ -239,7 +239,7 @@ class Lane:
         pacer = self.pacer
         if pacer is None:
             return False
-        self.backend.current_stream().synchronize()  # otherwise steps wait for it on the device
+        self.backend.current_stream().synchronize()  # otherwise, steps would wait for this work
         pacer.end_part(part)
         self.resume_capture(pacer)
         return True
@@ -296,7 +296,7 @@ class Lane:
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Attribute driver memory allocated in the ``with`` block to the ``GraphMemory``."""
+        """Return a context that attributes new driver memory to a part in the ``GraphMemory``."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

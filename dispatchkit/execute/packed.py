@@ -21,9 +21,9 @@ from dispatchkit.execute.runner import GraphRunner
 
 Results = Literal["token", "item"]
 
-#: Inputs that are computed if the step declares them: the offset of each item and the end of the
-#: last item, the length of each item, and for each token, the index of its item within the step
-#: and its position within the item.
+#: Inputs that are computed if the step declares them. ``offsets``: the offset of each item, and the
+#: end of the last item. ``lengths``: the length of each item. ``item_of_token``: for each token,
+#: the index of its item within the step. ``positions``: the position of each token within its item.
 COMPUTED_INPUTS: Final = ("offsets", "lengths", "item_of_token", "positions")
 
 
@@ -41,9 +41,9 @@ class PackedRunner:
             all outputs, or a sequence with a value for each output.
 
     Raises:
-        ConfigError: The runner is not a GraphRunner (for example, a RankedRunner), its only axis is
-            not ``items``, it returns views, its inputs have other dimensions, or ``results`` is
-            invalid.
+        ConfigError: The runner is not a GraphRunner (a RankedRunner is not supported), has axes
+            other than ``items``, returns views, or has an input whose rows are neither tokens nor
+            items; or ``results`` is invalid.
 
     Thread safety: as for the runner.
     """

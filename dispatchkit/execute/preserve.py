@@ -13,10 +13,11 @@ from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 
 @contextmanager
 def preserved_state(runner: GraphRunner) -> Iterator[None]:
-    """Restore all state that the step changes when the ``with`` block ends.
+    """Restore the state that steps change inside a ``with`` block.
 
-    This includes declared state such as a KV cache, memory whose writes were detected at capture,
-    and random generators. On entry, it synchronizes with the device.
+    This includes declared state (a KV cache, for example), undeclared memory that the step was seen
+    to write during a capture, and random generators. Entering the block synchronizes with the
+    device.
 
     Args:
         runner: The runner of the step. Undeclared writes are detected only for captured graphs.

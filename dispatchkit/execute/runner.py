@@ -222,11 +222,11 @@ class GraphRunner:
     ) -> Any:
         """Run a step on the contents of ``buffers``.
 
-        The caller writes the first ``num_tokens`` rows. The runner refills the later rows if an
-        earlier step used them. Arguments, results and errors are those of a call.
+        The caller writes the first ``num_tokens`` rows. The runner resets later rows to the fill
+        value if an earlier step used them. Arguments, results and errors are those of a call.
 
         Raises:
-            InputError: No graph serves the batch, and it is larger than the buffers.
+            InputError: No graph serves the batch, and the batch is larger than the buffers.
         """
         executor, stream = self._executor, self._current_stream_handle()
         if stream and self._is_capturing():
@@ -303,7 +303,7 @@ class GraphRunner:
     ) -> CaptureReport:
         """Capture keys that have no graph, largest first.
 
-        A key whose capture fails is reported, and the capture continues. Afterwards, the
+        A failed key is reported, and the capture of the other keys continues. Afterwards, the
         calibration runs of learning policies are timed.
 
         Args:
@@ -326,7 +326,7 @@ class GraphRunner:
         """Stop capturing: batches without a graph run eager, or raise in strict mode.
 
         Args:
-            strict: Whether the runner is strict from now on; None leaves it unchanged.
+            strict: Whether the runner is strict from now on; None changes nothing.
         """
         return self.controls.freeze(strict=strict)
 
@@ -349,8 +349,8 @@ class GraphRunner:
     def invalidate(self, reason: str = "weights") -> int:
         """Release all graphs because memory that they read was replaced.
 
-        Their keys can be captured again. There is no need to call it after copying weights in
-        place.
+        Their keys can be captured again. Calling this method is unnecessary after weights were
+        copied in place.
 
         Args:
             reason: Name of the replaced memory, for statistics and explanations.
@@ -393,9 +393,9 @@ class GraphRunner:
         """Explain what a step of a batch would do now, without running it.
 
         The explanation is for the first lane and for the modes of this thread (autocast), which a
-        step compares with those of the capture. It cannot predict failures that occur only when the
-        step runs, such as a failed replay. It includes measured times of equal steps if the policy
-        requested measurements and ``drain`` has read them.
+        step compares with those of the capture. The explanation cannot predict failures that occur
+        only when the step runs, such as a failed replay. It includes measured times of equal steps
+        if the policy requested measurements and ``drain`` has read them.
 
         Args:
             num_tokens: Number of tokens in the batch.
@@ -403,7 +403,7 @@ class GraphRunner:
             uniform: As in a call.
             loras: Number of active adapters.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``.
-            cost_model: Cost model for the cost of the step: an object, such as the result of
+            cost_model: Model that estimates the cost of the step: an object, such as the result of
                 ``calibrate`` for this runner. If dispatchkit-plan is installed, also the name of
                 one of its models, or a file.
             axes: The value of each axis, by name.
@@ -464,8 +464,8 @@ class GraphRunner:
         """Swap policy, configuration or limits while other threads run steps.
 
         Every step runs exactly once. Steps that have begun use the old settings; later steps use
-        the new settings. Graphs that both need are kept. While new graphs are captured, the old and
-        new graphs together must fit the larger of the old and new limits.
+        the new settings. Graphs that both settings need are kept. While new graphs are captured,
+        the old and new graphs together must fit the larger of the old and new limits.
 
         Args:
             policy: Name of a policy, or an object that no runner uses; by default a copy of the
@@ -478,11 +478,11 @@ class GraphRunner:
             max_num_seqs: Largest number of requests in a batch.
             mode: Runtime modes of decode and mixed batches.
             max_graphs: Largest number of live graphs; None for no limit.
-            max_bytes: Largest number of bytes of graph memory; None for no limit.
+            max_bytes: Largest size of graph memory in bytes; None for no limit.
             eviction: ``lru`` or ``benefit``.
             ahead: Whether to capture new graphs before the swap; by default True unless the runner
-                is lazy. If False, steps that need a new graph capture it in a lazy runner, and
-                otherwise run eager until ``capture()`` is called.
+                is lazy. If False, a lazy runner captures a new graph when a step needs it. In other
+                runners, these steps run eager until ``capture()`` is called.
 
         Returns:
             The report of the swap.
@@ -493,7 +493,7 @@ class GraphRunner:
             ConfigError: A setting is invalid, nothing changes, or a size is larger than the static
                 inputs.
             UnknownNameError: No policy has the given name.
-            PolicyError: The policy did not pass the trial.
+            PolicyError: The policy raised or returned an invalid value when it was tried.
             RegistryError: The runner is frozen, and new graphs are needed.
         """
         return self.swapper.swap(

@@ -37,7 +37,7 @@ class RunnerSpec:
     """The arguments of a runner, sufficient to create an equal runner.
 
     Attributes:
-        step: The step.
+        step: The step: a function, a module, or a list of pieces.
         inputs: Static inputs by name, at most one of them a ``SlotState``; None if ``example`` is
             given.
         example: One tensor for each input; None if ``inputs`` are given.
@@ -338,7 +338,7 @@ def make_policy(
             configuration, or else the default policy.
         options: Options for the factory of a named policy.
         config: The configuration of the runner.
-        plugins: The plugins. If None, installed plugins are loaded when needed.
+        plugins: Plugins that provide policies. If None, installed plugins are loaded when needed.
 
     Raises:
         ConfigError: Options were given without a name, or the factory does not accept them.

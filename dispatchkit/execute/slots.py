@@ -73,7 +73,7 @@ class SlotMove:
     """A session that was moved to another slot.
 
     Attributes:
-        session: The session.
+        session: Session that was moved.
         source: Old slot.
         target: New slot.
         num_bytes: Number of copied bytes.
@@ -134,7 +134,7 @@ class Bank:
         return self.tensor.index_select(self.dim, index)
 
     def put(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows of the bank's dtype, which may be a view of it."""
+        """Write rows, which must have the bank's dtype and may be a view of the bank."""
         tensor = self.tensor
         if storage_of(rows) == storage_of(tensor):
             rows = rows.clone()
@@ -168,7 +168,7 @@ class SlotRows:
     Args:
         state: State that contains the banks.
         index: Row of the banks to which each row of the step is written (B,): a slot or the sink.
-        watch: Watch over the step's writes to the rows, or None.
+        watch: Watch of the step's writes to the rows, or None.
 
     Attributes:
         index: As given. To write parts of rows, use it with ``bank``:
@@ -235,13 +235,13 @@ class SlotRows:
 class SlotState:
     """The state of sessions that join and leave, and the slot of each session.
 
-    One or more runners declare it as an input, whose name is the name of the slots in calls. A
-    session is identified by any hashable value.
+    Runners declare the state as an input, and calls pass slots by the name of this input. A session
+    is identified by any hashable value.
 
     Args:
         banks: One ``StaticInput`` per kind of state, with its shape (None for the slots), its dtype
             and its initial state as the fill value. Alternatively, one ``RawBank`` per kind of
-            state. Then slots are not passed as an input, and runners declare
+            state. With ``RawBank``, slots are not an input, and runners declare
             ``state=slots.step_state``.
         num_slots: Maximum number of sessions.
         compact: Whether to keep the sessions in slots 0 to n-1, by moving the last session into any
@@ -249,7 +249,8 @@ class SlotState:
             order. Use this for banks that are too large to gather in every step, if steps usually
             serve all sessions.
         host: Whether calls pass slots as a list, an array or a CPU tensor, which is checked on the
-            host. If False, calls pass a device tensor, and each step waits for it to check it.
+            host. If False, calls pass a device tensor, and each step waits until the tensor can be
+            checked.
         device: Device of the banks; None means torch's default device.
 
     Attributes:
@@ -261,7 +262,7 @@ class SlotState:
     Raises:
         ConfigError: There are no banks, a bank has no dimension of slots, or a setting is invalid.
 
-    Thread safety: all methods may be called from any thread, also while another thread captures.
+    Thread safety: all methods may be called from any thread, even while another thread captures.
     Operations on sessions are queued on the current stream, like steps. Wait for a submitted step
     before its sessions leave, move or are cleared.
     """
@@ -344,7 +345,7 @@ class SlotState:
 
         Args:
             sessions: Sessions that leave.
-            used: Number of positions in use of remaining sessions, if known. A move then copies
+            used: Number of positions in use, by remaining session, if known. A move then copies
                 only these positions of a ``RawBank``.
 
         Returns:
@@ -352,7 +353,7 @@ class SlotState:
 
         Raises:
             DescriptorError: A session has no slot or is passed twice, or ``used`` contains an
-                invalid number of positions. No session leaves.
+                invalid number of positions. In this case, no session leaves.
         """
         for session, number in (used or {}).items():
             if whole_number(number) is None or number < 0:
@@ -443,7 +444,7 @@ class SlotState:
         return iter(self.sessions)
 
     def __getitem__(self, session: Hashable) -> dict[str, torch.Tensor]:
-        """Return views of the rows of a session, by bank; valid until it moves or leaves.
+        """Return views of the rows of a session, by bank; valid until the session moves or leaves.
 
         Raises:
             DescriptorError: The session has no slot.
@@ -506,7 +507,8 @@ class SlotState:
     def lent(self, number: int) -> Iterator[SavedRows | None]:
         """Lend free slots to dummy rows, whose writes are compared; clear the slots afterwards.
 
-        Yields None if fewer slots are free. A session that needs a lent slot waits for it.
+        Yields None if fewer than ``number`` slots are free. A session that needs a lent slot waits
+        until the slot is returned.
         """
         with self._changed:
             found = self._free[:number] if len(self._free) >= number else []
@@ -623,7 +625,7 @@ class SlotState:
         return SlotMove(session, source, target, num_bytes)
 
     def _clear_left(self, slots: Iterable[int]) -> None:
-        """Clear those of the given slots that are free now."""
+        """Clear the given slots that are free now."""
         if not self.is_raw:  # padding may change a free raw slot, so join() clears it
             self._clear(slot for slot in slots if not self._is_taken[slot])
 
@@ -635,7 +637,7 @@ class SlotState:
 
 
 class RowWatch:
-    """Context that rejects in-place writes of a step to rows that it has read.
+    """Context that rejects in-place writes of a step to rows that the step has read.
 
     Writes to views are rejected before they happen. Writes to copies are rejected if the step does
     not assign the copies. The context must be entered in the thread that runs the step.
@@ -691,7 +693,7 @@ class RowWatch:
     def note_assigned(self, name: str, value: torch.Tensor) -> None:
         """Record that the step has assigned rows.
 
-        A value that is not one of the copies may be computed from any of them.
+        A value that is not a copy of rows may be computed from any changed copy.
 
         Raises:
             CaptureError: The value is a copy, and a different copy was changed.
@@ -708,7 +710,7 @@ class RowWatch:
         return reference is not None and not reference.expired()
 
     def _check_assigned(self, of: str | None = None) -> None:
-        """Reject a copy that was changed but not assigned, of one bank or of any bank."""
+        """Reject copies that were changed but not assigned; ``of`` names a single bank to check."""
         for storage, operation in self._changed.items():
             name, _ = self._copies[storage]
             if of is not None and name != of:

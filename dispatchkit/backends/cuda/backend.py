@@ -65,16 +65,16 @@ class CudaBackend:
 
     Args:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
-        capture_error_mode: Calls that other threads may make during a capture; see
+        capture_error_mode: Which calls other threads may make during a capture; see
             ``torch.cuda.graph``. ``"thread_local"`` allows them to copy, allocate and poll.
-        refuse_host_syncs: Whether to refuse calls that wait for the device, with their names,
-            before the driver invalidates the capture. Set it to False for functions that do not
-            work under a dispatch mode (functions wrapped in torch.compile do). torch or the driver
-            then refuses these calls without naming them, and errors of torch that the function
-            catches are not detected. Failed captures are cleaned up in either case.
-        copy_node: Whether graphs begin with a kernel that copies small inputs, if it is available.
-            Otherwise, torch copies device inputs before each launch, and graphs copy host inputs
-            from pinned memory.
+        refuse_host_syncs: Whether to refuse calls that wait for the device, and name them, before
+            the driver invalidates the capture. Set it to False for functions that fail under a
+            dispatch mode. (Functions wrapped in torch.compile do not.) Then torch or the driver
+            refuses the calls without naming them, and errors of torch that the function catches are
+            not detected. Failed captures are cleaned up in either case.
+        copy_node: Whether graphs begin with a kernel that copies small inputs, if the kernel is
+            available. Otherwise, torch copies device inputs before each launch, and graphs copy
+            host inputs from pinned memory.
 
     Raises:
         BackendUnavailableError: torch has no CUDA support, or finds no device.
@@ -147,15 +147,16 @@ class CudaBackend:
     # -- streams and events -------------------------------------------------------------
 
     def current_stream(self) -> CudaStream:
-        """Return the current stream of this thread, which takes 4 us."""
+        """Return the current stream of this thread. The call takes 4 us."""
         return CudaStream(torch.cuda.current_stream(self._index))
 
     def new_stream(self, *, priority: int = 0) -> CudaStream:
         """Return a stream that is independent of all other live streams of this backend.
 
         Args:
-            priority: Priority of the stream: 0 is normal, and work with larger numbers runs first,
-                up to the device's range. A graph keeps the priority of the stream that captured it.
+            priority: Priority of the stream, at least 0. Work with larger numbers runs first.
+                Numbers above the device's range are reduced to its maximum. A graph keeps the
+                priority of the stream that captured it.
 
         Raises:
             ConfigError: All of the device's streams are in use.
@@ -230,8 +231,8 @@ class CudaBackend:
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes that the pool currently reserves; 0 if no graph uses it.
 
-        This also returns the memory of unused pools, which torch keeps for later allocations, to
-        the device, unless a capture is running. Do not call it in every step.
+        Unless a capture is running, this also frees the memory that torch keeps for unused pools.
+        Do not call this method in every step.
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
@@ -253,12 +254,12 @@ class CudaBackend:
         return SleepingPool(load_allocator())
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function that creates tensors on the device in a pool's memory."""
+        """Call a function whose new tensors are allocated from a pool, and return its result."""
         made: _T = pool.allocate(make, self._index)
         return made
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Wait for the device, release the memory of pools, and return its bytes."""
+        """Wait for the device, then release the memory of pools; return the number of bytes."""
         self.synchronize()
         free_idle_memory()
         return sum(pool.sleep(self._index) for pool in pools)
@@ -283,8 +284,8 @@ class CudaBackend:
     def device_memory(self) -> DeviceMemory:
         """Return the device memory in use, and the part held by torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._index)
-        # Not torch.cuda.memory_reserved(): each call of its memory_stats() creates a reference
-        # cycle with 120 numbers (torch 2.11 to 2.13).
+        # torch.cuda.memory_reserved() is not used, because each call leaves a reference cycle of
+        # 120 numbers (torch 2.11 to 2.13).
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         reserved, allocated = (
             int(stats[name]["all"]["current"]) for name in ("reserved_bytes", "allocated_bytes")
@@ -344,7 +345,7 @@ class CudaBackend:
         """Capture the callable on a stream into a pool, without running it on the device.
 
         torch registers the default generator; ``generators`` must contain all other generators that
-        the callable uses. Host generators are used only once, during the capture.
+        the callable uses. Host generators are used only during the capture, not in replays.
 
         During the capture of a callable that may draw, torch (up to 2.12) refuses eager draws from
         the default generator in other threads.
@@ -470,7 +471,8 @@ class CudaBackend:
             generators,
             watch,
             holds=[] if seen is None else seen.outside(pool.segments(self._index)),
-            # If not all operations were watched, the first replay determines whether they draw.
+            # If not all operations were watched, the first replay determines whether the graph
+            # draws.
             draws=draws and (watch.draws or not watched or compiled),
         )
 
@@ -519,7 +521,7 @@ class CudaBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Capture a callable, which ends and begins segments, and return its result.
+        """Capture a callable that ends and begins segments, and return its result.
 
         Raises:
             CaptureError: As for ``capture``. All graphs of the callable are released.
@@ -584,7 +586,7 @@ class CudaBackend:
         """Return the number of bytes that a capture would add to the pool; see rehearsal.py.
 
         The callable runs once in a temporary copy of the pool, so the result includes the
-        allocator's rounding. This temporarily requires the memory of a warmup and of the pool.
+        allocator's rounding. The copy temporarily takes as much memory as the pool and a warmup.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)

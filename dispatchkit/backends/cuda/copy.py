@@ -5,8 +5,8 @@ the parameters of a kernel node takes one call, which copies them by value.
 
 Host inputs are part of the parameters, so their memory may be overwritten after the call. The time
 of the call grows with the kernel's capacity for host data, even if the capacity is not used.
-Therefore, there is one kernel for each of several ``CAPACITIES``. A kernel that the driver cannot
-load is not used.
+Therefore, there is one kernel for each of the ``CAPACITIES``. A kernel that the driver cannot load
+is not used.
 
 ``copy.cu`` is the source of the kernel. The driver compiles ``copy.ptx`` for its device, and caches
 the result for later processes; NVRTC would compile in every process (``bench/floors.py``, group
@@ -15,8 +15,8 @@ its addresses and length allow.
 
 Measured on one H200 (torch 2.11, driver 580): writing three host inputs with numpy, setting the
 parameters and launching the graph takes 4.0 us with up to 2 KiB of data, 4.5 us with 8 KiB, 5.3 us
-with 16 KiB and 6.5 us with 29 KiB. With copies from pinned memory, guarded by an event, it takes
-8.2 us, and each step must wait for the previous step.
+with 16 KiB and 6.5 us with 29 KiB. Copies from pinned memory, guarded by an event, take 8.2 us
+including the launch. With them, each step must also wait for the previous step.
 
 Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management".
 """
@@ -64,7 +64,7 @@ class Work(ctypes.Structure):
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The driver's ``CUlaunchConfig``."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -77,7 +77,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class NodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS, version 2."""
+    """The driver's ``CUDA_KERNEL_NODE_PARAMS``, version 2."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -115,7 +115,7 @@ class CopyKernel:
     thread: threading.local = attrs.field(factory=threading.local, repr=False)
 
     def ensure_context(self) -> None:
-        """Make a context current in this thread; without one, ``change`` crashes the process."""
+        """Make the device's context current in this thread; without it, ``change`` crashes."""
         if not hasattr(self.thread, "has_context"):
             self.enter()
             self.thread.has_context = True
@@ -127,7 +127,7 @@ class CopyNode:
     A launch uses the latest parameters, so hold a lock while setting them and launching the graph.
 
     Args:
-        kernel: The kernel.
+        kernel: Kernel with enough capacity for the host inputs.
         num_regions: Number of inputs to copy, at most ``MAX_REGIONS``.
         num_bytes: Size of the largest input in bytes.
 
@@ -193,7 +193,7 @@ class CopyNode:
         params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
         ensure_context, keeps = self._kernel.ensure_context, not offsets
-        addresses = [0] * MAX_REGIONS  # reading a list takes half the time of a ctypes array
+        addresses = [0] * MAX_REGIONS  # reading a list takes half as long as reading a ctypes array
 
         def set_node(values: Sequence[torch.Tensor]) -> int:
             # Separate assignments take half the time of struct, which requests a buffer from ctypes
@@ -216,7 +216,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return the address of node parameters, which keeps them and their arguments alive."""
+        """Return a pointer to new node parameters, which it keeps alive with their arguments."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)

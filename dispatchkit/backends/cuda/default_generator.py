@@ -1,17 +1,17 @@
-"""Begin a capture without draws, so that other threads can use the default generator.
+"""Begin captures that leave the default generator usable in other threads.
 
 Up to torch 2.12, the beginning of a capture registers the state of the default generator with the
-graph, and marks it as captured until the end, even if no random numbers are drawn. Meanwhile, eager
-draws raise "Offset increment outside graph capture encountered unexpectedly"
-(aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGeneratorImpl.cpp, ``capture_prologue``
-and ``increase``). Later versions register a state when a captured operation draws from it
-(pytorch/pytorch#176753).
+graph, even if the capture draws no random numbers. The state is marked as captured until the
+capture ends. Meanwhile, eager draws raise "Offset increment outside graph capture encountered
+unexpectedly" (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGeneratorImpl.cpp,
+``capture_prologue`` and ``increase``). Later versions register a state when a captured operation
+draws from it (pytorch/pytorch#176753).
 
-Therefore, this module replaces the state with a second state, with the same seed and offset, while
-torch looks up the state to register. torch allocates memory for a state without graphs before it
-marks the state. A dispatch mode intercepts this allocation and restores the first state, advanced
-to the offset of the second. Draws by other threads in the meantime return the same numbers as
-without the replacement.
+If a capture draws no random numbers, this module therefore gives torch a second state to register,
+with the same seed and offset. Before torch marks a state without graphs, it allocates memory for
+this state. A dispatch mode intercepts the allocation and restores the first state, advanced to the
+offset of the second. Other threads that draw in the meantime get the same numbers as without the
+replacement.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Exchange(DispatchMode):
     """Replaces a generator's state until torch allocates memory for the replacement.
 
     Args:
-        generator: The generator.
+        generator: Generator whose state is replaced.
 
     Attributes:
         is_on: Whether the replacement is in use.

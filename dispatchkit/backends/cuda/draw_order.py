@@ -1,10 +1,10 @@
 """Order graphs that draw random numbers on one CUDA device.
 
-Such a graph reads its seed and offset from device memory, which torch writes on the current stream
+These graphs read their seed and offset from device memory, which torch writes on the current stream
 before each launch. torch does not order launches on different streams. Up to torch 2.11, all graphs
 of a generator share this memory, and the beginning of a capture also writes it. In torch 2.13, each
 graph has its own memory, but replays of the same graph share it. Without further ordering, a launch
-could read values written for another launch or capture, and draw numbers twice or from an old seed.
+could read the values of another launch or capture, and repeat numbers or use an old seed.
 Therefore, this module runs these launches and captures one after the other.
 
 Eager operations receive the seed and offset as kernel arguments, so they need no ordering. Graphs
@@ -33,7 +33,7 @@ class DrawOrder:
     draw holds the lock until its end, because torch 2.11 rejects draws of graphs during a capture.
 
     Args:
-        device_index: Index of the device.
+        device_index: Index of the CUDA device whose graphs are ordered.
     """
 
     def __init__(self, device_index: int) -> None:

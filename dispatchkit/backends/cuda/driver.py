@@ -53,7 +53,7 @@ def begin_stream_capture(stream: int, mode: str) -> None:
 def leave_stream_capture(stream: int) -> None:
     """End and discard the capture of a stream, even if the capture was invalidated.
 
-    This has no effect if the stream is not capturing.
+    If the stream is not capturing, the function does nothing.
 
     Raises:
         DriverCallError: The driver library cannot be loaded.

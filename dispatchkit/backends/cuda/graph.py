@@ -23,13 +23,13 @@ def _refuse_replay() -> None:
 class CudaGraph:
     """One captured and instantiated CUDA graph.
 
-    It keeps alive its outputs, the host tensors of its copies, and all device storages (inputs,
-    weights and state) that the watch of its capture recorded. It shares the memory of its pool with
-    the pool's other graphs.
+    The graph keeps alive its outputs, the host tensors of its copies, and the device storages
+    (inputs, weights and state) that the watch recorded during the capture. All graphs of a pool
+    share its memory.
 
     Attributes:
         holds: Device storages to keep alive.
-        host_tensors: Host tensors to keep alive; each capture has its own.
+        host_tensors: Host tensors to keep alive. Other captures use other host tensors.
         num_plain_operations: Number of watched operations in functions wrapped in torch.compile
             that were captured uncompiled.
     """
@@ -76,7 +76,7 @@ class CudaGraph:
         """Whether a replay draws from a random generator.
 
         Before the first replay, it is True if a captured operation may draw. The first replay
-        determines it from the offsets of the generators.
+        determines the value from the offsets of the generators.
         """
         return self._draws
 

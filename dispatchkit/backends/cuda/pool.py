@@ -17,8 +17,8 @@ class IdleMemory:
     """A record of the memory that torch keeps for pools without graphs.
 
     In addition to device memory, torch keeps 48 KB of host memory per pool, even if the pool has no
-    pinned memory. Its pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11 to
-    2.13) frees this memory only with its entire cache.
+    pinned memory. torch's pinned-memory allocator (ATen/core/CachingHostAllocator.h of torch 2.11
+    to 2.13) frees this memory only together with its entire cache.
 
     Attributes:
         is_there: Whether torch may keep memory of ended pools.
@@ -80,7 +80,7 @@ class CudaPool:
         return self._handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; at 0, torch frees its pool."""
+        """Decrement the count of graphs; without graphs, torch frees its pool."""
         if handle != self._handle:
             idle_memory.note_end()
             return

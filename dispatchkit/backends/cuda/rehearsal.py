@@ -4,7 +4,7 @@ torch's allocator requests segments from the device, splits them into blocks, an
 request from the smallest sufficient free block (c10/cuda/CUDACachingAllocator.cpp). The growth of a
 pool therefore depends on the order of all requests and on the free blocks. A rehearsal creates a
 pool with the same segments and the same blocks in use, runs the callable in this copy, and measures
-its growth.
+the growth of the copy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def growth(
     The copy's memory is returned to the device, and the callable's result is discarded.
 
     Args:
-        run: The callable.
-        present: Segments of the pool.
-        device_index: Index of the device.
+        run: Callable to run once in the copy.
+        present: Segments of the pool to copy.
+        device_index: Index of the device of the pool.
         stream: Handle of the current stream. Segments of other streams are not copied, because the
             stream cannot use their blocks.
     """

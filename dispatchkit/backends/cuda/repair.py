@@ -117,7 +117,7 @@ def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None
 
 
 def restore_generators(device_index: int, generators: Iterable[Any], mode: str) -> None:
-    """Unmark captured generators by a successful capture into another pool."""
+    """Make generators usable again, through a successful capture into another pool."""
     if not _capture_small_graph(device_index, torch.cuda.graph_pool_handle(), generators, mode):
         _logger.critical(
             "After an invalidated capture, this process cannot capture or draw random numbers on "

@@ -51,10 +51,10 @@ class CudaSegments:
         self._graphs: list[CudaGraph] = []
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Capture a callable, which ends and begins segments, and return its result.
+        """Capture a callable that ends and begins segments, and return its result.
 
         Args:
-            run: The callable.
+            run: The callable, which is passed this object.
             handled: The exception that the caller was handling, or None.
 
         Raises:
@@ -100,7 +100,7 @@ class CudaSegments:
             del failure  # break the cycle between frame and error
 
     def end(self) -> CudaGraph:
-        """End the segment; later calls run immediately."""
+        """End the segment; later operations run immediately."""
         if self._attempt is None:
             raise CaptureError("No segment is open. Call begin() first.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:
@@ -137,7 +137,7 @@ class CudaSegments:
             self._watch.resume()
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return whether memory was allocated from the pool during this capture."""
+        """Return whether a tensor's memory was allocated from the pool during this capture."""
         address = tensor.untyped_storage().data_ptr()
         if self._spans is None:
             self._spans = [

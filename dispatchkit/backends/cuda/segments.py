@@ -15,13 +15,13 @@ Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
 def segments_of(handle: Iterable[int]) -> list[Segment]:
     """Return the segments that torch reserves for a pool; empty if the pool is unknown.
 
-    The time of a full snapshot would grow with the number of live tensors, so only the pool is
-    queried. For each element of this argument, torch (2.11 to 2.13) drops a reference that it does
-    not own (pytorch/pytorch#196366), which would eventually destroy ints in use elsewhere. This
-    function restores the dropped references.
+    Only this pool is queried, because the time of a full snapshot grows with the number of live
+    tensors. torch 2.11 to 2.13 drops a reference that it does not own to each int of the query
+    (pytorch/pytorch#196366). Repeated queries would destroy ints in use elsewhere, so this function
+    restores the references.
 
     Args:
-        handle: Torch's handle of the pool.
+        handle: torch's handle of the pool, which consists of two ints.
     """
     # New int objects for this call, except for small ints, which are shared.
     asked = (*(int(str(part)) for part in handle), False)

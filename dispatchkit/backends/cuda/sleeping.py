@@ -26,11 +26,11 @@ from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 from dispatchkit.errors import ReplayError
 
-#: Environment variable with the path of a compiled library, for machines without a compiler.
+#: Environment variable with the path of the compiled allocator, for machines without a compiler.
 LIBRARY_VARIABLE = "DISPATCHKIT_SLEEP_LIBRARY"
 
 _SOURCE = Path(__file__).with_name("sleep.c")
-# In the order of the struct Driver in sleep.c.
+# In the order of the fields of struct Driver in sleep.c.
 _DRIVER_CALLS = (
     "cuMemAddressReserve",
     "cuMemAddressFree",
@@ -99,10 +99,10 @@ def load_allocator() -> Allocator:
 
 
 class SleepingPool(CudaPool):
-    """A private memory pool for graphs or tensors that can sleep.
+    """A private memory pool that can sleep, for graphs or tensors.
 
     Args:
-        allocator: The allocator of its segments.
+        allocator: The allocator of the pool's segments.
     """
 
     def __init__(self, allocator: Allocator) -> None:
@@ -120,7 +120,7 @@ class SleepingPool(CudaPool):
         return handle
 
     def give_back(self, handle: Any) -> None:
-        """Decrement the count of graphs; at 0, torch frees its pool."""
+        """Decrement the count of graphs; without graphs, torch frees its pool."""
         self._uses_of[handle] -= 1
         super().give_back(handle)
         if not self._uses_of[handle] and handle != self._handle:
@@ -141,12 +141,12 @@ class SleepingPool(CudaPool):
         return [segment for segment in found if segment["device"] == device_index]
 
     def allocate(self, make: Callable[[], _T], device_index: int) -> _T:
-        """Call a function that creates tensors on the device, in the memory of the pool."""
+        """Call a function whose new tensors are allocated from the pool, and return its result."""
         with torch.cuda.use_mem_pool(self._pools[self._handle], device_index):
             return make()
 
     def sleep(self, device_index: int) -> int:
-        """Release the memory, and return its bytes; no work in flight may use it."""
+        """Release the memory, which no work in flight may use; return the number of bytes."""
         segments = self.segments(device_index)
         self._allocator.unmap([segment["address"] for segment in segments])
         self._asleep = [segment["address"] for segment in segments]
@@ -197,7 +197,7 @@ class Allocator:
     def unmap(self, addresses: Sequence[int]) -> None:
         """Release the physical memory of segments, which must not be used until ``map``.
 
-        Call it only if no work is in flight on the device.
+        Call this method only if no work is in flight on the device.
         """
         self._change(addresses, wanted=False)
 

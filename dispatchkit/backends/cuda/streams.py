@@ -24,7 +24,7 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
     """Yield unused streams, followed by each of torch's streams at least once.
 
     Args:
-        device_index: Index of the device.
+        device_index: Index of the device of the streams.
         priority: Priority of the streams: 0 is normal, and work with larger numbers runs first.
     """
     idle = _idle[device_index, priority]
@@ -45,7 +45,7 @@ def return_when_unused(stream: CudaStream, priority: int) -> None:
 
 
 class CudaStream:
-    """A stream of a device, which equals all other objects for the same stream.
+    """A CUDA stream. All objects for the same stream are equal.
 
     Attributes:
         raw: torch's stream.

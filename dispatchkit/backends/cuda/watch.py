@@ -33,7 +33,8 @@ _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 class _ArgumentStorages(WeakStorages):
     """Weak references to the device storages that operations read or write.
 
-    Most storages are intermediates, whose memory is reused by later operations.
+    The references are weak, because later operations must be able to reuse the memory of
+    intermediates.
     """
 
     def record(self, values: Iterable[Any]) -> bool:
@@ -63,8 +64,8 @@ class WarmupNotes:
     """Facts from a warmup, which can replace the watch of a capture of the same operations.
 
     Attributes:
-        is_plain: Whether the notes can replace a watch. They cannot if an operation makes the host
-            read device data, copies between host and device, or is composite.
+        is_plain: Whether the notes can replace a watch: no recorded operation makes the host read
+            device data, copies between host and device, or is composite.
     """
 
     def __init__(self) -> None:
@@ -206,7 +207,7 @@ def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> se
 
 @PerOperation
 def _properties_of(func: Any) -> tuple[bool, bool, bool]:
-    """Return whether an operation may wait, is a copy, and hides other operations."""
+    """Return three flags: whether an operation may wait, is a copy, or hides other operations."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False, True
     name = func._schema.name

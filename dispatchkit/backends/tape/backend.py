@@ -1,9 +1,9 @@
 """The tape: the semantics of CUDA graphs on a CPU, for tests on any machine.
 
 As on a device, addresses are fixed, and Python code runs only during the capture. Calls that wait
-for the device are refused by name. Replays draw the same random numbers as eager. A capture has no
-side effects, even if it fails. Tensors that the callable stores stay alive, outputs contain poison
-until the first replay, and intermediates share the memory of a pool.
+for the device are refused, and the error names them. Replays draw the same random numbers as eager.
+A capture has no side effects, even if it fails. Tensors that the callable stores stay alive,
+outputs contain poison until the first replay, and intermediates share the memory of a pool.
 
 Differences from a device: A capture runs the operations and then undoes their effects. A graph
 keeps alive all tensors that it reads. ``tensor.to("cpu")`` is not refused, because the tape cannot
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 DEFAULT_MAX_STREAMS = 32
 # Maximum number of parts of a graph on a deferred tape. Other work can run between the parts.
 MAX_PARTS = 8
-# Memory that a device would use in addition to pools: driver memory per operation of a graph, and
+# Bytes that a device would use in addition to pools: driver memory per operation of a graph, and
 # library workspaces per captured stream.
 DRIVER_BYTES = 64
 WORKSPACE_BYTES = 4096
@@ -206,14 +206,14 @@ class TapeBackend:
         return self.new_pool()
 
     def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
-        """Call a function that creates tensors, which then sleep with the pool."""
+        """Call a function whose new tensors will sleep with the pool, and return its result."""
         with NewTensors() as made:
             result = make()
         pool.adopt(made.tensors)
         return result
 
     def sleep(self, pools: Sequence[Any]) -> int:
-        """Put the memory of pools to sleep, and return its bytes."""
+        """Put the memory of pools to sleep; return the number of bytes."""
         self.synchronize()
         return sum(pool.sleep() for pool in pools)
 
@@ -284,9 +284,9 @@ class TapeBackend:
         compiled: bool = False,
         draws: bool = True,
     ) -> _T:
-        """Record a callable, which ends and begins segments, and return its result.
+        """Record a callable that ends and begins segments, and return its result.
 
-        Functions of torch.compile run eager, regardless of ``compiled``.
+        Functions wrapped in torch.compile run eager, regardless of ``compiled``.
 
         Raises:
             CaptureError: As for ``capture``. All graphs of the callable are released.
@@ -311,7 +311,8 @@ class TapeBackend:
         kept = recorder.kept()
         tensors = pool.allocate(recorder, kept)
         steps = recorder.steps
-        # On a deferred tape, work of other streams may run between parts, as between kernels.
+        # On a deferred tape, work of other streams may run between parts, as between kernels on a
+        # device.
         size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
         parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
         launches = tuple(compile_replay(part, tensors) for part in parts)

@@ -75,7 +75,7 @@ class _DeferredOperations(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if capturing_device():
-            return func(*args, **kwargs)  # already recorded by the recorder, which is above
+            return func(*args, **kwargs)  # already recorded by the recorder, the inner mode
         if _blocks.innermost() is not self:
             return func(*args, **kwargs)  # already handled by the inner block
         if is_higher_order(func):
@@ -102,7 +102,7 @@ class _DeferredOperations(DispatchMode):
         return func(*args, **kwargs)
 
     def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Queue an operation that returns only the arguments it writes."""
+        """Queue an operation that writes its arguments; run it now if it returns other tensors."""
         schema = func._schema
         returns_only_arguments = all(
             returned.alias_info is not None and returned.alias_info.is_write

@@ -73,8 +73,8 @@ def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Run an operation, and return the called function and its result.
 
     In-place operations are called through torch's public method or function if possible, which
-    takes about a third of the time of the operator object. It rejects unsupported arguments before
-    it runs.
+    takes about a third of the time of calling the operator object. torch's public functions reject
+    unsupported arguments before they run.
     """
     name = func._schema.name.split("::")[1]
     if func.namespace == "aten" and name.endswith("_") and not kwargs and args:
@@ -98,7 +98,7 @@ def writing_call(
 
     Returns:
         The function to call, the names of the keyword arguments to pass, and the names of the out
-        arguments. Without out arguments, the results must be copied.
+        arguments. If there are no out arguments, the caller must copy the results.
     """
     overload, names = _out_overload(func)
     if overload is None or len(fresh) != len(names):
@@ -126,7 +126,7 @@ _out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the overload with the same arguments and out arguments, or None."""
+    """Return the overload that adds out arguments, and their names, or None and an empty tuple."""
     found = _out_overloads.get(func)
     if found is None:
         found = _out_overloads[func] = _find_out_overload(func)

@@ -25,7 +25,7 @@ class _Segment:
         self.high_water = 0
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocate from the smallest sufficient free range; return the start, or None."""
+        """Allocate from the smallest sufficient free range; return the offset, or None."""
         lengths = [math.inf if end is None else end - start for start, end in self.holes]
         fitting = [index for index, length in enumerate(lengths) if length >= num_bytes]
         if not fitting:
@@ -67,7 +67,7 @@ def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) ->
 
     Args:
         steps: The steps in replay order.
-        sizes: Size in bytes of each storage to place; others are ignored.
+        sizes: Size in bytes of each storage to place, by identity. Other storages are ignored.
         segment_sizes: Sizes in bytes of the existing segments, which are free.
     """
     first: dict[int, int] = {}

@@ -21,9 +21,9 @@ class TapePool:
     """Memory shared by graphs that never run concurrently.
 
     The intermediates of all graphs share the same segments, so a replay overwrites the
-    intermediates of the other graphs. It also overwrites outputs, and other tensors that outlive
-    the callable, of graphs captured later, because on a device these may reuse the memory of
-    earlier intermediates. It does not overwrite the outputs of graphs captured earlier.
+    intermediates of the other graphs. On a device, graphs captured later may place their outputs,
+    and tensors that user code stores, in the memory of these intermediates. A replay therefore also
+    overwrites the outputs and stored tensors of later graphs, but not of earlier graphs.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class TapePool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of segments, live outputs and tensors of ``allocate``, also while asleep."""
+        """Bytes of segments, live outputs and tensors of ``allocate``, even while asleep."""
         with self._lock:
             return self._graph_bytes() + sum(one.nbytes() for one in _alive(self._adopted))
 
@@ -71,7 +71,10 @@ class TapePool:
             return sum(graph.num_steps for graph in self._graphs)
 
     def allocate(self, recorder: Recorder, kept: set[int]) -> TensorFactory:
-        """Place a recording's intermediates in segments; ``kept`` storages are not moved."""
+        """Place a recording's intermediates in segments, and return a factory for its tensors.
+
+        Storages in ``kept`` are not moved.
+        """
         with self._lock:
             sizes, placement = self._place(recorder, kept)
             if placement.new_bytes:
@@ -159,7 +162,7 @@ class NewTensors(DispatchMode):
     """A mode that collects the tensors that operations return.
 
     Attributes:
-        tensors: The collected tensors.
+        tensors: The tensors returned under the mode, in order.
     """
 
     def __init__(self) -> None:

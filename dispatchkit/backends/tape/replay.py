@@ -1,6 +1,6 @@
 """Generate a replay function with one line per recorded step.
 
-For a 4-layer MLP, the generated function takes 34 us, and a list of closures 44 us.
+For a 4-layer MLP, the generated function takes 34 us; a list of closures would take 44 us.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorFactory:
     """Creates tensors for references to recorded tensors.
 
     Args:
-        storages: For the id of each recorded storage, the storage to use and its offset in bytes.
+        storages: The storage to use, and a byte offset in it, by identity of the recorded storage.
     """
 
     def __init__(self, storages: dict[int, tuple[Any, int]]) -> None:

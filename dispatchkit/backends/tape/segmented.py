@@ -40,10 +40,10 @@ class TapeSegments:
         self._is_open = False
 
     def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
-        """Record a callable, which ends and begins segments, and return its result.
+        """Record a callable that ends and begins segments, and return its result.
 
         Args:
-            run: The callable.
+            run: The callable, which is passed this object.
             handled: The exception that the caller was handling, or None.
 
         Raises:
@@ -72,7 +72,7 @@ class TapeSegments:
         return result
 
     def end(self) -> TapeGraph:
-        """End the segment; later calls run immediately."""
+        """End the segment; later operations run immediately."""
         if not self._is_open:
             raise CaptureError("No segment is open. Call begin() first.")
         recorder = self._recorder

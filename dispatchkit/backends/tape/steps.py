@@ -17,7 +17,7 @@ def _below_python_and_autograd() -> Any:
     """Return the dispatch keys that a replay excludes.
 
     Operations are recorded below autograd and autocast. A replay must not cast again if the caller
-    uses autocast, and the caller's modes must not receive its operations.
+    uses autocast, and modes of the caller must not receive the operations of the replay.
     """
     keys = torch._C.DispatchKeySet(_K.AutogradCPU)
     for key in (_K.AutogradOther, _K.ADInplaceOrView, _K.AutocastCPU, _K.Python):
@@ -38,8 +38,8 @@ class TensorRef:
         size: Shape.
         stride: Strides in elements.
         dtype: Element type.
-        conj: Whether it is lazily conjugated.
-        neg: Whether it is lazily negated.
+        conj: Whether the tensor is lazily conjugated.
+        neg: Whether the tensor is lazily negated.
     """
 
     storage: int

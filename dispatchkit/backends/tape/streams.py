@@ -222,7 +222,7 @@ class TapeStream:
 
 
 class TapeEvent:
-    """An event that can be recorded repeatedly, with host times.
+    """An event of the tape; timing events measure host time.
 
     Args:
         current: Function that returns the current stream of the calling thread.

@@ -33,14 +33,14 @@ def refusal(func: Any) -> str:
 def writes_first_argument(func: Any) -> bool:
     """Return whether a collective writes its first argument (a tensor or lists of tensors).
 
-    Schemas do not declare it. Source: Ops.cpp of c10d in torch, in which output arguments come
-    first.
+    The schemas of collectives do not mark written arguments. Source: Ops.cpp of torch's c10d, where
+    output arguments come first.
     """
     return func._schema.name.split("::")[1] not in {"send", *_BARRIERS}
 
 
 def blocking(func: Any) -> Callable[..., Any]:
-    """Wrap a collective to block until it has finished; the collective returns a work object."""
+    """Return a function that runs a collective, and blocks until the collective has finished."""
     from torch.distributed import Work
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Handle functions of ``torch.compile`` in warmups and captures.
+"""Handle functions wrapped in ``torch.compile`` in warmups and captures.
 
 Under a dispatch mode that must observe every operation, Dynamo compiles no code, and permanently
 marks the code that it skips. After one such call, a compiled model would run uncompiled for the
@@ -120,10 +120,10 @@ def force_eager() -> Iterator[None]:
 
 
 class Calls:
-    """Counts operations of torch.compile functions that run uncompiled.
+    """Counts operations that run uncompiled in functions wrapped in torch.compile.
 
-    Dynamo calls compiled code through an additional function, so operations of compiled code have
-    another Dynamo frame on the stack.
+    Dynamo calls compiled code through one more function than uncompiled code. The frame of this
+    function on the stack identifies operations of compiled code.
 
     Args:
         outermost: Identity of the frame where the search ends. The frame is not kept alive.
@@ -137,7 +137,7 @@ class Calls:
         self._outermost = outermost
 
     def note(self, frame: FrameType | None) -> bool:
-        """Count an operation if its frame is in an uncompiled function; return whether it is."""
+        """Count an operation in an uncompiled function; return whether it was counted."""
         while frame is not None and _is_dynamo_frame(frame):
             frame = frame.f_back  # Dynamo's wrapper of the mode's own handler
         while frame is not None and id(frame) != self._outermost:

@@ -1,4 +1,4 @@
-"""Base classes of dispatch modes that do not import Dynamo.
+"""Base classes for dispatch modes that do not import Dynamo.
 
 torch wraps ``__torch_dispatch__`` of every mode so that Dynamo does not compile it. The first call
 of the wrapper imports Dynamo, which takes seconds, even in a process that never compiles. These
@@ -78,10 +78,11 @@ class PerOperation(Generic[_Facts]):
 class WeakStorages:
     """A set of storages that does not keep them alive.
 
-    It uses torch's weak references, because Python's weak references would double the cost.
+    It uses torch's weak references, because Python's would take twice as long.
     """
 
-    # A class attribute, because at exit module globals may be deleted before the last set.
+    # A class attribute, because at exit, module globals may be deleted before the last
+    # WeakStorages.
     _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class WeakStorages:
 
 
 class _Overlaps:
-    """Restores torch's process-wide flags when the last mode ends in any thread."""
+    """Restores torch's process-wide flags when no mode is active in any thread."""
 
     _NAMES = (
         "_is_in_torch_dispatch_mode",

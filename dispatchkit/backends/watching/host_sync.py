@@ -1,9 +1,9 @@
-"""Detect calls that wait for the device, so that captures can refuse them by name.
+"""Detect calls that wait for the device, so that captures can refuse and name them.
 
 This requires two modes. A TorchDispatchMode recognizes operations by their tags. A
 TorchFunctionMode intercepts calls that copy to the host. On CPU tensors, these calls do not reach
-the dispatcher. On device tensors, the dispatcher would be too late, because the driver has already
-invalidated the capture.
+the dispatcher. For device tensors, intercepting them in the dispatcher would be too late, because
+the driver would have already invalidated the capture.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
     """Run a composite operation so that the mode receives its parts.
 
     In inference mode, composite operations such as ``reshape`` or ``linear`` are not decomposed,
-    and only their parts show whether they copy or wait. The parts are those of the eager kernel.
-    torch's Python decompositions may draw different random numbers.
+    and only their parts show whether they copy or wait. The parts come from the eager kernel,
+    because torch's Python decompositions may draw different random numbers.
 
     Returns:
         The result, or NotImplemented for an operation with its own kernel.

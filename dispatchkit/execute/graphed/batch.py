@@ -1,9 +1,10 @@
 """Guess the batch dimension of each tensor of a call.
 
-By default it is dimension 0 of the first tensor, and dimension 0 of each tensor of the same size. A
-recurrent state has its batch in dimension 1, after the layers. If the other tensors share dimension
-1 of the first tensor but not dimension 0, as the states of a time-first sequence do, dimension 1 is
-the batch dimension of all tensors. A guess may be wrong, so captures prove it.
+By default, the batch dimension is dimension 0 of the first tensor, and of each tensor with the same
+size there. It is dimension 1 of recurrent states, whose dimension 0 counts layers. If no other
+tensor shares dimension 0 of the first tensor, but some share its dimension 1, the first tensor is
+taken as a time-first sequence. The batch dimension of all tensors is then dimension 1. A guess may
+be wrong, so captures prove it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose buckets for an undeclared axis: powers of two, later planned from observed sizes.
 
-A plan uses as many buckets as are in use, placed to minimize padding, so it needs no more graphs.
-New buckets invalidate all graphs of a form. They are therefore planned at most twice, and used only
-if they save enough padding.
+A plan minimizes padding without using more buckets than before, so it needs no additional graphs.
+New buckets invalidate all graphs of a form. Buckets are therefore planned at most twice, and a plan
+is used only if it saves enough padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_BUCKET: Final = 16
 _HEADROOM: Final = 4
 #: Numbers of calls after which buckets are planned.
 _PLAN_AFTER: Final = (512, 8192)
-#: Maximum ratio of padded positions with a plan to those without, for the plan to be used.
+#: A plan is used if it reduces the positions computed, including padding, to this fraction or less.
 _MAX_PLANNED_RATIO: Final = 0.85
 #: Granularity of counted sizes and planned buckets.
 _STEP: Final = 8
@@ -98,8 +98,8 @@ def plan_buckets(counts: Mapping[int, int], num_buckets: int) -> tuple[int, ...]
     sizes = sorted(merged)
     # calls[n] is the number of calls with one of the n smallest sizes.
     calls = [0, *itertools.accumulate(merged[size] for size in sizes)]
-    # best[n - 1] is the minimum cost of the n smallest sizes, and its buckets. Each iteration
-    # allows one more bucket.
+    # best[n - 1] is the minimum cost of the n smallest sizes, and the buckets with this cost. Each
+    # iteration allows one more bucket.
     best: list[tuple[int, tuple[int, ...]]] = [
         (calls[end] * sizes[end - 1], (sizes[end - 1],)) for end in range(1, len(sizes) + 1)
     ]

@@ -28,8 +28,8 @@ _facts_with_grad_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device
 class CallCache(Generic[_T]):
     """A cache of one value per kind of call.
 
-    torch's tensor guards recognize a call in a third of the time that its key takes. The key is
-    used if the guards do not match.
+    torch's tensor guards recognize a call in a third of the time that computing its key takes. The
+    key is used if the guards do not match.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,9 @@ class CallCache(Generic[_T]):
     def get_guarded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_grad: bool, is_training: bool
     ) -> _T | None:
-        """Return the value of a call if all its tensors match, including types and layouts.
+        """Return the value of a call whose tensors match an earlier call, or None.
+
+        Unlike cache keys, this comparison includes the types and layouts of tensors.
 
         Args:
             args: Arguments of the call.

@@ -63,8 +63,8 @@ _REQUIRES_GRAD = (
     "needed, detach it or call under torch.no_grad()."
 )
 _PADDING_CHANGES = (
-    "Calls differ in sizes other than the batch, and {}. Each exact size therefore needs its own "
-    f"graphs, for at most {MAX_FORMS} forms of calls. To let sizes share graphs, pass a mask that "
+    "Calls differ in sizes other than the batch, and {}. Graphs are therefore captured for each "
+    f"exact size, up to {MAX_FORMS} forms of calls. To let sizes share graphs, pass a mask that "
     "hides padding, or use GraphRunner(..., axes=[Axis(...)]) with fill values that change no "
     "result."
 )
@@ -79,8 +79,8 @@ class GraphedStats:
     Attributes:
         calls: Number of calls.
         plain: Number of calls that ran eager without a runner, by reason.
-        runners: Counters of each runner, by a description of its form. A form whose sizes grew has
-            had one runner per capacity.
+        runners: Counters of each runner, by a description of its form. A form whose capacity grew
+            has one entry per capacity.
     """
 
     calls: int
@@ -108,7 +108,7 @@ class GraphedStats:
 
 @attrs.frozen
 class _GradientProbe:
-    """An eager call whose result shows whether calls of its kind need gradients.
+    """The analysis of a call that runs eager to show whether calls of its kind need gradients.
 
     Attributes:
         kind: Kind of the call.
@@ -144,7 +144,7 @@ class _Route:
         return (*map(type, tensors),) == self.types and (*map(_layout_of, tensors),) == self.layouts
 
 
-#: Result of analyzing a call: the reason why it runs eager, or how it is run.
+#: Result of analyzing a call: the reason why it runs eager, or the way to run it.
 _Analysis = str | _GradientProbe | PlainSteps | _Route
 #: Route of a call, current runner of the form, and tensors of the call.
 _RoutedCall = tuple[_Route, GraphRunner, Sequence[torch.Tensor]]
@@ -602,13 +602,13 @@ class GraphedCalls:
         if self._once.first("held weights"):
             self._warn(
                 "Calls run without graphs (reason: gradients). The function holds weights that "
-                "require gradients, so its results require gradients too. If they are not needed, "
-                "call the function under torch.no_grad()."
+                "require gradients, so its results require gradients too. If gradients are not "
+                "needed, call the function under torch.no_grad()."
             )
         return result
 
     def _record_address(self) -> None:
-        """Record the address of a tensor of the module, which shows whether the module moves."""
+        """Record the address of a tensor of the module, which changes when the module moves."""
         self._read_address = int if self.module is None else address_reader(self.module)
         self._address = self._read_address()
 
@@ -636,7 +636,7 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int | None:
-    """Return the common batch size of all tensors, or None."""
+    """Return the common batch size of all batched tensors, or None if they differ."""
     rows = None
     for one, dim in zip(tensors, dims, strict=True):
         if dim is not None:

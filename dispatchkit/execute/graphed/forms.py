@@ -2,7 +2,8 @@
 
 The tensors of a call are the inputs of its graphs. Everything else (other values, keywords, the
 nesting of tensors, their dtypes and fixed dimensions) is built into the graphs, so calls that
-differ in it have different forms. Calls of one form differ only in the sizes of the batch and axes.
+differ in any of this have different forms. Calls of one form differ only in the sizes of the batch
+and axes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _logger = logging.getLogger(__name__)
 
 
 def geometric_sizes(largest: int) -> tuple[int, ...]:
-    """Return two sizes per doubling, which need few graphs and pad at most a third."""
+    """Return sizes up to the largest, two per doubling.
+
+    At most a third of the rows of a graph are padding.
+    """
     sizes = {largest}
     size = 1
     while size < largest:
@@ -240,11 +244,11 @@ def _step_of(
     spec: TreeSpec,
     call: _CurrentCall | None,
 ) -> Callable[..., Any]:
-    """Return a step that calls the target in the form of its calls.
+    """Return a step that calls the target with the nesting and constants of a form.
 
-    With the tensors of the current call, the step passes the caller's own arguments. With dummy
-    rows, it builds containers of its own, and raises a CaptureError if the target writes to them.
-    The step is a closure rather than a method, because effects are searched for in its cells.
+    If the step receives the tensors of the current call, it passes the caller's own arguments. For
+    dummy rows, it builds new containers, and raises a CaptureError if the target writes to them.
+    The step is a closure rather than a method, because the search for effects reads its cells.
     """
 
     def step(**inputs: torch.Tensor) -> Any:

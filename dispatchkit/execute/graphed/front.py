@@ -88,8 +88,8 @@ def graphed(
             call are captured immediately, at all sizes.
         batch_dims: Batch dimension of all tensors, or a dictionary by parameter name, with None for
             unbatched tensors; the tensors of a nested argument are ``name_0``, ``name_1`` and so
-            on. By default it is derived: dimension 0 of all tensors whose size there always equals
-            that of the first tensor.
+            on. By default, dimension 0 is the batch dimension of the first tensor, and of all
+            tensors that always have the same size there.
         memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the
             graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``, which
             counts the same memory as ``GraphMemory``.
@@ -98,8 +98,9 @@ def graphed(
         settings: Further settings of ``GraphRunner``.
 
     Returns:
-        For a module, a module that shares its parameters, attributes and hooks; for a function, a
-        function. Its attribute ``graphed`` has counters, runners, and methods such as ``capture``.
+        For a module, a new module that shares the parameters, attributes and hooks of the given
+        module; for a function, a function. The attribute ``graphed`` of the result has counters,
+        runners, and methods such as ``capture``.
 
     Raises:
         ConfigError: A setting is invalid, or the argument is not a module or a function.

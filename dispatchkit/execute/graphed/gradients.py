@@ -2,8 +2,8 @@
 
 The tensors of a call and the training mode of a module can be checked before the call. A function
 may also hold tensors in its closure, in the object that a method is bound to, or in the arguments
-of a ``partial``. If any of them requires gradients, the first call with gradients enabled runs
-eager, and its result shows whether calls of this form need gradients.
+of a ``partial``. If a held tensor requires gradients, the first call of each form with gradients
+enabled runs eager. The result shows whether calls of the form need gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dispatchkit.execute.step.python_state import PythonState
 
 
 class HeldWeights:
-    """The weights that a function holds, and whether its results require their gradients.
+    """The weights that a function holds, and the forms of calls that need their gradients.
 
     Args:
-        target: Function.
+        target: Function that may hold weights.
     """
 
     def __init__(self, target: Callable[..., Any]) -> None:
@@ -35,8 +35,8 @@ class HeldWeights:
     def need_gradients(self, form: Hashable) -> bool:
         """Return whether a call must run eager while gradients are enabled.
 
-        This is the case if its results require gradients, or if that is not known yet. As long as
-        no held tensor requires gradients, each call checks a different held tensor.
+        A call must run eager if its results require gradients, or if this is not yet known. As long
+        as no held tensor is known to require gradients, each call checks one held tensor, in turn.
 
         Args:
             form: Identity of the form of the call.

@@ -1,8 +1,8 @@
 """PlainSteps: runs eager calls with little overhead over calling the model.
 
-The work of a runner around an eager step can take longer than a small model. If the step needs no
-order among streams, no retry of a capture, no measurement and no comparison, it is only decided and
-counted.
+The work of a runner around an eager step can take longer than a small model. PlainSteps therefore
+only decides and counts a step, unless the step must be ordered among streams, measured or compared,
+or a capture must be retried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.replay.plans import AGAIN, EagerPlan
 from dispatchkit.execute.runner import GraphRunner
 
-#: Maximum number of consecutive steps that bypass the runner; the next step reports them to it.
+#: Maximum number of consecutive steps that bypass the runner; the next step reports them to the
+#: runner.
 _MAX_IN_A_ROW: Final = 256
 
 

@@ -1,4 +1,4 @@
-"""Find dimensions that vary besides the batch, such as a sequence length, and prove padding.
+"""Find dimensions that vary besides the batch, such as a sequence length, and test padding.
 
 Dimensions whose size differs between two calls of a family vary. Dimensions that have equal sizes
 in each call form one axis. Calls are padded along an axis only after a proof that padding does not
@@ -7,11 +7,11 @@ change their results.
 The proof takes the first half of a call, pads it to the size of the call, and compares the results
 with those of the half alone. The half is padded twice, with the fill value and with the second half
 of the call. The two padded results have equal sizes, so they are compared bit by bit. The
-comparison with the half alone must allow for rounding, and would miss a small dependency.
+comparison with the half alone must allow for rounding, so it could miss a small dependency.
 
-Masks are padded both times with a value that hides positions. It is found by trial: False or True
-for flags, 0 for masks of 0 and 1, and minus infinity or the smallest number for masks that are
-added to scores.
+Masks are padded both times with a value that hides positions. The value is found by trial: False or
+True for flags, 0 for masks of 0 and 1. Masks that are added to scores are padded with minus
+infinity or the smallest number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dispatchkit.execute.io.structure import flatten, is_same_value
 #: Size of each dimension of each tensor of a call; None for the batch.
 Shapes = tuple[tuple[int | None, ...], ...]
 
-#: Allowed error of another kernel: relative to the norm of an output, and absolute per element.
+#: Allowed difference between kernels: relative to the norm of an output, and absolute per element.
 _RELATIVE, _ABSOLUTE = 2e-2, 1e-5
-#: Added to scores, a value up to this hides a position; -1e4 is common in half precision.
+#: Largest mask value that hides a position if added to scores; -1e4 is common in half precision.
 _HIDES: Final = -1e4
 #: Maximum number of combinations of padding values to try.
 _MAX_PROOFS: Final = 9
@@ -116,13 +116,14 @@ def prove_padding(
     tensors: Sequence[torch.Tensor],
     run: Callable[[Sequence[torch.Tensor]], Any],
 ) -> PaddingProof | None:
-    """Test whether a call may be padded along its axes; return None if it is too small.
+    """Test whether a call may be padded along its axes; return None if an axis is too short.
 
     Args:
         axes: Axes of the call.
         shapes: Shapes of the call's tensors, with None for the batch.
         tensors: Tensors of the call.
-        run: Function that runs the model eager on such tensors, without effects or random numbers.
+        run: Function that runs the model eager on tensors like these, without effects or random
+            numbers.
     """
     whole = axes.sizes(shapes) or {}
     half = {name: size // 2 for name, size in whole.items()}
@@ -182,7 +183,7 @@ def _possible_fills(tensor: torch.Tensor) -> list[_Fill]:
 def _difference(
     half: dict[str, int], whole: dict[str, int], short: Any, filled: Any, kept: Any
 ) -> str:
-    """Describe how the results of a half change if it is padded; empty if they do not."""
+    """Describe how padding changes the results of a half; empty if it does not."""
     want, structure = flatten(short)
     results = []
     for padded in (filled, kept):
@@ -267,7 +268,7 @@ class Family:
         return not self._is_refused and bool(self._calls) and shapes != self._calls[0]
 
     def note_first(self, shapes: Shapes) -> None:
-        """Store the shapes of the first call, to compare later calls with."""
+        """Store the shapes of the first call, for comparison with later calls."""
         if not self._calls:
             self._calls.append(shapes)
 

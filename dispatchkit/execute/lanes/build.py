@@ -92,8 +92,8 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 def _why_not_shared(work: Workload, number: int) -> str:
     """Return why lanes need a pool of their own; empty if they may share one with other runners.
 
-    In a shared pool, their steps could overlap, or steps of another runner could overwrite results
-    before they are read.
+    In a shared pool, steps of these lanes could overlap with steps of another runner, or their
+    results could be overwritten before they are read.
     """
     options = work.spec.options
     if number > 1:

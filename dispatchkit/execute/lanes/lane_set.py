@@ -9,7 +9,7 @@ that a later step of the lane may have overwritten.
 
 Events order the streams: the lane waits for work queued on the caller's stream at submission, and
 waiting for the future waits for the lane. Inputs are copied on the lane's stream, so the caller's
-stream does not wait, and are kept alive until then.
+stream does not wait. They are kept alive until the step has finished.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class StepFuture:
         result: Return value of the step, whose data is available when the step is done.
         in_flight: Record of the step in flight.
         lane: Index of the lane.
-        is_device: Whether its tensors are in memory of a CUDA device.
-        memory: The lane if its next step may overwrite the result, otherwise None.
+        is_device: Whether the tensors of the result are on a CUDA device.
+        memory: Reference to the lane if its next step may overwrite the result, otherwise None.
 
-    Thread safety: any number of threads may wait for it.
+    Thread safety: any number of threads may wait for the future.
     """
 
     __slots__ = ("_in_flight", "_is_device", "_memory", "_result", "_tick", "lane")
@@ -179,7 +179,7 @@ class InFlight:
     Args:
         done: Event recorded after the step.
         num_tokens: Number of tokens.
-        tensors: Tensors that the step reads; released when it is done.
+        tensors: Tensors that the step reads; released when the step has finished.
         unused: List to which the event is returned for reuse.
     """
 

@@ -49,8 +49,9 @@ class DecisionRunner:
     def drop_replaced(self) -> str:
         """Invalidate graphs if a value built into them was replaced.
 
-        Call it before ``decide``, because a call detects replaced values only after its decision.
-        Values are checked as often as in calls, so most calls only compare two numbers.
+        Call this method before ``decide``, because ``run`` detects replaced values only after the
+        decision. Values are checked as often as in calls of the runner, so this method usually only
+        compares two numbers.
 
         Returns:
             The reason to run eager; empty if nothing was replaced.

@@ -175,7 +175,7 @@ class SwapRequests:
         return config
 
     def _policy_name(self) -> str:
-        """Return the name under which the policy was requested, or else its own name."""
+        """Return the name under which the policy was requested, or else the policy's own name."""
         named = self._executor.spec.named_policy
         return named if isinstance(named, str) else self._executor.dispatcher.policy_name
 

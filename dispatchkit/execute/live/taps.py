@@ -65,10 +65,10 @@ class StepTaps:
             self._connect()
 
     def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
-        """Set a function that is called with each step's decision before the step runs, or None.
+        """Set a function to call with each step's decision before the step runs, or None.
 
-        It is called under the runner's lock and must be fast. Its exceptions propagate to the
-        caller of the step.
+        The function is called under the runner's lock and must be fast. Its exceptions propagate to
+        the caller of the step.
 
         Raises:
             ConfigError: The listener is neither a function nor None.

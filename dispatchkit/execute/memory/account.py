@@ -1,4 +1,4 @@
-"""Memory accounts: the use of device memory since its first use by a ``GraphMemory``."""
+"""Memory accounts: the memory of graphs, and other memory in use on their devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PoolAccount:
 class MemoryAccount:
     """The account of one device: memory of graphs, and other memory taken since counting began.
 
-    All sizes are in bytes.
+    Counting begins when a ``GraphMemory`` first uses the device. All sizes are in bytes.
 
     Attributes:
         device: Name of the device.
@@ -42,8 +42,8 @@ class MemoryAccount:
         driver_bytes: Memory that the driver allocated during captures, minus memory that it freed
             when graphs were released.
         library_bytes: Memory that the driver allocated during warmups, which load kernels and
-            libraries. It is not part of the budget, because eager steps need it too and evicting
-            graphs does not free it.
+            libraries. This memory is not part of the budget, because eager steps also need it, and
+            evicting graphs does not free it.
         other_bytes: Other memory of torch: weights, activations, and cached memory of its
             allocator.
         unexplained_bytes: Remaining memory, allocated by the driver at other times or by other
@@ -71,7 +71,7 @@ class MemoryAccount:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that count in the budget: pools, outputs, static inputs, workspaces, driver."""
+        """The bytes in the budget: pools, outputs, static inputs, workspaces and driver."""
         return (
             self.pool_bytes
             + self.output_bytes

@@ -48,7 +48,7 @@ class GraphMemory:
     Args:
         max_bytes: Budget per device in bytes for pools, outputs, static inputs, workspaces and the
             driver's memory for graphs; None for no limit.
-        sleeps: Whether the memory can be released temporarily, see ``sleep``.
+        sleeps: Whether the memory can be released temporarily; see ``sleep``.
 
     Raises:
         ConfigError: ``max_bytes`` is not a nonnegative whole number.
@@ -85,7 +85,7 @@ class GraphMemory:
         return tuple(self._account_of(device) for device in devices)
 
     def num_bytes(self, device: str | None = None) -> int:
-        """Return the memory that counts in the budget, in bytes.
+        """Return the memory that counts toward the budget, in bytes.
 
         Args:
             device: Name of a device, such as ``cuda:0``; None for all devices.
@@ -175,7 +175,7 @@ class GraphMemory:
     def closed_group(
         self, backend: GraphBackend, name: str, lock: threading.RLock, turns: Turns
     ) -> PoolGroup:
-        """Create a group with an unshared pool that counts in this budget."""
+        """Create a group with an unshared pool that counts toward this budget."""
         with self._guard:
             self._track_device(backend)
             sleeper = self._sleeper(backend)
@@ -184,10 +184,10 @@ class GraphMemory:
             return group
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return the bytes that a capture may need in addition to pool and outputs.
+        """Return the driver memory in bytes that a capture may need.
 
-        This is the maximum over earlier captures in the group, because a driver sometimes allocates
-        a whole block.
+        This is the maximum of earlier captures on the group's device, because the driver sometimes
+        allocates a whole block.
         """
         return self._devices[group.backend.torch_device].driver_step
 
@@ -401,12 +401,12 @@ def _release_if_held(lock: Any) -> None:
 
 
 def _is_held_here(lock: Any) -> bool:
-    """Return whether this thread holds a lock, which means that it runs a step."""
+    """Return whether this thread holds a lock and therefore runs a step."""
     return bool(lock._is_owned())
 
 
 class _Device:
-    """Counter of memory on one device.
+    """The memory used on one device.
 
     Args:
         backend: Backend of the device.
@@ -435,7 +435,7 @@ class _Device:
         return now.used_bytes - now.reserved_bytes
 
     def note(self, part: str, num_bytes: int) -> None:
-        """Add memory that was allocated (positive) or freed (negative) to a part."""
+        """Add allocated (positive) or freed (negative) bytes to a part of the account."""
         if part == "driver":
             self.driver_step = max(self.driver_step, num_bytes)
             self.driver_bytes = max(0, self.driver_bytes + num_bytes)

@@ -33,16 +33,16 @@ _T = TypeVar("_T")
 
 
 class SharedBudget(Protocol):
-    """Protocol of the budget of a group, implemented by ``GraphMemory``."""
+    """Protocol for a budget shared by groups, implemented by ``GraphMemory``."""
 
     max_bytes: int | None
 
     def num_bytes(self, device: str | None = None) -> int:
-        """Return the memory that counts in the budget, in bytes."""
+        """Return the memory that counts toward the budget, in bytes."""
         ...
 
     def expected_bytes(self, group: PoolGroup) -> int:
-        """Return the bytes that a capture may need in addition to pool and outputs."""
+        """Return the driver memory in bytes that a capture may need."""
         ...
 
     def evict_until_fits(self, group: PoolGroup, num_bytes: int, what: str) -> None:
@@ -75,7 +75,7 @@ def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
 
 
 class OrderedLane(Protocol):
-    """Protocol of a lane in a group.
+    """Protocol for a lane in a group.
 
     Attributes:
         handle: Raw handle of the stream of the lane's last step; None makes the next step call
@@ -100,7 +100,7 @@ class OrderedLane(Protocol):
 
 
 class PoolMember(Protocol):
-    """Protocol of a lane's graphs in the pool of its group."""
+    """Protocol for the graphs of a lane in its group's pool."""
 
     def num_graphs_in_pool(self) -> int:
         """Return the number of keys with a graph."""
@@ -126,7 +126,7 @@ class PoolGroup:
         backend: Backend of the device.
         lock: Lock that each step of the lanes holds.
         name: Name in accounts.
-        memory: Shared budget that the pool counts in, or None.
+        memory: Shared budget that the pool counts toward, or None.
         is_open: Whether more lanes may join.
         turns: Turns of the lock, if several groups share the lock.
         sleeper: Backend support for sleeping memory, or None if the memory need not sleep.
@@ -219,7 +219,7 @@ class PoolGroup:
     # -- memory -------------------------------------------------------------------------
 
     def allocate(self, make: Callable[[], _T]) -> _T:
-        """Create static inputs or outputs in memory that sleeps together with the pool.
+        """Call a function whose new tensors are allocated in memory that sleeps with the pool.
 
         Raises:
             ConfigError: The memory is asleep.
