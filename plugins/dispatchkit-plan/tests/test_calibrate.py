@@ -117,8 +117,8 @@ def test_eager_is_timed_at_its_size_and_a_replay_at_the_captured_one(tape, step)
 @pytest.mark.parametrize(
     ("growth", "says"),
     [
-        (0.0, "are within 0.0% of the median"),
-        (0.002, "Unsteady: half of the samples of a step spread over "),
+        (0.0, "spans at most 0.0% of the median"),
+        (0.002, "Unsteady: the middle half of the samples of a step spans "),
         (0.02, "The machine was busy"),
     ],
 )

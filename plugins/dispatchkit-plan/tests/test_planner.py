@@ -94,12 +94,15 @@ def test_a_validated_hedge_saves_what_the_optimum_loses():
 def test_warnings_say_when_not_to_rely_on_a_plan():
     short = plan_sizes(trace_of([5] * 50), graphs=2, max_size=8)
     assert any("The trace is short: 50 steps" in text for text in short.warnings)
-    assert any("Validating a hedge takes 300 steps" in text for text in short.warnings)
+    assert any("Validating a hedge requires 300 steps" in text for text in short.warnings)
     assert any("judged on the steps it was planned on" in text for text in short.warnings)
     large = plan_sizes(trace_of([5, 90, 90] * 400), graphs=2, max_size=8)
     assert any("800 of 1200 steps have more than 8 tokens" in text for text in large.warnings)
     many = plan_sizes(trace_of([5] * 2000), graphs=6, max_size=8)
-    assert any("6 graphs for 1 distinct size " in text for text in many.warnings)
+    assert any(
+        "has 6 graphs, but the planning steps have only 1 distinct size" in text
+        for text in many.warnings
+    )
     fine = plan_sizes(trace_of([3, 5, 8] * 1000), graphs=2, max_size=8, fit_on="first-half")
     assert fine.warnings == ()
 

@@ -54,7 +54,7 @@ def config(mode: str, query_len: int, max_loras: int) -> Any:
 
 
 def answer(dispatcher: Any, facts: dict[str, Any]) -> Any:
-    """Return a dispatcher's answer in a step of its own."""
+    """Return a dispatcher's result for one call, opening a step if it has a policy."""
     if hasattr(dispatcher, "controller"):
         dispatcher.controller.open()
     try:
@@ -64,7 +64,7 @@ def answer(dispatcher: Any, facts: dict[str, Any]) -> Any:
 
 
 def questions(max_loras: int) -> list[dict[str, Any]]:
-    """Return the arguments of all calls, as this release takes them."""
+    """Return the arguments of all calls, with the names that this release accepts."""
     takes = inspect.signature(CudagraphDispatcher.dispatch).parameters
     full = {CUDAGraphMode.FULL}
     found = []
@@ -87,17 +87,17 @@ def questions(max_loras: int) -> list[dict[str, Any]]:
 
 
 def is_known_difference(release: str, mode: str, query_len: int, facts: dict[str, Any]) -> bool:
-    """Return whether a release differs from its facade, which follows later releases.
+    """Return whether release 0.17 is known to differ from its facade for a call.
 
-    In mode FULL, 0.17 runs uniform decode with several tokens per request eager. Releases before
-    0.17 and from 0.18 on use the graph for any batch.
+    In mode FULL, 0.17 runs uniform decode with several tokens per request eager. The facade and all
+    other releases replay a FULL graph, which serves any batch.
     """
     is_affected = mode == "FULL" and query_len > 1 and facts["uniform_decode"]
     return bool(release.startswith("0.17.") and is_affected)
 
 
 def ask_all(release: str) -> tuple[int, int]:
-    """Compare all answers; return the number of calls and of differences.
+    """Compare all results; return the number of calls and the number of differences.
 
     Prints the first five differences.
     """

@@ -43,7 +43,7 @@ FIVE = {
 
 
 def report(check: str, ok: bool, **facts: object) -> bool:
-    """Print and flush one line; return whether the check holds."""
+    """Print and flush one JSON line; return ``ok``."""
     sys.stdout.write(json.dumps({"check": check, "ok": ok, **facts}) + "\n")
     sys.stdout.flush()
     return ok
@@ -74,7 +74,7 @@ class CpuEngine:
         self.controller = self.decider.controller
 
     def force(self) -> Any:
-        """Replace the runner's dispatcher by one with graphs to choose from."""
+        """Replace the runner's dispatcher with a new dispatcher that has graphs to choose from."""
         from vllm.config import CUDAGraphMode
         from vllm.v1.worker import gpu_model_runner
 
@@ -98,7 +98,7 @@ class CpuEngine:
 
 
 def short_requests(rng: random.Random, count: int = 10) -> list[tuple[list[int], int]]:
-    """Return short requests."""
+    """Return random requests with short prompts and short outputs."""
     return [
         ([rng.randrange(3, 32000) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 10))
         for _ in range(count)
@@ -112,7 +112,7 @@ def first_runner(engine: CpuEngine) -> bool:
     gpu_engine.POLICIES = {name: (name, dict(options)) for name, options in FIVE.items()}
     names = ["plain", *FIVE, "plain again"]
     _, same, decisions, _, cores = gpu_engine.take_turns(engine, names, 2, short_requests)
-    # If vLLM does not reproduce its own tokens, comparing those of policies is meaningless.
+    # If vLLM does not reproduce its own tokens, comparing the tokens of policies is meaningless.
     ok = report(
         "vLLM repeats its own tokens", same["plain again"], tokens=decisions.hashes["plain again"]
     )
@@ -135,7 +135,7 @@ def first_runner(engine: CpuEngine) -> bool:
 
 
 class WorkClock(HostClock):
-    """A clock of this thread's CPU time and ``delay`` calls, unaffected by other processes."""
+    """A clock of this thread's CPU time, independent of other processes; ``delay`` advances it."""
 
     def __init__(self) -> None:
         self._added_ns = 0
@@ -168,7 +168,7 @@ def learning_moves(engine: CpuEngine) -> bool:
         seen.append(found[0].name)
         return found
 
-    # Below the controller's timer, which wraps the class: the delay must be measured.
+    # Add the delay inside the controller's timer, which wraps the class, so that it is measured.
     kind = type(engine.runner)
     timed = kind._model_forward  # noqa: SLF001
     inner = timed.__wrapped__
@@ -270,7 +270,7 @@ def second_runner(engine: CpuEngine) -> bool:
 
 
 def traces(engine: CpuEngine) -> bool:
-    """Check that steps were recorded and can be planned with."""
+    """Check that steps were recorded, and that sizes can be planned from them."""
     from dispatchkit.observe import read_trace
 
     from dispatchkit_plan import plan_sizes
@@ -293,7 +293,7 @@ def inside() -> bool:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     # By default, vLLM binds a thread to each core, and the threads spin while they wait for each
-    # other. On a busy machine, that would be most of the time.
+    # other. On a busy machine, they would spin most of the time.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["DISPATCHKIT_POLICY"] = "vllm"

@@ -2,11 +2,11 @@
 
     .vllm/cpu-0.32.0/bin/python plugins/dispatchkit-vllm/upstream/decisions.py [--steps 1000]
 
-Runs in an environment of ``cpu_engine.py``, without a model. The steps are those of a recorded
-trace, and every policy starts cold. Between steps, the CPU caches are overwritten like in a forward
-pass: a decision with warm caches takes a tenth of the time. Policies take turns, and the minimum
-over the rounds counts for each step. Prints one JSON line per policy: the mean time of a decision,
-and its ratio to vLLM's own.
+Runs in an environment of ``cpu_engine.py``, without a model. The steps come from a recorded trace,
+and every round creates the policies anew. Between steps, the CPU caches are overwritten as in a
+forward pass: with warm caches, a decision takes a tenth of the time. Policies take turns, and each
+step counts with its shortest time over all rounds. Prints one JSON line per policy: the mean time
+of a decision, and its ratio to the mean time of vLLM's own decisions.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "composite with adaptive": ("composite", {"members": "vllm,adaptive"}),
     "adaptive": ("adaptive", {}),
 }
-#: Device times reported to policies in microseconds: constant, and per token.
+#: Device times reported to policies: (constant, per token) in microseconds.
 MODELLED_US = {"FULL": (900.0, 2.0), "PIECEWISE": (2500.0, 2.0), "NONE": (8000.0, 2.0)}
 
 Shape = tuple[int, int, int | None]
 
 
 def runner_module() -> Any:
-    """Import the second runner, with stubs for what a CPU lacks."""
+    """Import the second runner, with stubs for functions that fail on a CPU."""
     engine.install()
     from vllm.v1.worker.gpu import model_runner as module
 
@@ -95,7 +95,7 @@ class ModelledClock:
     us = 0.0
 
     def is_busy(self) -> bool:
-        """Return True, like with asynchronous scheduling."""
+        """Return True, as with asynchronous scheduling."""
         return True
 
     def new_mark(self) -> object:
@@ -117,7 +117,7 @@ class ModelledClock:
 def decide_all(
     module: Any, manager: Any, name: str, steps: list[Shape], evict_caches: Callable[[], None]
 ) -> tuple[list[int], list[int]]:
-    """Return the nanoseconds of each decision, and those of measuring and learning per step."""
+    """Return the nanoseconds of each decision, and of measuring and learning in each step."""
     policy, options = POLICIES[name]
     controller, clock, now = manager.controller, ModelledClock(), time.perf_counter_ns
     controller._clock = lambda _: clock  # noqa: SLF001

@@ -8,14 +8,15 @@
 Runs one engine in one process, with asynchronous scheduling and a Llama with random weights. Prints
 JSON lines with the card, the driver and the versions.
 
-- ``policies``: policies take turns with one batch of requests each, the same batch in a round;
-  ``plain`` is vLLM's own class. For each policy, prints whether its tokens equal those of plain,
-  modes and padding, the time of a batch, the mean time of a decision over the first 1,000 steps,
+- ``policies``: in each round, every policy runs the same batch of requests, in turn; ``plain`` is
+  vLLM's own class. For each policy, prints modes, padding, the time of a batch, and whether the
+  tokens equal those of plain. Also prints the mean time of a decision over the first 1,000 steps,
   its ratio to plain, and the overhead of recording per step.
 - ``adaptive``: the policy ``adaptive`` takes turns with ``plain`` only.
-- ``sizes``: start-up, time and memory of captures, and the time of a batch. With ``--plan``, uses
-  the 24 sizes with the least padding for a recorded trace, and then takes turns with engines with
-  the default sizes, with 24 planned multiples of 8, and with the default sizes again.
+- ``sizes``: the time of start-up, the time and memory of captures, and the time of a batch. With
+  ``--plan``, uses the 24 sizes with the least padding for a recorded trace. Batches then take turns
+  on this engine and on three others: with the default sizes, with 24 planned multiples of 8, and
+  with the default sizes again.
 - ``gap``: a large model whose capture sizes have a wide gap, so that graphs compute many more rows
   than the batch has and are slower than eager.
 """
@@ -49,7 +50,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-#: Number of first decisions to average over.
+#: Number of decisions to average over, from the first decision on.
 FIRST_STEPS = 1000
 #: Policies that take turns, with their options.
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -191,7 +192,7 @@ class Engine:
 
 
 class DecisionTimer:
-    """Measures the decisions of a runner, and counts their modes."""
+    """Timer of a runner's decisions, which also counts their modes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -243,7 +244,7 @@ class DecisionTimer:
 
 
 def chat_requests(rng: random.Random, count: int) -> list[tuple[list[int], int]]:
-    """Return requests of various lengths."""
+    """Return random requests with prompts and outputs of various lengths."""
     return [
         (
             [rng.randrange(3, 32000) for _ in range(rng.choice((5, 17, 40, 130, 400, 900)))],
@@ -254,10 +255,11 @@ def chat_requests(rng: random.Random, count: int) -> list[tuple[list[int], int]]
 
 
 def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return the overhead of recording per step.
+    """Return the overhead of recording in microseconds per step, and its measurements.
 
-    Half of the steps, chosen at random, are recorded. Measures the runner's function that decides a
-    step, with vLLM's own class. The slowest 5% of each half are excluded from the means.
+    Half of the steps, chosen at random, are recorded. The measured function is the runner's
+    function that decides a step, with vLLM's own class. The slowest 5% of each half are excluded
+    from the means.
     """
     controller, rng = engine.controller, random.Random(0)
     kept, clock = controller.log, time.perf_counter_ns
@@ -318,7 +320,7 @@ def time_learning(timer: Any) -> None:
 def take_turns(
     engine: Engine, names: list[str], rounds: int, make: Callable[[random.Random], Any]
 ) -> Any:
-    """Run policies in turns; return times, equality with plain, timer, tokens and policies."""
+    """Run policies in turn; return times, equality with plain, timer, tokens and policies."""
     cores: dict[str, Any] = {"plain": None, "plain again": None}
     for name in names:
         if name not in cores:
@@ -346,7 +348,7 @@ def take_turns(
 
 
 def measure_policies(given: argparse.Namespace) -> None:
-    """Measure policies in turns, and then the overhead of recording."""
+    """Measure policies in turn, and then the overhead of recording."""
     if given.trace:
         os.environ["DISPATCHKIT_TRACE"] = given.trace
     POLICIES[OWN_RULES[given.runner]] = (OWN_RULES[given.runner], {})
@@ -379,7 +381,7 @@ def measure_policies(given: argparse.Namespace) -> None:
 
 
 def measure_adaptive(given: argparse.Namespace) -> None:
-    """Measure the policy ``adaptive`` in turns with vLLM's own class."""
+    """Measure the policy ``adaptive`` and vLLM's own class in turn."""
     engine = Engine(given.runner)
     emit(
         what="start",
@@ -455,7 +457,7 @@ def measure_sizes(given: argparse.Namespace) -> None:
         others = {
             "default": Engine(given.runner),
             "aligned": Engine(given.runner, **planned_sizes(given.plan, align=8)),
-            # A control: it differs from the first only by its creation order.
+            # A control: it differs from "default" only in being created later.
             "default again": Engine(given.runner),
         }
         compare_sizes({"planned": engine, **others}, given.rounds)
@@ -488,7 +490,7 @@ def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
 
 
 def measure_gap(given: argparse.Namespace) -> None:
-    """Measure traffic for which graphs are slower: prompts far below the next size."""
+    """Measure traffic for which graphs are slower than eager: prompts far below the next size."""
     sizes = [1, 2, 4, 8, 16, 32, 2048]
     engine = Engine(
         given.runner,

@@ -52,7 +52,7 @@ class Outcomes:
 
 
 def run_tests(test: str, swap: str) -> tuple[bool, dict[str, int]]:
-    """Run a test file with replaced classes; return whether it passed, and the counts."""
+    """Run a test file with replaced classes; return whether it passed, and the outcome counts."""
     outcomes = Outcomes()
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "--rootdir", str(Path.cwd())]
     # Ignore this repository's settings, which do not define vLLM's markers.
@@ -62,14 +62,14 @@ def run_tests(test: str, swap: str) -> tuple[bool, dict[str, int]]:
 
 
 def ask(release: str) -> tuple[bool, dict[str, int]]:
-    """Run ``agree.py``; return whether all answers agree, and the counts."""
+    """Run ``agree.py``; return whether all results agree, and counts of calls."""
     agree: Any = importlib.import_module("agree")
     asked, differing = agree.ask_all(release)
     return asked > 0 == differing, {"asked": asked, "differing": differing}
 
 
 def in_a_fork(work: Callable[..., tuple[bool, dict[str, int]]], *args: str) -> Any:
-    """Call ``work`` in a fork; return its result, or the exit code, and its output."""
+    """Call ``work`` in a fork; return its result (or the exit code) and its printed output."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryFile() as printed:
@@ -90,11 +90,11 @@ def in_a_fork(work: Callable[..., tuple[bool, dict[str, int]]], *args: str) -> A
 def main() -> int:
     """Run all tests that the release has."""
     release = sys.argv[1]
-    if Path(MANAGER).is_file():  # these tests need a platform
+    if Path(MANAGER).is_file():  # these tests require a platform that vLLM recognizes
         sys.path.append(str(as_cpu_build(release)))
     with contextlib.redirect_stdout(sys.stderr):  # makes vLLM's logger write to stderr
         importlib.import_module(DISPATCHER)
-    # Before 0.12, vLLM has another interface, which does not support policies.
+    # Releases before 0.12 have another interface, which does not support policies.
     is_served = not release.startswith("0.11.")
     runs: list[tuple[Any, ...]] = [(ask, release)] if is_served else []
     if Path(DISPATCH).is_file():

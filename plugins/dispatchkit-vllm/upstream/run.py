@@ -3,8 +3,9 @@
 Downloads source distributions into ``.vllm/``, and creates an environment with a CPU build of vLLM
 that can import all of them. Runs the dispatcher tests of every release, once with the facade and
 once with the policy ``vllm`` in vLLM's class, and the tests of the graph manager where they exist.
-Also compares the answers of the class, the facade and the policy (``agree.py``). Of 0.15, only
-wheels without tests are published. Prints one JSON line per run; the exit code is 1 if a run fails.
+Also compares the answers of the class, the facade and the policy (``agree.py``). For 0.15, only
+wheels are published, which contain no tests. Prints one JSON line per run; the exit code is 1 if a
+run fails.
 
 usage: run.py [--python PYTHON] [--sources FOLDER] [RELEASE...]
 """

@@ -1,4 +1,4 @@
-"""A pytest plugin that replaces the classes that vLLM's tests import by dispatchkit's."""
+"""A pytest plugin that replaces the classes imported by vLLM's tests with dispatchkit's classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _as_steps(policy_class: type[Any]) -> type[Any]:
 def _helpers() -> None:
     """Replace vLLM's test helpers, which import a whole server.
 
-    The only helper that is used starts a process for tests that need a GPU.
+    The tests use only one helper, which starts a process for tests that require a GPU.
     """
     helpers = ModuleType("tests.utils")
     helpers.create_new_process_for_each_test = lambda *_: lambda test: test  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def _helpers() -> None:
 
 
 class Swap:
-    """Replace classes before a test module is imported.
+    """Pytest plugin that replaces classes before a test module is imported.
 
     Args:
         what: ``facade`` for the facade of the release, which decides without vLLM's code, or

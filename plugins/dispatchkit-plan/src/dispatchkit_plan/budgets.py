@@ -19,7 +19,7 @@ __all__ = ["Budget", "make_budget"]
 
 @attrs.frozen(eq=False)
 class Budget:
-    """A number of graphs, or a limit on the sum of the prices of candidate sizes."""
+    """Limit on the number of graphs, or on the total price of the captured sizes."""
 
     graphs: int | None
     setting: str = ""
@@ -39,16 +39,17 @@ def make_budget(
     """Return the validated budget.
 
     Args:
-        graphs: Number of graphs.
-        memory_bytes: Memory of all graphs.
-        capture_time_s: Time of all captures.
-        bytes_per_graph: Memory of each graph; overrides the cost model.
-        capture_s_per_graph: Time of each capture; overrides the cost model.
+        graphs: Number of graphs to plan.
+        memory_bytes: Maximum memory of all graphs, in bytes.
+        capture_time_s: Maximum time of all captures, in seconds.
+        bytes_per_graph: Memory of each graph in bytes; overrides the cost model.
+        capture_s_per_graph: Time of each capture in seconds; overrides the cost model.
         model: Cost model, which may contain the memory and capture time of each size.
         candidates: Sizes that may be captured.
 
     Raises:
-        ConfigError: Not exactly one budget is given, it is invalid, or a price is missing.
+        ConfigError: No budget or several budgets are given, the budget is invalid, or the price of
+            a graph is missing.
     """
     given = {
         name: value
@@ -94,7 +95,7 @@ def make_budget(
 
 def _positive(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compare instead of calling isfinite, which would convert any number to a float.
+    # isfinite would convert the number to a float, which overflows for large integers.
     return number and 0 < value <= sys.float_info.max
 
 
@@ -115,6 +116,6 @@ def _prices(
             per,
             None,
             f"given with {setting}",
-            "A calibrated cost model that includes it also works.",
+            "Or pass a calibrated cost model that includes it.",
         )
     return np.array([curve(int(size)) * scale for size in candidates])

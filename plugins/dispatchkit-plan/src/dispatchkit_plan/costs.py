@@ -1,7 +1,7 @@
 """Cost models: the time of a step, eager or replayed, by its number of tokens.
 
-A model has two measured curves of microseconds over tokens, interpolated linearly between points.
-It is stored as a JSON file::
+A model has two measured curves, which map a number of tokens to microseconds. Between points,
+curves are interpolated linearly. It is stored as a JSON file::
 
     {"format": "dispatchkit-cost-model", "version": 1, "name": "lm-decode-h100",
      "source": "who measured what, where, with which versions",
@@ -94,7 +94,7 @@ class Curve:
 
 
 def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | None:
-    """Interpolate between two curves; if ``share`` is above 1, the result never falls."""
+    """Interpolate between two curves, or extrapolate above ``high``, but never downward."""
     if low is None or high is None:
         return None
     points = []
@@ -118,7 +118,7 @@ def _curve(setting: str, points: Any) -> Curve:
     for size, value in pairs:
         sized = whole_number(size) is not None and 1 <= size <= _LARGEST
         valued = isinstance(value, int | float) and not isinstance(value, bool)
-        # Compare instead of calling isfinite, which would convert any number to a float.
+        # isfinite would convert the number to a float, which overflows for large integers.
         if not sized or not valued or not 0 <= value <= _LARGEST:
             raise ConfigError(setting, [size, value], allowed)
     pairs.sort()
@@ -158,12 +158,11 @@ class CostModel:
     Attributes:
         name: Name for tables and messages.
         eager_us: Time of an eager step at its exact size.
-        graph_us: Time of the replay of a graph of a size. The whole step is one graph if it can be
-            captured as one.
-        piecewise_us: Time of a step of a size with eager pieces between graphs; None to use
+        graph_us: Time of a replay, by graph size. The whole step is one graph if possible.
+        piecewise_us: Time of a step with eager pieces between graphs, by graph size; None to use
             ``graph_us``.
-        graph_bytes: Memory of one more graph of a size; None if not measured.
-        capture_us: Time of the capture of a graph of a size; None if not measured.
+        graph_bytes: Memory of one more graph, by graph size; None if not measured.
+        capture_us: Time of a capture, by graph size; None if not measured.
         source: Who measured what, on which device, with which versions.
         clock: ``device``, or ``host`` for times measured without a device, which do not predict
             device times.
@@ -227,7 +226,7 @@ class CostModel:
         return attrs.evolve(low, **curves)
 
     def scaled(self, factor: int) -> CostModel:
-        """Return the model of steps that have ``factor`` tokens per unit of size."""
+        """Return the model for sizes in units of ``factor`` tokens."""
         curves: dict[str, Any] = {}
         for field in _CURVES:
             curve = getattr(self, field)
@@ -241,7 +240,7 @@ class CostModel:
     def from_measurements(
         cls, name: str, rows: Iterable[tuple[int, float, float]], *, source: str = ""
     ) -> CostModel:
-        """Return the model of (size, eager_us, graph_us) rows."""
+        """Return the model with the measurements in (size, eager_us, graph_us) rows."""
         measured = list(rows)
         return cls(
             name=name,
@@ -348,7 +347,7 @@ class CostModel:
 
     @classmethod
     def _along(cls, data: Mapping[str, Any]) -> list[tuple[int, CostModel]]:
-        """Return the models along the axis described by the content of a file."""
+        """Return the (value, model) pairs of the axis from the content of a file."""
         allowed = "a list of [value, {curves}] pairs"
         pairs = data.get("at", [])
         if not isinstance(pairs, list):
@@ -377,7 +376,7 @@ def check_cost_model(model: Any, setting: str) -> CostModel:
         ConfigError: The object is not a ``CostModel`` of this package.
     """
     if not isinstance(model, CostModel):
-        hint = "load_cost_model(name) returns a built-in model, or one in a file."
+        hint = "load_cost_model(name_or_path) returns a built-in model or reads a file."
         raise ConfigError(setting, model, "a dispatchkit_plan.CostModel", hint)
     return model
 

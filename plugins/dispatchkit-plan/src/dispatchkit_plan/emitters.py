@@ -2,7 +2,7 @@
 
 Engines count different units in their lists, and each emitter documents its unit: sizes for vLLM
 count tokens of any step, sizes for SGLang and TensorRT-LLM count requests of decode steps. With a
-drafter, the two differ by a factor, the tokens per request.
+drafter, a step has several tokens per request.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
     """Return the settings of an engine for a plan.
 
     Args:
-        plan: Plan, whose hedged sizes are used, or sizes in tokens.
+        plan: Plan, whose hedged sizes are used, or a sequence of sizes in tokens.
         engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
         query_len: Number of tokens per request in a uniform decode step: 1, or 1 plus the number of
             draft tokens. For engines that count requests, sizes are divided by it.
@@ -88,7 +88,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
 
 
 def emit_grid(plan: GridPlan) -> EngineSettings:
-    """Return a plan of sizes and an axis as arguments of a ``GraphRunner``, hedged."""
+    """Return the arguments of a ``GraphRunner`` for the hedged sizes and buckets of a plan."""
     chosen = plan.robust
     grid = ", ".join(f"{bucket}: {_tuple(sizes)}" for bucket, sizes in chosen.grid.items())
     sizes = tuple(sorted({size for row in chosen.grid.values() for size in row}))
@@ -157,8 +157,8 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
 
 _SGLANG_NOTES = (
     (
-        "The list is for decode steps only, so plan on these alone (the uniform family of a keyed "
-        "plan)."
+        "The list applies only to decode steps. Use the uniform decode sizes of a plan made with "
+        "--keyed."
     ),
     "With data-parallel attention, each rank counts its own requests.",
 )
@@ -173,8 +173,8 @@ def _sglang(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
         means="requests of a decode step",
         notes=(
             (
-                "Releases up to about 0.5.12, before flags were split by phase, call the flag "
-                "--cuda-graph-bs. Emit sglang-legacy for these."
+                "In releases up to about 0.5.12, the flag is --cuda-graph-bs. For these releases, "
+                "use the engine sglang-legacy."
             ),
             *_SGLANG_NOTES,
         ),

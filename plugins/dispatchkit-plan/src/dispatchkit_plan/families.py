@@ -2,13 +2,13 @@
 
 A graph for uniform decode does not serve mixed batches, and a graph captured for two adapters does
 not serve three. The steps are therefore divided into families by kind and LoRA count. Each family
-has its own sizes, and all share one number of graphs. Each family's curve of minimum cost over
-number of sizes is exact (``optimal``). The joint curve is exact as well: the best split of k graphs
-over two families is the minimum over all splits.
+has its own sizes, and all families share one budget of graphs. For each family, ``optimal``
+computes the exact minimum cost for every number of sizes. The joint cost is also exact: to divide k
+graphs between two families, every split is compared.
 
-LoRA counts form a similar choice: counts 1 to 8 may share graphs captured for 8, or counts 1 to 3
-may have separate graphs. Every grouping of adjacent counts is compared. Without an extra cost per
-adapter, one group for all counts is always best.
+LoRA counts can share graphs: counts 1 to 8 can use graphs captured for 8, or counts 1 to 3 can have
+separate graphs. Every grouping of adjacent counts is compared. Without an extra cost per adapter,
+one group for all counts is always best.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Family:
     demand: FloatArray
 
     def to_json(self) -> dict[str, object]:
-        """Return the kind of the family as JSON values."""
+        """Return the kind and the LoRA count of the family as JSON values."""
         return {"uniform": self.uniform, "num_active_loras": self.loras}
 
 
@@ -52,7 +52,7 @@ def split_families(
 ) -> list[Family]:
     """Return the families of a workload: mixed and uniform, by ascending LoRA count.
 
-    Both kinds are returned even if one has no steps, because such steps may still occur.
+    Both kinds are returned even if one kind has no steps yet, because later traffic may have some.
 
     Raises:
         ConfigError: Planning by kind is requested, but the kind is not recorded.
@@ -81,7 +81,7 @@ def split_families(
 
 @attrs.frozen(eq=False)
 class _Group:
-    """A set of sizes in the joint plan."""
+    """Adjacent LoRA counts of one kind that share graphs."""
 
     uniform: bool | None
     loras: int | None
@@ -95,7 +95,7 @@ class JointCurve:
 
     Attributes:
         costs: Minimum cost with k graphs at index k; inf if k graphs are too few.
-        choices: (group, number of its sizes) pairs for each k; None if the cost is infinite.
+        choices: (group, number of sizes) pairs for each k; None if the cost is infinite.
     """
 
     costs: FloatArray
@@ -141,7 +141,7 @@ def joint_curve(
         objective: Objective to minimize.
         hedge: Hedge applied to the steps of each group.
         max_graphs: Maximum total number of graphs.
-        lora_overhead: Extra cost of a graph for each of its adapters, as a share. At 0.02, a step
+        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction. At 0.02, a step
             in a graph for 8 adapters costs 16% more.
         separate_base: Whether steps without adapters never run in graphs captured with adapters.
     """

@@ -2,14 +2,16 @@
 
 A batch of n rows whose longest item has v positions runs in the smallest bucket of the axis that
 holds v, with the smallest capture size of that bucket that holds n. Sizes and buckets could be
-planned separately, with a graph for each combination. But short batches tend to have other sizes
-than long batches, so each bucket needs its own sizes.
+planned separately, with a graph for each combination. However, short batches tend to differ in size
+from long batches, so each bucket needs its own sizes.
 
-``plan_grid`` finds the best plan in two steps, both by dynamic programming: the best sizes of each
-count for each range of values (``optimal``), and then the best ranges within one number of graphs.
-The result is the exact optimum for the considered values and sizes. If the trace has more values or
-sizes, a bound limits the distance of the plan from the optimum: no plan has a lower cost than the
-best plan for the same steps rounded down to considered values.
+``plan_grid`` uses dynamic programming twice. For every range of values and every number of sizes,
+it finds the best sizes (``optimal``). It then divides the values into ranges, within one budget of
+graphs. The result is the exact optimum for the considered values and sizes.
+
+If the trace has more values or sizes than are considered, the distance from the optimum is bounded.
+All steps are rounded down to considered values and sizes. No plan for the original steps has a
+lower cost than the best plan for the rounded steps.
 """
 
 from __future__ import annotations
@@ -74,16 +76,16 @@ class GridPlan:
     Attributes:
         axis: Name of the axis.
         grid: Capture sizes of each bucket, ascending.
-        num_graphs: Number of graphs of all buckets.
+        num_graphs: Total number of graphs, over all buckets.
         waste_pct: Padding on the judged steps within the limits, as a percentage of the real work.
             Work is rows times positions.
         excess_pct: Excess of the objective over its value with a graph for each exact batch, in
             percent. Equal to ``waste_pct`` without a cost model.
-        gap_pct: Upper bound on the distance from the optimum for the planning steps, as a
-            percentage of the objective; 0 if the plan is optimal. None if no bound is known,
-            because the plan is hedged or larger graphs take less time in the cost model.
-        product: Best combination of separately planned sizes and buckets with at most as many
-            graphs, judged on the same steps.
+        gap_pct: Upper bound on the excess over the optimum for the planning steps, in percent of
+            the optimum; 0 if the plan is optimal. None if no bound is known, because the plan is
+            hedged or larger graphs take less time in the cost model.
+        product: Best combination of separately planned sizes and buckets, with at most the same
+            number of graphs, judged on the same steps.
         future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
             itself is hedged.
         max_size: Largest size; larger steps run eager.
@@ -159,16 +161,16 @@ def plan_grid(
     Args:
         trace: Steps with a value of the axis (column ``axis.NAME``).
         axis: Name of the axis.
-        graphs: Number of graphs of all buckets.
+        graphs: Total number of graphs, over all buckets.
         max_size: Largest size, captured in every bucket; by default, the size of the largest step.
         max_value: Largest bucket; by default, the largest value.
         fit_on: ``all`` or ``first-half``.
-        hedge: Mixture of steps for which hedged sizes are planned.
+        hedge: Mixture of histograms that hedged sizes are planned for.
         cost_model: Cost model, to minimize time instead of padding. If it was not measured along
             the axis, a step of n rows with value v is assumed to take the time of n * v tokens.
 
     Raises:
-        ConfigError: A setting is out of range.
+        ConfigError: A setting is out of range, or the cost model was measured along another axis.
         TraceError: The trace does not have the axis, or no step is within the limits.
 
     Sizes are in rows. Values are in the unit of the axis, such as positions.
@@ -250,7 +252,7 @@ class _Batches:
     def split(self, fit_on: FitOn) -> tuple[_Batches, _Batches, str]:
         """Return the steps to plan on, the steps to judge on, and a description of the latter."""
         if fit_on == "all":
-            return self, self, "all steps, as planned on"
+            return self, self, "the planning steps"
         if fit_on != "first-half":
             raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
         middle = len(self) // 2
@@ -258,8 +260,8 @@ class _Batches:
             raise TraceError(
                 self.source,
                 None,
-                "cannot be split into halves: this needs at least 2 batches in the order of the "
-                "steps. Use fit_on='all'.",
+                "cannot be split into halves, which requires at least 2 steps in recorded order. "
+                "Use fit_on='all'.",
             )
         return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "the second half"
 
@@ -272,7 +274,7 @@ class _Costs:
         self.name = "padding" if model is None else f"time under {model.name}"
 
     def objective(self, value: int) -> tuple[Objective, float]:
-        """Return the objective of sizes in a bucket, and the factor for its costs."""
+        """Return the objective for the sizes of a bucket, and a factor for its costs."""
         model = self._model
         if model is None:
             return PaddingObjective(), float(value)
@@ -312,7 +314,7 @@ def _demand(sizes: IntArray, top: int = 0) -> FloatArray:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _GridPlanner:
-    """Data shared by the exact and the hedged plan of a request."""
+    """Data shared by the exact and the hedged plan of one ``plan_grid`` call."""
 
     axis: str
     fit: _Batches
@@ -365,10 +367,11 @@ class _GridPlanner:
         return [short]
 
     def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
-        """Return an upper bound on the plan's distance from the optimum, in percent.
+        """Return an upper bound on the plan's excess over the optimum, in percent.
 
-        The steps are rounded down to considered values. Any plan, rounded down likewise, serves the
-        rounded steps at no higher cost, so the best plan for the rounded steps is a lower bound.
+        The steps are rounded down to considered values. If a plan is rounded down in the same way,
+        it serves the rounded steps at no higher cost than the original plan serves the original
+        steps. The best plan for the rounded steps is therefore a lower bound.
         """
         rounded = attrs.evolve(
             self.fit,
@@ -420,7 +423,7 @@ class _GridPlanner:
             for begin in range(end - 1, -1, -1):
                 demand = demand + by_value[begin]
                 if begin and not by_value[begin].any():
-                    continue  # a bucket that begins at a later value costs no more
+                    continue  # the value has no steps
                 curve = size_curve(
                     sizes,
                     factor * objective.costs(sizes, hedge.apply(demand)),
@@ -451,7 +454,7 @@ def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
 
 
 def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
-    """Return all distinct values if there are few, otherwise quantiles of the values."""
+    """Return the distinct values, or quantiles if there are more than ``most``."""
     different = np.unique(found)
     if len(different) > most:
         # Choose half by frequency and half by value, because rare large values are expensive.

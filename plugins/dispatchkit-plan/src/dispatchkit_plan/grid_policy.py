@@ -24,8 +24,9 @@ __all__ = ["GridPolicy"]
 class GridPolicy:
     """A policy that replays the smallest sufficient graph, with separate sizes per bucket.
 
-    The configuration must have exactly one axis, with the buckets of the grid. Its ``sizes`` set
-    the size of the static inputs and must reach the largest size of the grid.
+    The configuration must have exactly one axis, with the buckets of the grid. The ``sizes`` of the
+    configuration determine the size of the static inputs; the largest must be at least the largest
+    size of the grid.
 
     Args:
         grid: Capture sizes of each bucket of the axis, as returned by ``plan_grid``.

@@ -1,14 +1,14 @@
 """Hedging: plan for traffic similar to the trace instead of exactly the trace.
 
-The optimal sizes of a trace overfit it. If they are planned on one minute and used in the next, an
-unseen size may be padded to the largest graph. The planner therefore optimizes for a mixture of
-three histograms: the trace's histogram, this histogram with each size spread over its neighborhood,
-and a small share of every size, proportional to 1/size.
+The optimal sizes of a trace overfit it. With sizes that are planned on one minute and used in the
+next, an unseen size may be padded to the largest graph. The planner therefore optimizes for a
+mixture of three histograms: the trace's histogram, this histogram with each size spread over its
+neighborhood, and a small share of every size, proportional to 1/size.
 
-The shares are found by validation. The trace is divided into blocks. Each mixture of a short list
-is planned on the first blocks and judged on the next one, and so on through the trace. The best
-mixtures are averaged: a mixture that is 3% worse has about a third of the weight. Only steps used
-for planning are used for validation.
+The shares are found by validation. The trace is divided into blocks. For each mixture in a short
+list, sizes are planned on the first blocks and judged on the next block; this is repeated for every
+block after the first. The best mixtures are averaged: a mixture that is 3% worse than another has
+about a third of its weight. Only steps used for planning are used for validation.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Hedge:
     Attributes:
         own: Share of the trace's own histogram.
         spread: (width, share) pairs. Each size is spread evenly over the sizes within ±width, a
-            share of the size.
-        prior: Share of a histogram of all sizes, proportional to 1/size.
+            fraction of the size.
+        prior: Share of a histogram that contains every size, with a weight proportional to 1/size.
     """
 
     own: float
@@ -70,7 +70,7 @@ class Hedge:
                 raise ConfigError("hedge spread width", width, "a number between 0 and 1")
 
     def apply(self, demand: FloatArray, *, weight: float | None = None) -> FloatArray:
-        """Return the demand to plan for, with the same total.
+        """Return the histogram to plan for, with the same total as ``demand``.
 
         Args:
             demand: Number of batches of each size, 0 to N. Shape (N + 1,).
@@ -165,7 +165,7 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
             FALLBACK_HEDGE,
             validated=False,
             reason=(
-                f"Validating a hedge takes {MIN_VALIDATION_STEPS} steps, but there are only "
+                f"Validating a hedge requires {MIN_VALIDATION_STEPS} steps, but there are only "
                 f"{len(steps)}; the default hedge is used."
             ),
         )
@@ -196,8 +196,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
         _average(HEDGE_CANDIDATES, weights),
         validated=True,
         reason=(
-            f"Average of {len(HEDGE_CANDIDATES)} mixtures, weighted by {_BLOCKS - 1} validations "
-            "of each on the next block of the trace."
+            f"Average of {len(HEDGE_CANDIDATES)} mixtures, weighted by their excess. Each mixture "
+            f"was validated {_BLOCKS - 1} times, on the next block of the trace."
         ),
         expected_excess_pct=tuple(
             (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)
@@ -212,7 +212,7 @@ def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
 
 
 def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
-    """Return a subset of the candidates that is small enough for 70 plans."""
+    """Return at most ``_MAX_CANDIDATES`` candidates, because 70 plans are made."""
     if len(candidates) <= _MAX_CANDIDATES:
         return candidates
     kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)

@@ -23,8 +23,8 @@ class Hint:
         bucket: Size that the step is padded to; None if it exceeds all buckets.
         free_tokens: Number of tokens that can be added at no cost.
         free_requests: Number of requests of ``query_len`` tokens that can be added at no cost.
-        shrink_by: Number of tokens to remove to reach the next smaller bucket; None if there is
-            none.
+        shrink_by: Number of tokens to remove to reach the next smaller bucket; None if the bucket
+            is the smallest.
     """
 
     bucket: int | None
@@ -34,7 +34,7 @@ class Hint:
 
 
 def free_tokens(table: Sequence[int], num_tokens: int) -> int:
-    """Return the number of tokens that fit into the bucket; 0 above the largest bucket.
+    """Return the number of tokens that fit into a step's bucket; 0 above the largest bucket.
 
     The call is one list access and one subtraction, cheap enough for every scheduling decision.
 

@@ -101,7 +101,7 @@ class Steps:
 
 @attrs.define(eq=False)
 class Tally:
-    """A decision, the time of a step under it, and the number of these steps."""
+    """A decision, the time of one step with this decision, and the number of these steps."""
 
     decision: Decision
     time_us: float
@@ -132,7 +132,7 @@ class LaneRun:
         self._axis = next((i for i, axis in enumerate(axes) if axis.name == model.axis), None)
         self.measured = self.captures = self.evictions = 0
         self.capture_us = self.live_bytes = self.peak_bytes = 0.0
-        # Numbers of eager steps before a capture, by tokens and value of the axis.
+        # Number of steps that ran eager before a capture, by tokens and value of the axis.
         self.pending: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[GraphKey] = Counter()
         self._live: OrderedDict[GraphKey, int] = OrderedDict()  # number of replays of each key
@@ -178,7 +178,7 @@ class LaneRun:
         for packed in cells.tolist():
             tokens, uniform, loras, value = batch_of(packed)
             tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
-        # A decision holds up to a number of requests. Dispatch batches above it separately.
+        # A decision is valid up to a number of requests. Dispatch larger batches separately.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
         if len(beyond):
@@ -259,13 +259,13 @@ class LaneRun:
         return self._model_at(0 if self._axis is None else key.descriptor.axes[self._axis])
 
     def _has_all(self, keys: tuple[GraphKey, ...]) -> bool:
-        """Use the graphs of a step; return False if the step runs eager.
+        """Count a replay of each graph of a step; return False if the step runs eager.
 
         Missing graphs are captured if they are due.
         """
         live, most = self._live, self.scenario.max_graphs
         if most is not None and most < len(set(keys)):
-            return False  # together, the graphs exceed the limit
+            return False  # the parts of the step need more graphs than the limit allows
         for key in keys:
             if key in live:
                 live[key] += 1
@@ -318,9 +318,9 @@ class LaneRun:
 
 
 def _numbered(values: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the index of each entry's value, and the distinct values."""
+    """Return the index of each value among the distinct values, and the distinct values."""
     top = int(values.max()) + 1
-    if top <= _MAX_DENSE_CELLS:  # count, which avoids the sort of np.unique
+    if top <= _MAX_DENSE_CELLS:  # counting is faster than the sort in np.unique
         different = np.flatnonzero(np.bincount(values, minlength=top))
         table = np.zeros(top, dtype=np.int64)
         table[different] = np.arange(len(different))

@@ -1,17 +1,19 @@
 """Forecast the memory of a set of graphs from a few captures.
 
 Graphs of one lane share a pool and reuse each other's temporary memory. The pool grows only when a
-graph needs more memory at a time than all earlier graphs: the largest graph, which is captured
-first, and sometimes a small graph that uses another kernel. Memory that a graph keeps (tensors that
-outlive its capture) is added for each graph. The forecast is therefore the size of the pool after
-the sampled captures, plus the memory that each other size will keep. Between two measured sizes,
-this amount is between the amounts of the two.
+graph needs more temporary memory than any earlier graph. This is the case for the largest graph,
+which is captured first, and sometimes for a small graph that uses another kernel. Memory that a
+graph keeps (tensors that outlive its capture) is added for each graph. The forecast is therefore
+the size of the pool after the sampled captures, plus the memory that the graph of each other size
+will keep. The memory kept by a size between two samples is assumed to be between the memory kept by
+the two samples.
 
 Without ``held_bytes``, the two kinds of growth cannot be distinguished, and all growth counts as
-kept memory. This is safe, but far too high if the pool has grown once for all graphs.
+kept memory. This forecast is safe, but far too high if most of the growth was temporary memory,
+which all graphs share.
 
-Keep ``high_bytes`` free. This bound is never too low as long as no unsampled size needs more memory
-at a time than the sampled sizes. If in doubt, capture more samples.
+Keep ``high_bytes`` free. This bound is never too low, provided that no unsampled size needs more
+temporary memory than the sampled sizes. If in doubt, capture more samples.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _ENOUGH_BLOCKS = 3
 
 @attrs.frozen
 class MemorySample:
-    """Total memory growth after one more captured graph.
+    """Total memory growth up to one capture, since before the first capture.
 
     Attributes:
         size: Capture size of the graph.
@@ -148,9 +150,9 @@ def forecast_memory(
 
 
 def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Return about ``count`` sizes with even ratios, largest first, down to the smallest.
+    """Return about ``count`` sizes from the largest to the smallest, at even ratios.
 
-    Ratios are even because libraries choose other kernels, with other memory requirements, around
+    The ratios are even because libraries switch to kernels with other memory requirements around
     powers of two.
     """
     largest, smallest = sizes[0], sizes[-1]
@@ -212,6 +214,6 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
         return float(min(least, v1)), guess, float(most)
     if larger:  # the size is below the smallest captured size
         return 0.0, float(larger[0][1]), float(most)
-    # The size is above all increments; only the largest graph, the pool itself, is larger.
+    # The size is above all sampled sizes except the largest, which has no increment.
     s1, v1 = increments[-1]
     return float(least), float(v1), float(most) * max(1.0, size / s1)

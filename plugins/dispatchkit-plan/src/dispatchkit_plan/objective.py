@@ -1,8 +1,8 @@
 """Objectives of a plan: padded tokens, or time according to a cost model.
 
-Both define the cost of a batch of n tokens at a captured size, and its cost with a graph of exactly
-its size. The excess of the first cost over the second, in percent, measures the quality of a set of
-sizes. In tokens, it is the padding waste.
+Both objectives define two costs of a batch of n tokens: at a captured size, and with a graph of
+exactly n tokens. The excess of the first cost over the second, in percent, measures the quality of
+a set of sizes. For padded tokens, this excess is the padding waste.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def padded_sizes(sizes: Sequence[int], max_size: int) -> IntArray:
 
 
 class PaddingObjective:
-    """Minimizes the number of tokens, including padding."""
+    """Objective that minimizes the number of tokens, including padding."""
 
     monotone = True
     name = "padding"
@@ -71,10 +71,10 @@ class PaddingObjective:
 
 @attrs.frozen
 class TimeObjective:
-    """Minimizes the time according to a cost model.
+    """Objective that minimizes the time according to a cost model.
 
     Attributes:
-        model: Cost model.
+        model: Cost model that provides the times.
         dispatch: ``always`` to replay whenever a graph is large enough, or ``best`` to run eager if
             that is faster according to the model.
     """
@@ -113,7 +113,7 @@ class TimeObjective:
         return self._choose(cost, max_size)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of each size with a graph of that size, or eager if faster."""
+        """Return the cost of each size, with a graph of that size or eager."""
         graph = np.array(self.model.graph_us.table(max_size))
         eager = np.array(self.model.eager_us.table(max_size))
         exact: FloatArray = np.minimum(graph, eager)
@@ -135,7 +135,7 @@ Objective = PaddingObjective | TimeObjective
 
 
 def _constant_costs(candidates: IntArray, demand: FloatArray, price: FloatArray) -> FloatArray:
-    """Return the cost matrix if a candidate costs the same for all sizes it serves."""
+    """Return the cost matrix for candidates that cost the same for every batch."""
     below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]
     before = np.concatenate([[0.0], below[:-1]])
     cost: FloatArray = price[:, None] * (below[:, None] - before[None, :])

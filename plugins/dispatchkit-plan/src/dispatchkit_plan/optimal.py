@@ -140,8 +140,8 @@ def size_curve(
         cost: Cost matrix, as returned by ``padding_costs`` or ``served_costs``. Shape (M, M).
         max_sizes: Maximum number of sizes, at most the number of candidates.
         monotone: Whether a batch never costs less at a larger candidate. In that case, the best
-            predecessor is monotone, and most candidates are skipped. Must be False otherwise, and
-            with required sizes.
+            predecessor is monotone, and most candidates are skipped. Otherwise, and with required
+            sizes, it must be False.
 
     Raises:
         ConfigError: ``max_sizes`` is out of range.
@@ -155,7 +155,7 @@ def size_curve(
     back = np.zeros(count, dtype=np.int64)
     backs, costs = [back], [best[-1]]
     for _ in range(1, max_sizes):
-        # reach[j]: cost of the best set of one fewer size that ends at candidate j - 1.
+        # reach[j]: cost of the best set that ends at candidate j - 1 and has one size fewer.
         reach = np.concatenate([[np.inf], best[:-1]])
         best = np.empty(count)
         previous, back = back, np.empty(count, dtype=np.int64)
@@ -218,7 +218,7 @@ def best_sizes_within(
     sizes, least = _knapsack(candidates, cost, np.floor(scaled + 1e-9), units)
     by_size = dict(zip(candidates.tolist(), price.tolist(), strict=True))
     if sum(by_size[size] for size in sizes) <= budget * (1 + 1e-12):
-        return sizes, least  # the best of a superset of the allowed sets, and also allowed
+        return sizes, least  # within the budget even at full prices
     return _knapsack(candidates, cost, np.ceil(scaled - 1e-9), units)
 
 
@@ -236,7 +236,7 @@ def _knapsack(
         for w, rows in by_weight:
             if w <= spent:
                 _relax(rows, cost, best[spent - w], best, back, spent)
-        for row in free:  # free candidates extend sets of the same price, in ascending order
+        for row in free:  # in ascending order, because free candidates can extend each other's sets
             _relax(np.array([row]), cost, best[spent], best, back, spent)
         if spent:  # unspent budget is allowed
             cheaper = best[spent - 1] < best[spent]

@@ -285,7 +285,7 @@ def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntA
 def _choose(
     steps: _Steps, kept: Sequence[int], price: Mapping[int, float], limit: float
 ) -> set[int]:
-    """Return the best of the priced sizes whose prices sum to at most the limit."""
+    """Return the best set of priced sizes whose total price is at most the limit."""
     if not price:
         return set()
     sizes = sorted({*price, *kept})
@@ -321,7 +321,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add sizes that still fit, in descending order of saving per price."""
+    """Add the sizes that save the most time per price, until no more fit the limit."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

@@ -37,8 +37,8 @@ MIN_STEPS = 1000
 """Number of planning steps below which the planner warns."""
 
 _SAME_STEPS = (
-    "The plan was judged on the steps it was planned on, so `sizes` fit only these. For later "
-    "traffic, use the hedged sizes in `future`."
+    "The plan was judged on the steps it was planned on, so `sizes` are optimal only for those "
+    "steps. For later traffic, use the hedged sizes in `future`."
 )
 _MAX_CANDIDATES = 1024
 _DENSE_UP_TO = 256
@@ -95,11 +95,12 @@ def plan_sizes(
             model. It is considered only if the budget is a number of graphs.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         capture_s_per_graph: Time of each capture, for ``capture_time_s``.
-        lora_overhead: Extra cost of a graph for each of its adapters, as a share.
+        lora_overhead: Extra cost of a step per adapter of its graph, as a fraction.
         separate_base: Whether steps without adapters never run in graphs captured with adapters.
-        max_uniform_size: Largest uniform batch (vLLM: max_num_seqs x query_len), which limits the
-            number of graphs of the lists compared with a keyed plan.
-        curve_to: Minimum number of graphs that the curve extends to.
+        max_uniform_size: Largest uniform batch in tokens (vLLM: max_num_seqs x query_len); by
+            default, ``max_size``. Used only to count the graphs of the lists that a keyed plan is
+            compared with.
+        curve_to: Compute the curve at least up to this number of graphs.
 
     Raises:
         ConfigError: A setting is out of range, several budgets are given, or the largest graph
@@ -268,7 +269,7 @@ def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Planner:
-    """Data shared by all plans of a request, independent of their hedge."""
+    """Data shared by all plans of one ``plan_sizes`` call, which differ in their hedge."""
 
     fit: Workload
     judged: Workload
@@ -299,9 +300,9 @@ class _Planner:
         distinct = int((self.fit.demand(self.max_size)[1:] > 0).sum())
         if num_graphs > distinct * len(families):
             warnings.append(
-                f"There are {counted(num_graphs, 'graph')} for "
-                f"{counted(distinct, 'distinct size')} in the planning "
-                "steps; the others serve sizes that have not occurred yet."
+                f"The plan has {counted(num_graphs, 'graph')}, but the planning steps have only "
+                f"{counted(distinct, 'distinct size')}. The other graphs serve sizes that have not "
+                "occurred yet."
             )
         over = self.judged.num_tokens > self.max_size
         padding = PaddingObjective()
@@ -412,7 +413,7 @@ class _Planner:
 
 
 def _matched_by(curve: Sequence[tuple[int, float]], waste: float) -> int | None:
-    """Return the smallest number of graphs from which on the curve is at least as good."""
+    """Return the number of graphs from which on no plan has more padding than ``waste``."""
     matched = None
     for graphs, planned in reversed(curve):
         if planned > waste + 1e-9:

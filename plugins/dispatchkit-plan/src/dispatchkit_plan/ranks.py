@@ -1,17 +1,17 @@
 """Simulate ranks that run each step together.
 
-The result separates the time lost to the slowest rank, to padding and to agreement. The model is
-dispatchkit-ranks with a policy that does not learn: each rank decides for its own batch, and all
-run the maximum of tokens, requests and adapters, in the most restrictive mode of any rank. The real
-dispatcher decides. The simulation assumes the following:
+The result separates the time lost to the slowest rank, to padding and to agreement. The simulation
+models dispatchkit-ranks with a policy that does not learn. Each rank decides for its own batch,
+with the real dispatcher. All ranks then run the maximum of tokens, requests and adapters, in the
+most restrictive mode of any rank. The simulation assumes the following:
 
 * Steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form one
   common step.
 * An exchange is a chain of messages, each of which waits for the previous one: ``2 *
   ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its 256 bytes
   take no additional time.
-* Differences between the times at which ranks reach the exchange come only from their last step.
-  This wait is attributed to the slowest rank.
+* Ranks reach the exchange at different times only because their last steps took different times.
+  The time that ranks wait is attributed to the slowest rank.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class RankSimulation:
         rank_padding: Number of tokens added to make every batch as large as the largest.
         graph_padding: Number of further tokens added to fit graphs.
         own_s: Time of a rank's own steps, averaged over ranks.
-        slowest_s: Time spent waiting for the rank with the slowest step.
-        padding_s: Extra time of the agreed size and mode over the slowest rank's own step.
+        slowest_s: Time spent waiting for the rank with the slowest step, averaged over ranks.
+        padding_s: Extra time due to the agreed size and mode, compared with the slowest rank's own
+            step.
         exchange_s: Time of the agreements.
         cost_model: Name of the cost model.
         notes: Caveats about the numbers.

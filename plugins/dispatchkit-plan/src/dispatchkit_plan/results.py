@@ -43,10 +43,10 @@ class RivalResult:
     """Result of a well-known list of sizes on the judged steps.
 
     Attributes:
-        num_graphs: Number of graphs of the list.
+        num_graphs: Number of graphs that the list requires.
         waste_pct: Padding as a percentage of the real tokens.
-        matched_by: Smallest number of planned graphs from which all plans of the curve are at least
-            as good; None if there is no such number.
+        matched_by: Smallest number of graphs from which on every plan of the curve has at most this
+            padding; None if even the largest plan has more.
     """
 
     num_graphs: int

@@ -34,7 +34,7 @@ class Noise:
     Attributes:
         relative: Standard deviation, as a share of the time.
         outliers: Share of measurements that are outliers.
-        factor: Factor by which outliers are longer.
+        factor: Factor by which the measured time of an outlier is multiplied.
     """
 
     relative: float = 0.10
@@ -84,10 +84,10 @@ class Scenario:
         lanes: Number of lanes. Steps are assigned to lanes in turn, and each lane has its own
             graphs.
         cost_model: Cost model, name of a built-in model, or path of a file.
-        sample_every: Interval between measured steps of a timed decision. One-shot steps are always
-            measured.
+        sample_every: Number of steps from one measurement of timed decisions to the next. One-shot
+            steps are always measured.
         rows_independent: Whether the policy may split mixed batches over several graphs. The time
-            of a split step is the sum of its parts.
+            of a split step is the sum of the times of its parts.
         noise: Deviation of measured times from true times.
         seed: Seed of the noise.
         config: Complete configuration, instead of ``sizes`` and ``mode``.
@@ -116,7 +116,7 @@ class Scenario:
     def __attrs_post_init__(self) -> None:
         for setting in ("lanes", "capture_after", "sample_every", "max_graphs", "max_bytes"):
             if getattr(self, setting) is not None:
-                # check_count also converts strings; the class is frozen.
+                # the class is frozen, but check_count converts strings
                 object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
         check_count(self.seed, "seed", minimum=0)
         check_flag(self.rows_independent, "rows_independent")

@@ -274,8 +274,8 @@ def _notes(
     free = [axis.name for axis in config.axes if axis.name != model.axis]
     if free:
         yield (
-            f"{model.name} was not measured along {', '.join(free)}, so padding along it is free "
-            "in this simulation."
+            f"{model.name} was not measured along {', '.join(free)}, so the times do not include "
+            "padding along these axes."
         )
     if not config.sizes:
         yield "There are no capture sizes, so every step runs eager."

@@ -60,7 +60,7 @@ def weigh_token_budget(
     curve: SizeCurve,
     num_graphs: int | None,
 ) -> TokenBudget | None:
-    """Judge whether one of the graphs saves more time at the token budget.
+    """Judge whether time is saved by moving one of the graphs to the token budget.
 
     Args:
         work: Steps used for planning.
@@ -100,7 +100,9 @@ def weigh_token_budget(
         return verdict(False, None, reason)
     if num_graphs is None:
         return verdict(
-            False, None, "It would replace another graph. Plan with a number of graphs to compare."
+            False,
+            None,
+            "It would replace another graph. Plan with a number of graphs to compare both plans.",
         )
     if num_graphs < 2:
         return verdict(False, None, "It would be the only graph. Plan with at least 2 graphs.")

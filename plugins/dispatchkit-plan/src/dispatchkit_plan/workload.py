@@ -73,7 +73,7 @@ class Workload:
             TraceError: There is only one step.
         """
         if fit_on == "all":
-            return self, self, "all steps, as planned on"
+            return self, self, "the planning steps"
         if fit_on != "first-half":
             raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
         if not self.ordered:

@@ -19,9 +19,9 @@ class Loras(enum.Enum):
 
     NONE = "none"  # Adapters are not part of the key.
     FLAG = "flag"  # Keys have an adapter flag; one graph serves every number of adapters.
-    EVERY_COUNT = "every count"  # Each number has graphs; with drafts, only the largest number.
+    EVERY_COUNT = "every count"  # Every number has graphs; with drafts, only the largest number.
     CASES = "cases"  # The largest number, and powers of two below it if configured.
-    CASES_CLAMPED = "cases, clamped"  # Like CASES; larger numbers use the largest case.
+    CASES_CLAMPED = "cases, clamped"  # Like CASES, but the largest case also serves larger numbers.
 
 
 class Padding(enum.Enum):
@@ -43,9 +43,9 @@ class Dialect:
         loras: The numbers of active adapters that have separate graphs.
         sizes_descending: Whether keys are declared in descending order of size.
         names_requests: Whether keys include a number of requests.
-        relaxes_mixed_full: Whether FULL keys of mixed batches allow any number of requests. A batch
-            then tries this key after its exact key. Otherwise, these keys allow the number of
-            requests that fit, and a batch uses only its exact key.
+        relaxes_mixed_full: Whether mixed batches have FULL keys that allow any number of requests,
+            which a batch tries after its exact key. Otherwise, a FULL key of mixed batches allows
+            as many requests as tokens, at most ``max_num_seqs``.
         caps_uniform_reqs: Whether a uniform key is limited to ``max_num_seqs`` requests.
         uniform_needs_separate: Whether uniform batches are distinguished only if the mode has a
             separate routine for them.

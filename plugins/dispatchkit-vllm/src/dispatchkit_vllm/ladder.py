@@ -31,9 +31,9 @@ _FULL, _PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
 
 class PartialRequestError(AssertionError):
-    """The size of a uniform graph is not a multiple of the query length.
+    """Raised for a uniform graph whose size is not a multiple of the query length.
 
-    An AssertionError, as in vLLM. Only the facades raise it to callers.
+    It is an AssertionError, as in vLLM, and reaches callers only through the facades.
     """
 
     def __init__(self, num_tokens: int, query_len: int) -> None:
@@ -60,9 +60,9 @@ class Ladder:
         specialize_lora: Whether graphs without adapters are captured as well.
         specialize_active_loras: Whether several numbers of adapters have graphs.
         varlen: Whether decode graphs accept requests of varying length.
-        cases: Numbers of adapters with graphs; None to derive them.
+        cases: Numbers of adapters that have graphs; None to derive them from the other fields.
         table: The bucket of each number of tokens up to the largest size.
-        lora_cases: Numbers of adapters with graphs, in the order of declaration.
+        lora_cases: Numbers of adapters that have graphs, in the order of declaration.
     """
 
     dialect: Dialect
@@ -195,10 +195,12 @@ class Ladder:
         Args:
             window_query_len: Query length that bounds the sizes of uniform keys; by default the
                 configured one.
-            partial: Handling of uniform sizes that are not multiples of the query length.
+            partial: Whether to skip uniform sizes that are not multiples of the query length, keep
+                them, or raise an error.
 
         Raises:
-            PartialRequestError: There is such a size, and ``partial`` is ``"raise"``.
+            PartialRequestError: A uniform size is not a multiple of the query length, and
+                ``partial`` is ``"raise"``.
         """
         if self.mode is CUDAGraphMode.NONE:
             return

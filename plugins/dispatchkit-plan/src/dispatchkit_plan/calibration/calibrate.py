@@ -3,14 +3,14 @@
 If the runner has an axis, every size is measured with every bucket of it.
 
 The step runs in a new runner with a graph for every size and mode, so the original runner keeps its
-graphs, counters and policy. State that the step changes (a key/value cache) is saved and restored,
-as are random generators.
+graphs, counters and policy. State that the step changes (a key/value cache) and the state of random
+generators are saved and restored.
 
 The time of a step is the time that it adds to a sequence of steps, including host and device:
 
 - ``queued``: steps are launched without waiting, and the device is synchronized at the end. The
-  time of a step is the time of the slower of host and device.
-- ``waited``: each step is waited for before the next is launched, as in a loop that reads its
+  time of a step is the host time or the device time, whichever is longer.
+- ``waited``: each step is launched after the previous step has ended, as in a loop that reads
   sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
 On a device without timing events (the tape), times are host times, and ``clock`` of the model is
@@ -90,7 +90,7 @@ def calibrate(
             contain their fill value.
         pace: ``queued`` or ``waited``, as described above.
         samples: Number of samples of each size and mode; the model contains their median.
-        name: Name of the model; by default, the names of the step and the device.
+        name: Name of the cost model; by default, the names of the step and the device.
         progress: Function that is called with (done, total) samples.
         settings: Further settings of the runner (``backend``, ``state``, ``mode``...).
 
@@ -286,7 +286,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
             key=str(key),
             reason="error",
         )
-    # The driver's memory occasionally grows in large blocks; divide it among the graphs.
+    # The driver allocates large blocks now and then, so divide its memory among the graphs.
     share = meter.driver_bytes() / len(captured)
     return _Graphs(captured, failed, [(size, own + share) for size, own in num_bytes], times)
 
@@ -310,7 +310,7 @@ def _measure(
     samples: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[Arm, _Times]:
-    """Measure all arms in turns, so that clock drift affects them equally."""
+    """Take one sample of each arm in turn, so that clock drift affects all arms equally."""
     calls = {(size, value): make(size, value) for _, size, value in arms}
     take = {"queued": _queued, "waited": _waited}[pace]
     found: dict[Arm, list[float]] = {arm: [] for arm in arms}
@@ -332,13 +332,13 @@ def _measure(
 
 
 def _run(runner: GraphRunner, mode: RuntimeMode, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return a function that runs one step in a mode, as a complete call."""
+    """Return a function that runs one step in a mode, by calling the runner."""
     call: Callable[..., Any] = functools.partial(runner, ceiling=int(mode))
     return lambda: call(**arguments)
 
 
 def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
-    """Return microseconds per step in a sequence of equal steps without waits."""
+    """Return microseconds per step for equal steps that are launched without waiting."""
     start, end = backend.new_event(timing=True), backend.new_event(timing=True)
     backend.synchronize()
     for _ in range(_LEAD_IN):
@@ -352,18 +352,20 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
 
 
 def _steadiness(times: Mapping[Arm, _Times]) -> str:
-    """Return a sentence about the largest spread of samples."""
+    """Return a sentence that says how steady the samples are."""
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
-        return f"Half of the samples of each step are within {worst:.1%} of the median."
+        return (
+            f"The middle half of the samples of each step spans at most {worst:.1%} of the median."
+        )
     if worst <= _BUSY:
         return (
-            f"Unsteady: half of the samples of a step spread over {worst:.0%} of the median. "
+            f"Unsteady: the middle half of the samples of a step spans {worst:.0%} of the median. "
             "Measure again on an idle machine."
         )
     return (
-        "The machine was busy: samples of a step differ by more than half of their median, so "
-        "these times are not reliable. Measure again on an idle machine."
+        "The machine was busy: the middle half of the samples of a step spans more than half of "
+        "the median, so these times are not reliable. Measure again on an idle machine."
     )
 
 

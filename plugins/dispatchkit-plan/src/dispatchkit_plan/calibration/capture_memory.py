@@ -44,8 +44,8 @@ def forecast(
     Args:
         capture: Function that captures the graph of a size and returns an object that keeps the
             graph and its outputs alive. It is called with the largest size first, which is also the
-            order in which to capture all sizes. One pool may serve all sizes, because earlier
-            results stay alive.
+            order in which to capture all sizes. All captures may share one pool, because earlier
+            graphs stay alive.
         sizes: All sizes that will be captured, at least two.
         samples: Maximum number of sizes to capture, at least 2.
         warm_up: Function that runs the step at a size. It is called for each sampled size before

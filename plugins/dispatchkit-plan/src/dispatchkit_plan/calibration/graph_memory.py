@@ -156,7 +156,7 @@ def suppressed_warnings() -> Iterator[None]:
 
 
 class MemoryMeter:
-    """Meter of the memory of graphs captured since its creation.
+    """Memory of the graphs that were captured since the meter was created.
 
     Args:
         runner: Runner that captures the graphs.

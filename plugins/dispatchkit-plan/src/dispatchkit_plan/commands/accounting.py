@@ -98,7 +98,9 @@ def show_account(account: Account, out: Console, limit: int | None) -> None:
         out.print(Text(f"{reason}: {because}"))
     shown = account.decisions[:limit]
     title = "All decisions" if len(shown) == len(account.decisions) else "Most expensive decisions"
-    out.print(Text(f"\n{title} (lost: time above that of an exact-size graph)", style="bold"))
+    out.print(
+        Text(f"\n{title} (lost: extra time compared with a graph of the exact size)", style="bold")
+    )
     cells = [_decision_cells(account, one) for one in shown]
     columns = ["Tokens", "Steps", "Runs as", "Pad", "ms", "Lost ms", "Nearest graph"]
     out.print(table(columns, cells, right=[0, 1, 3, 4, 5]))

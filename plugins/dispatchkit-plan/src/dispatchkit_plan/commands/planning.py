@@ -126,8 +126,8 @@ def plan(
             "--max-waste",
             metavar="SHARE",
             help=(
-                "Find sizes for the case that steps with a larger share of padding run eager; 0: "
-                "only exact sizes."
+                "Share of padding above which the policy runs a step eager; 0 replays only exact "
+                "sizes."
             ),
         ),
     ] = None,
@@ -136,7 +136,7 @@ def plan(
         typer.Option(
             "--cost-model",
             metavar="FILE",
-            help="Minimize time according to this model, not padding.",
+            help="Cost model whose time to minimize, instead of padding.",
         ),
     ] = None,
     engine: Annotated[
@@ -277,7 +277,7 @@ def plan(
 
 
 def _check_omitted(why: str, *flags: tuple[str, bool]) -> None:
-    """Raise ``ConfigError`` for flags that have no effect here."""
+    """Raise ``ConfigError`` if a flag is given that has no effect in this kind of plan."""
     for flag, is_given in flags:
         if is_given:
             raise ConfigError(flag, "given", f"omitted {why}")
@@ -296,11 +296,13 @@ def show(made: Plan, out: Console) -> None:
     out.print(
         Text(
             f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
-            f"({counted(made.num_steps, 'step')}); {over:.1%} of these are larger and run eager."
+            f"({counted(made.num_steps, 'step')}); {over:.1%} of these steps exceed the largest "
+            "size and run eager."
         )
     )
     if made.objective != "padding":
-        out.print(Text(f"Minimized {made.objective}: {made.excess_pct:.2f}% above the best."))
+        excess = f"{made.excess_pct:.2f}% more than with all exact sizes"
+        out.print(Text(f"Minimized {made.objective}: {excess}."))
     if made.future is not None:
         out.print(
             Text(
@@ -350,12 +352,13 @@ def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_
     over = made.num_steps_over / made.num_steps
     out.print()
     out.print(
-        f"{made.before_us / 1e3:,.1f} ms without them, {made.after_us / 1e3:,.1f} ms with them "
-        f"({made.saved_pct:.1f}% less), {made.objective}; judged on {made.judged_on} "
-        f"({counted(made.num_steps, 'step')}), {over:.1%} of these too large to be considered."
+        f"{made.before_us / 1e3:,.1f} ms without these graphs, {made.after_us / 1e3:,.1f} ms with "
+        f"them ({made.saved_pct:.1f}% less); {made.objective}. Judged on {made.judged_on} "
+        f"({counted(made.num_steps, 'step')}); {over:.1%} of these steps are too large to be "
+        "considered."
     )
     if made.max_waste < 1:
-        out.print(f"For the policy threshold with max_waste={made.max_waste:g}.")
+        out.print(f"The sizes are for the policy threshold with max_waste={made.max_waste:g}.")
     if settings is not None:
         show_settings(settings, out)
     for warning in made.warnings:
@@ -391,9 +394,11 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
         f"({product.num_graphs} graphs): padding {product.waste_pct:.2f}%."
     )
     if made.objective != "padding":
-        out.print(f"Minimized {made.objective}: {made.excess_pct:.2f}% above the best.")
+        out.print(
+            f"Minimized {made.objective}: {made.excess_pct:.2f}% more than with all exact sizes."
+        )
     if made.gap_pct:
-        out.print(f"At most {made.gap_pct:.2f}% above the optimum of the planning steps.")
+        out.print(f"At most {made.gap_pct:.2f}% above the optimum for the planning steps.")
     if made.future is not None:
         out.print()
         out.print(f"For later traffic (padding {made.future.waste_pct:.2f}% on these steps)")
@@ -419,7 +424,7 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
 
 
 def show_settings(settings: EngineSettings, out: Console) -> None:
-    """Print settings of an engine, ready to paste."""
+    """Print the settings of an engine, which can be pasted."""
     out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
     print(settings.text)  # not wrapped, because it is pasted
     for note in settings.notes:

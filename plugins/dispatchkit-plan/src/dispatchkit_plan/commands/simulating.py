@@ -198,9 +198,9 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
 
     lines: list[_Line] = [
         *_STEPS_BY_MODE,
-        ("mode changed by others", lambda one: f"{one.changed_modes:,}"),
-        ("padding to the largest", lambda one: f"{one.rank_padding / one.real_tokens:.1%}"),
-        ("padding to graphs", lambda one: f"{one.graph_padding / one.real_tokens:.1%}"),
+        ("mode changed by other ranks", lambda one: f"{one.changed_modes:,}"),
+        ("padding to largest rank", lambda one: f"{one.rank_padding / one.real_tokens:.1%}"),
+        ("padding to graph sizes", lambda one: f"{one.graph_padding / one.real_tokens:.1%}"),
         ("time of each rank", lambda one: f"{one.time_s:.4g} s"),
         ("own steps", lambda one: share(one.own_s, one)),
         ("lost to the slowest", lambda one: share(one.slowest_s, one)),

@@ -36,15 +36,15 @@ Progress = Callable[[str, int, int], None]
 
 @attrs.frozen(kw_only=True)
 class AccountedDecision:
-    """A decision, the number of steps that it applies to, and the cost of each.
+    """A distinct decision, with the number of its steps and the cost of one step.
 
     Attributes:
         num_tokens: Number of tokens of the batch.
         num_reqs: Number of requests of the first of these steps; 0 if the trace does not record it.
         uniform: ``uniform`` argument of ``dispatch``; 0 for mixed batches.
         loras: Number of active adapters; if axes are configured, the index of the variant.
-        decision: The decision.
-        steps: Number of steps.
+        decision: Decision of the policy for the batch.
+        steps: Number of steps with this decision.
         cost: Cost of one step.
     """
 
@@ -195,7 +195,7 @@ def account_for(
         trace: Steps of the trace; steps without tokens are skipped.
         dispatcher: Dispatcher that decides. Create it with ``lazy=True``, so that declared graphs
             count as captured.
-        model: Cost model.
+        model: Cost model that provides the times.
         progress: Function that is called with (activity, done, total) to report progress.
 
     Raises:

@@ -113,7 +113,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a short number for readers, such as 1,234 or 12k or 0.05."""
+    """Format a number in a few characters, such as 1,234 or 12k or 0.05."""
     if abs(value) >= 1e9:
         return f"{value / 1e9:.3g}G"
     if abs(value) >= 1e6:
@@ -434,7 +434,7 @@ class _LabelLayout:
         self.parts: list[Callable[[], None]] = []
 
     def place(self, x: float, y: float, lines: Sequence[str]) -> int:
-        """Place the labels of a point where they cost least; return the cost."""
+        """Place the labels of a point where their cost is lowest, and return the cost."""
         frame = self._frame
         width = max(map(len, lines)) * _CHAR
         below_first = (len(lines) - 1) * _LABEL_HEIGHT
@@ -462,7 +462,7 @@ class _LabelLayout:
             costs[place] = self._cost(x, y, place, width, below_first, has_stroke=has_stroke)
             if costs[place] == 0:
                 break
-        chosen = min(costs, key=lambda place: costs[place])  # of equals, the first
+        chosen = min(costs, key=lambda place: costs[place])  # the first place with the lowest cost
         left, top = chosen
         tops = [top + at * _LABEL_HEIGHT for at in range(len(lines))]
         self._names += [(left, left + width, line) for line in tops]

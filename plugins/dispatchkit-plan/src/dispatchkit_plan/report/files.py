@@ -25,7 +25,7 @@ def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | li
     only one line.
 
     Raises:
-        TraceError: The file cannot be read, or contains neither.
+        TraceError: The file cannot be read, or contains neither steps nor JSON.
     """
     name = check_path(path, "source")
     try:

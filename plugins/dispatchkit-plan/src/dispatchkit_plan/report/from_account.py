@@ -36,7 +36,7 @@ WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
 
 
 def waste_plan(source: object, max_size: int) -> WastePlan | str:
-    """Return the planner's curve for a trace and known lists, or why there is no curve."""
+    """Return the planner's curve and the padding of known lists, or why planning failed."""
     try:
         from dispatchkit_plan import plan_sizes
 
@@ -50,7 +50,7 @@ def waste_plan(source: object, max_size: int) -> WastePlan | str:
 def waste_figure(
     plan: WastePlan | str, own: Sequence[tuple[str, int, float]], max_size: int
 ) -> Figure | MissingFigure:
-    """Return the plot of padding against the number of graphs, with vLLM's and our lists."""
+    """Return the plot of padding against the number of graphs, for the curve and all lists."""
     title = "Waste against number of graphs"
     if isinstance(plan, str):
         return MissingFigure("waste", title, plan)
@@ -84,7 +84,8 @@ def waste_figure(
         title,
         f"Padding as a percentage of the real tokens, for steps of at most {max_size} tokens and "
         "one list of sizes for all kinds of steps. The line shows the least padding possible "
-        "with each number of sizes; other sizes would reduce the padding of a point above it.",
+        "with each number of sizes; for a point above the line, other sizes would have less "
+        "padding.",
         Lines(
             label=title,
             lines=lines,

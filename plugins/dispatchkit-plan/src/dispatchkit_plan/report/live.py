@@ -1,4 +1,4 @@
-"""Sample the statistics of a serving runner, and create their report."""
+"""Sample the statistics of a serving runner, and create a report of the samples."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class Tile:
     """A key figure of the report.
 
     Attributes:
-        name: Name of the figure.
-        value: The figure, as text.
-        note: Short explanation.
+        name: Name shown above the value.
+        value: Value of the key figure, as text.
+        note: Short explanation below the value.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Figure:
         name: Identifier, made of letters and hyphens.
         title: Heading.
         caption: One or two sentences about the plot.
-        chart: The plot.
+        chart: Chart to draw.
         table: Numbers of the plot, if shown.
     """
 
@@ -76,7 +76,7 @@ class MissingFigure:
     """Placeholder for a plot that cannot be drawn from the available data.
 
     Attributes:
-        name: Identifier, as for a ``Figure``.
+        name: Identifier of the plot, made of letters and hyphens.
         title: Heading.
         why: Sentence that says which data is missing and how to get it.
     """
@@ -113,7 +113,7 @@ def render(report: Report, *, version: str) -> str:
     """Return a report as HTML.
 
     Args:
-        report: The report; all of its text is escaped.
+        report: Report to render; all of its text is escaped.
         version: Version of dispatchkit, for the footer.
     """
     return "\n".join(

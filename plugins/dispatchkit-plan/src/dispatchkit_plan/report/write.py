@@ -1,4 +1,4 @@
-"""Write the report of any supported source."""
+"""Write a report of a trace, simulations or live statistics to a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["as_report", "write_report"]
 
 
 def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) -> Report:
-    """Return the report of an account, live statistics or simulations.
+    """Return a given report, or create the report of an account, statistics or simulations.
 
     Raises:
         ConfigError: The source has the wrong type.
@@ -33,7 +33,9 @@ def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) 
         return source
     if isinstance(source, Account):
         return report_of_account(
-            source, plan="To show it, pass `plan=waste_plan(trace, max_size)` to report_of_account."
+            source,
+            plan="An account contains no plan. Pass `plan=waste_plan(trace, max_size)` to "
+            "report_of_account.",
         )
     if isinstance(source, LiveStatistics):
         return report_of_statistics(source.to_json(), source="a live runner")
@@ -55,7 +57,7 @@ def write_report(
     The file is written completely or not at all.
 
     Args:
-        source: Account, statistics, simulations or report.
+        source: Account, live statistics or simulations to report; or a finished report.
         path: File to write.
         figure: Name of the figure to write, such as ``"waste"``; None for the whole report.
 

@@ -97,8 +97,8 @@ class SizeHistogram:
     def steps(self) -> StepTrace:
         """Return the counted steps as a trace, with each kind spread evenly.
 
-        The actual order is unknown, so ``has_order`` of the trace is False. Kinds that are not
-        known to be uniform decode are mixed, as by default in a runner.
+        The actual order is unknown, so ``has_order`` of the trace is False. Steps of unknown kind
+        are treated as mixed, which is also the default of a runner.
 
         Raises:
             TraceError: There are no steps, or more than 5 million.

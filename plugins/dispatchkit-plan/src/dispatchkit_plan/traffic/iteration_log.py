@@ -22,7 +22,7 @@ _LINE = re.compile(
 
 
 class IterationLog:
-    """Collector of the steps in a log, while its blocks are read.
+    """Collector of the steps in a log, which reads along with another reader.
 
     A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
     iterations without tokens are skipped. Times include only the time in steps.

@@ -72,7 +72,7 @@ class FileReport:
     """The result of comparing one file.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the compared file.
         records: The report of each record.
     """
 
@@ -100,7 +100,7 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
 
     Args:
         path: A JSON Lines file, gzipped if the name ends in ``.gz``.
-        every: Interval between compared records; above 1, only a sample is compared.
+        every: Compare one record in this many; 1 compares all records.
 
     Raises:
         OSError: The file cannot be read.

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unreadable = False
     for path in options.files:
         try:
-            # Some vectors intentionally have sizes that cover only part of the batches.
+            # The capture sizes of some vectors intentionally cover only some of the batches.
             with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Silence warnings: some vectors use dispatchers without initialized keys."""
+    """Silence logged warnings, because some vectors use dispatchers without initialized keys."""
     logger = logging.getLogger("dispatchkit_vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -41,7 +41,7 @@ _ENUM = Fields.of(
 
 
 def check_sizes(record: Record, found: Findings) -> None:
-    """Compare derived and rounded capture sizes."""
+    """Compare derived and rounded capture sizes with recorded sizes."""
     _SIZES.check(record["id"], record)
     if ("error" in record) == ("sizes" in record) or ("sizes" in record) != ("max" in record):
         raise FormatError("a record must have either error, or both sizes and max.")
@@ -88,7 +88,7 @@ def check_sizes(record: Record, found: Findings) -> None:
 
 
 def check_resolution(record: Record, found: Findings) -> None:
-    """Compare how a mode is resolved for the support of the attention backend."""
+    """Compare the mode that is chosen for an attention backend with the recorded mode."""
     _RESOLVE.check(record["id"], record)
 
     def resolved() -> list[Any]:
@@ -111,7 +111,7 @@ def check_resolution(record: Record, found: Findings) -> None:
 
 
 def check_mode(record: Record, found: Findings) -> None:
-    """Compare a row of the mode table."""
+    """Compare the properties of a mode with a row of the mode table."""
     _ENUM.check("a row of the mode table", record)
     mode = CUDAGraphMode[record["mode"]]
     got = {

@@ -25,7 +25,7 @@ class Kind:
     """The record format of one generation.
 
     Attributes:
-        module: The facade.
+        module: Module of the facade.
         cfg: Fields of the configuration.
         group: Arguments shared by the rows of a group.
         parts: Fields of a record without errors, besides id and configuration.
@@ -118,7 +118,7 @@ def config_for(cfg: Record, sizes: list[int], largest: int) -> Any:
 
 
 def check_dispatcher(record: Record, found: Findings) -> None:
-    """Compare a dispatcher's record."""
+    """Compare a dispatcher with a record of its keys and decisions."""
     kind = KINDS[record["id"].split("/")[0]]
     ends = [name for name in _ENDINGS.split() if name in record]
     has_sizes = "adjust_error" not in record
@@ -186,12 +186,12 @@ def _on(cfg: Record) -> bool:
 
 
 def mode_of(cfg: Record) -> CUDAGraphMode:
-    """Return the mode for initializing keys."""
+    """Return the mode to initialize keys with."""
     return CUDAGraphMode.parse(cfg["mode"])
 
 
 def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
-    """Return a dispatcher, or None if its construction fails or should have failed."""
+    """Return a new dispatcher, or None if its construction fails or was recorded to fail."""
     dispatcher: list[Any] = []
     error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
@@ -217,7 +217,7 @@ def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
 
 
 def plain(descriptor: Any) -> list[Any] | None:
-    """Return a descriptor as a list with booleans as integers, like in records."""
+    """Return a descriptor as a list, with booleans as integers as in records."""
     if descriptor is None:
         return None
     fields = getattr(descriptor, "_fields", None) or descriptor.__dataclass_fields__
@@ -269,7 +269,7 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
 def _compare_flow(
     row: Any, kind: Kind, dispatcher: Any, cfg: Record, table: Any, found: Findings
 ) -> None:
-    """Compare the steps of a 0.11 runner: pad if a graph may exist, then dispatch."""
+    """Compare the steps of a 0.11 runner, which pads if a graph may exist, then dispatches."""
     num_tokens, *expected = row
     got: list[Any] = []
     for uniform in (False, True):

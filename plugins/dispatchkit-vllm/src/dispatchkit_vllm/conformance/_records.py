@@ -22,7 +22,7 @@ class Mismatch:
     Attributes:
         where: Path of the compared value in the record.
         expected: The recorded value.
-        got: The value of the facade.
+        got: The value that the facade returned.
     """
 
     where: str

@@ -30,7 +30,7 @@ _MANAGER_CFG = Fields.of(
 
 
 def check_manager(record: Record, found: Findings) -> None:
-    """Compare a record of the graph manager."""
+    """Compare the graph manager with a record of its graphs and decisions."""
     _MANAGER.check(record["id"], record)
     cfg = _MANAGER_CFG.check("cfg", record["cfg"])
     sizes = sorted(set(cfg["sizes"]))
@@ -76,7 +76,7 @@ _DRAFTER_PADDED = Fields.of("uniform uniform_query_len r")
 
 
 def check_drafter(record: Record, found: Findings) -> None:
-    """Compare a record of the drafter's dispatcher, which has several uniform query lengths."""
+    """Compare the drafter's dispatcher with a record of its keys and decisions."""
     cfg = _DRAFTER_CFG.check("cfg", record["cfg"])
     ends = [name for name in ("construct_error", "init_error") if name in record]
     begins = "id cfg final_sizes final_uniform_sizes"

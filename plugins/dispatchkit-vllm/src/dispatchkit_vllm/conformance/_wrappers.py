@@ -162,7 +162,7 @@ class _Traced(_wrapper.CUDAGraphWrapper):
 
 
 def check_wrapper(record: Record, found: Findings) -> None:
-    """Compare a trace of a wrapper's captures and replays."""
+    """Compare a wrapper's captures and replays with a recorded trace."""
     refused = "construct_error" in record
     (_REFUSED if refused else _RUN).check(record["id"], record)
     if record["version"] not in _RULES:

@@ -40,7 +40,7 @@ def settings_of(vllm_config: Any) -> EngineSettings:
 
 @attrs.frozen
 class Ranks:
-    """The rank of this process among all processes of a model."""
+    """The rank of this process, and the number of processes that run the model."""
 
     rank: int
     size: int
@@ -56,7 +56,7 @@ class Ranks:
 
 
 class StepController:
-    """Decides, records, counts and measures the steps of a model runner.
+    """Controller of a model runner's steps, which decides, records, counts and measures them.
 
     A runner opens a step, asks for a decision once, and closes the step. Outside of steps (in
     dummy runs, profiling and captures), vLLM's own class decides.
@@ -68,16 +68,17 @@ class StepController:
 
     Attributes:
         core: The active policy; None while vLLM's own dispatcher decides.
-        timer: Timer that reports step times to a policy that learns; None otherwise.
+        timer: Timer that reports step times to the active policy; None if the policy does not
+            learn.
         is_dummy: Whether a dummy run is in progress.
         is_open: Whether the policy decides the current step and has not been asked yet.
         answer: The policy's answer for the current step, until its forward pass begins.
         rows: For a runner that looks up answers itself: decisions by number of active adapters,
             then by uniform query length, then by number of tokens. The ``plan`` of a decision is
             its answer.
-        largest: For such a runner, the largest number of tokens with a graph.
+        largest: Largest number of tokens with a graph, for a runner that looks up answers itself.
         on_activate: Function to call after a change of policy, to fill ``rows``.
-        summary: Description of the active policy, for the log; empty without one.
+        summary: Description of the active policy, for the log; empty without a policy.
         inactive_reason: Why the configured policy cannot act; empty if it acts.
     """
 
@@ -108,7 +109,7 @@ class StepController:
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
-        with _logs_lock:  # one file per process, which may create several dispatchers
+        with _logs_lock:  # one file per process, even if it creates several dispatchers
             known = _logs.get(str(path))
             if known is None or not known.is_open:
                 known = _logs[str(path)] = StepLog(path)
@@ -129,11 +130,13 @@ class StepController:
 
         Args:
             mode: The runner's cudagraph mode.
-            graphs: For each graph that the runner captures, the return value of its ``dispatch``.
+            graphs: Graphs that the runner captures, each with the result that its ``dispatch``
+                returns to select the graph.
             facts: Function that returns sizes and limits as options of ``DispatchConfig``.
-            ask: Function that returns the key that the runner's own code chooses; None for eager.
-            eager: Function that returns the return value of the runner's ``dispatch`` for an eager
-                batch, given the batch and its number of requests.
+            ask: Function that returns the key that the runner's own code chooses for a batch; None
+                for eager.
+            eager: Function (batch, number of requests) that returns what the runner's ``dispatch``
+                returns for an eager batch.
 
         Raises:
             ConfigError: An option is invalid, the policy declares graphs that the runner does not
@@ -168,7 +171,7 @@ class StepController:
         """Return another policy for this runner's graphs, to pass to ``activate``.
 
         Raises:
-            ConfigError: The runner has no graphs yet, or as for ``install``.
+            ConfigError: The runner has no graphs yet, or an error of ``install`` applies.
             PolicyError: The policy is invalid.
         """
         if self._make is None:
@@ -217,8 +220,8 @@ class StepController:
     ) -> Answer | None:
         """Return the policy's answer; None if the runner's own class must decide.
 
-        Only the first call in a step returns an answer. The second call comes after ranks agreed
-        on a shape, to which all of them must pad.
+        Only the first call in a step returns an answer. A second call follows if ranks have agreed
+        on a shape, to which every rank must pad.
         """
         if not self.is_open:
             return None
@@ -228,12 +231,12 @@ class StepController:
         return self.answer
 
     def take_answer(self) -> Answer | None:
-        """Return and clear the answer for the next forward pass; None if vLLM decided it."""
+        """Return and clear the policy's answer for the next forward pass; None if vLLM decided."""
         answer, self.answer = self.answer, None
         return answer
 
     def reason_of(self, result: Any) -> str:
-        """Return the reason of a step, given the last result of ``dispatch``."""
+        """Return the reason to count for a step, given the last result of ``dispatch``."""
         answer = self.answer
         if answer is None:
             return DECIDED_BY_VLLM

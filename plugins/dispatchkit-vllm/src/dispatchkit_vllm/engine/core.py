@@ -55,7 +55,7 @@ class Answer:
 
     Attributes:
         result: The return value of the runner's ``dispatch``.
-        decision: The decision.
+        decision: Decision of the policy, with its reason.
         batch: The batch that the policy decided for.
         num_reqs: Number of requests that ``result`` is valid for; None for any number.
     """
@@ -89,9 +89,10 @@ class PolicyCore:
     Args:
         policy: The policy that decides batches.
         config: Sizes, limits and modes of the runner.
-        graphs: For each graph that the runner captures, the return value of its ``dispatch``.
-        eager: Function that returns the return value of the runner's ``dispatch`` for an eager
-            batch, given the batch and its number of requests.
+        graphs: Graphs that the runner captures, each with the result that its ``dispatch`` returns
+            to select the graph.
+        eager: Function (batch, number of requests) that returns what the runner's ``dispatch``
+            returns for an eager batch.
         runner: Name of the runner in messages.
 
     Attributes:
@@ -144,7 +145,7 @@ class PolicyCore:
         """Return the runner's result for a graph, or None if the runner lacks the graph."""
         found = self._graphs.get(key)
         if found is None and key.descriptor.num_reqs is not None:
-            # A graph for any number of requests also serves a limited one.
+            # A graph for any number of requests also serves a limited number.
             general = attrs.evolve(key.descriptor, num_reqs=None)
             found = self._graphs.get(GraphKey(key.mode, general))
         return found
@@ -154,7 +155,8 @@ class PolicyCore:
         if decision.reason == Reason.POLICY_ERROR:
             return None
         if decision.key is None:
-            # A cell covers all numbers of requests, but a uniform batch has exactly one.
+            # A cell is shared by all numbers of requests, but the size of a uniform batch
+            # determines its number of requests.
             per_req = batch.query_len if batch.uniform else 1
             num_reqs = batch.num_reqs or batch.num_tokens // per_req
             return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
@@ -172,7 +174,7 @@ class PolicyCore:
         config = self.config
         cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # steps log the same faults
+            warnings.simplefilter("ignore")  # steps will log these faults when they occur
             for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
                 for kind in range(config.num_query_classes):
                     for case in cases:
@@ -182,7 +184,7 @@ class PolicyCore:
         return self.dispatcher.num_filled_cells
 
     def never_replayed(self) -> list[GraphKey]:
-        """Return the graphs that the policy does not choose even for batches of their size."""
+        """Return the graphs that the policy does not choose for batches of exactly their size."""
         found = []
         for key in self._graphs:
             own = key.descriptor

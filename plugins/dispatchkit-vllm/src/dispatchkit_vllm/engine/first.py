@@ -225,7 +225,7 @@ def _install(
 def _distinguishes_uniform(dispatcher: Any, own: Callable[..., Any], num_tokens: int) -> bool:
     """Return whether vLLM's own class distinguishes uniform and mixed batches of a size.
 
-    For some modes, this differs between releases.
+    For some modes, the answer differs between releases.
     """
     mixed = own(dispatcher, num_tokens, False, False)
     try:

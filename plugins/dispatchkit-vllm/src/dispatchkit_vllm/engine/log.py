@@ -1,4 +1,4 @@
-"""The logger for messages inside vLLM, a child of vLLM's logger, whose settings apply."""
+"""Logger for messages inside vLLM, which inherits the settings of vLLM's logger."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ def manager_class(original: type[Any]) -> type[Any]:
         ) -> Any:
             """Return the policy's descriptor, or the descriptor chosen by vLLM's own code."""
             controller = self.controller
-            # Minimize memory reads: the model ran since the last call, so the CPU caches are cold.
+            # Minimize memory reads: the model has run since the last call, so the CPU caches are
+            # cold.
             if controller.is_open and num_ubatches == 1 and self._graphs_captured:
                 answer: Answer | None = None
                 if num_tokens <= controller.largest:
@@ -153,7 +154,8 @@ def manager_class(original: type[Any]) -> type[Any]:
                             return answer.result
                         return self._eager(num_tokens, num_reqs, answer.batch.num_active_loras)
                 elif not num_active_loras:
-                    return self._eager(num_tokens, num_reqs, 0)  # vLLM's result without a search
+                    # vLLM would return the same after a search.
+                    return self._eager(num_tokens, num_reqs, 0)
             facts = (num_active_loras, max_query_len, num_ubatches)
             return self._dispatch_own(num_reqs, num_tokens, uniform_token_count, *facts)
 
@@ -190,7 +192,7 @@ def manager_class(original: type[Any]) -> type[Any]:
                     return super().run_pw_graph(*args, **options)
                 timer.begin(self.controller.take_answer())
                 found = super().run_pw_graph(*args, **options)
-                timer.end()  # no effect if the hook on the model has ended it
+                timer.end()  # no effect if the model's hook has ended the measurement
                 return found
 
     PolicyManager.__name__ = PolicyManager.__qualname__ = "PolicyManager"

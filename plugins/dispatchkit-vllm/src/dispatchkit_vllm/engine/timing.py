@@ -16,7 +16,7 @@ from dispatchkit_vllm.engine.log import log
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
 
-#: One in this many steps is measured, in addition to one-shot decisions of the policy.
+#: Number of steps from one measurement to the next. One-shot decisions are always measured.
 SAMPLE_EVERY = 16
 # Maximum number of pending measurements; the oldest is dropped to make room.
 _MAX_PENDING = 64
@@ -116,15 +116,15 @@ class _Measurement:
 
 
 class StepTimer:
-    """Measures some steps decided by a policy, and reports the outcomes to it.
+    """Timer that measures some of a policy's steps, and reports the outcomes to the policy.
 
     A runner calls ``begin`` with the policy's answer before the model's forward pass, and
     ``end`` after it.
 
     Args:
-        dispatcher: The dispatcher that receives the outcomes. If its policy has a ``pace``, the
-            interval between measurements is multiplied by it.
-        clock: The clock.
+        dispatcher: The dispatcher that receives the outcomes. The ``pace`` of its policy, if any,
+            multiplies the interval between measurements.
+        clock: Clock that measures the steps.
 
     Attributes:
         num_outcomes: Number of reported outcomes.
@@ -144,8 +144,8 @@ class StepTimer:
         """Mark the start of a forward pass if it is due for measurement.
 
         Args:
-            answer: The policy's answer for this step. None if vLLM decided it, which is not
-                measured.
+            answer: The policy's answer for this step; None if vLLM decided, in which case the step
+                is not measured.
         """
         if answer is None:
             return

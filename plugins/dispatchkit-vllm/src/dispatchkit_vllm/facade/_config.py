@@ -40,7 +40,8 @@ def query_len(vllm_config: Any) -> int:
     if count is None and (
         speculative is not None or not hasattr(vllm_config, "speculative_config")
     ):
-        # In the newest releases, the number is an attribute of the configuration.
+        # In the newest releases, the number of speculative tokens is an attribute of the
+        # configuration.
         count = getattr(vllm_config, "num_speculative_tokens", None)
     return 1 + int(count or 0)
 
@@ -48,10 +49,10 @@ def query_len(vllm_config: Any) -> int:
 def decode_query_lens(vllm_config: Any, longest: int) -> tuple[int, ...]:
     """Return the query lengths of uniform decode batches, ascending.
 
-    There are several with dynamic speculative decoding.
+    Dynamic speculative decoding has several query lengths.
 
     Args:
-        vllm_config: The configuration.
+        vllm_config: vLLM's configuration, or any object with the same attributes.
         longest: Query length with all speculative tokens.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -116,7 +117,7 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
     """Reject a piecewise mode for a model that is compiled as a whole.
 
     Args:
-        vllm_config: The configuration.
+        vllm_config: vLLM's configuration, or any object with the same attributes.
         breakable: Whether captures can be interrupted at attention, so that no splitting is needed.
 
     Raises:
@@ -132,6 +133,6 @@ def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
 
 
 def table_of(vllm_config: Any, name: str) -> Sequence[int] | None:
-    """Return a padding table of the configuration, or None."""
+    """Return a padding table of the configuration; None if the table is missing or empty."""
     table: Sequence[int] | None = getattr(vllm_config.compilation_config, name, None)
     return table or None

@@ -8,8 +8,8 @@ from typing import Any
 from dispatchkit import GraphKey, GraphRegistry, KeyState, RuntimeMode
 from dispatchkit.errors import DispatchkitError
 
-#: Marks a key whose adapter flag and count contradict each other. vLLM accepts such descriptors;
-#: dispatchkit's own interface never looks for them.
+#: Marks a key whose adapter flag and count contradict each other. vLLM accepts descriptors
+#: with this contradiction; dispatchkit's own interface never looks up their keys.
 CONTRADICTORY: tuple[int, ...] = (1,)
 
 
@@ -19,7 +19,8 @@ class KeySet(MutableSet[Any]):
     Args:
         registry: The registry with the keys.
         mode: Runtime mode of the keys.
-        to_key: Function that converts a descriptor to a key, or raises an error if it is invalid.
+        to_key: Function that converts a descriptor to a key, or raises an error for an invalid
+            descriptor.
         to_descriptor: Function that converts a key to a descriptor.
     """
 

@@ -23,7 +23,7 @@ class FacadeBase:
     Attributes:
         registry: The keys and their graphs.
         cudagraph_keys: The same keys as live sets of descriptors, by mode.
-        keys_initialized: Whether keys were initialized; vLLM also assigns it.
+        keys_initialized: Whether keys were initialized; vLLM's code also assigns this attribute.
         cudagraph_mode: The active mode.
     """
 

@@ -60,8 +60,8 @@ class PaddingDispatcher(FacadeBase):
                 number of requests of a key depends on the configuration's query length.
 
         Raises:
-            AssertionError: A decode size is not a multiple of the query length. Keys before it
-                stay registered, and the dispatcher stays uninitialized.
+            AssertionError: A decode size is not a multiple of the query length. Keys registered
+                before the error remain, and the dispatcher stays uninitialized.
         """
         mode = CUDAGraphMode.parse(cudagraph_mode)
         sizes = self._sizes()
@@ -203,10 +203,10 @@ class PaddingDispatcher(FacadeBase):
         loras: int,
         allowed: int,
     ) -> tuple[Any, Any] | None:
-        """Look up a key that only the caller can have added.
+        """Look up a key that dispatchkit's own interface rejects, as vLLM does.
 
-        dispatchkit's interface rejects a contradictory flag and count, and a count above the
-        maximum. vLLM looks up such keys.
+        The adapter flag contradicts the count, or the count is above the maximum. Only the caller
+        can have added the key.
         """
         marks: Any = CONTRADICTORY if has_lora != (loras > 0) else ()
         query_len = self.uniform_decode_query_len if uniform else 0

@@ -57,7 +57,7 @@ class CUDAGraphWrapper(GraphWrapper):
     """A wrapper that captures and replays a callable, controlled by the forward context.
 
     Args:
-        runnable: The callable.
+        runnable: Callable to capture.
         vllm_config: vLLM's configuration, stored for code that reads it.
         runtime_mode: PIECEWISE or FULL.
         cudagraph_options: Options of captures.
@@ -122,7 +122,7 @@ class CUDAGraphWrapper(GraphWrapper):
 
 
 class _Absent:
-    """A name that a release lacks, so that a lookup continues with the callable."""
+    """An attribute that a release lacks, so the wrapper looks up the name on the callable."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Any:
         raise AttributeError(f"{owner.__name__} has no such name in this release of vLLM")

@@ -170,7 +170,7 @@ class CudagraphDispatcher(LookupDispatcher):
     def get_local_batch_description(
         self, num_scheduled_tokens: int, num_reqs: int, max_query_len: int
     ) -> tuple[int, bool, int]:
-        """Return input tokens, whether the batch is uniform, and query length on this rank."""
+        """Return (number of input tokens on this rank, whether uniform, query length)."""
         uniform, query_len = self.calculate_uniform_decode(
             num_scheduled_tokens, num_reqs, max_query_len
         )

@@ -53,8 +53,8 @@ class CudagraphDispatcher(PaddingDispatcher):
                 number of requests of a key depends on the configuration's query length.
 
         Raises:
-            AssertionError: A decode size is not a multiple of the query length. Keys before it
-                stay registered, and the dispatcher stays uninitialized.
+            AssertionError: A decode size is not a multiple of the query length. Keys registered
+                before the error remain, and the dispatcher stays uninitialized.
         """
         self._initialize(cudagraph_mode, uniform_decode_query_len)
 

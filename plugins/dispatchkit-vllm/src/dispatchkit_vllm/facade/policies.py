@@ -1,4 +1,4 @@
-"""The names of a third-party dispatcher with graphs, policies and statistics.
+"""Classes with the names of a third-party dispatcher.
 
 Only its documentation is published, so there is no implementation to compare with. These classes
 follow the documentation and use dispatchkit's registry. ``AdaptiveDispatchPolicy`` requires
@@ -56,7 +56,7 @@ class NotBuiltError(DispatchkitError, NotImplementedError):
 
 
 class DispatchMode(enum.Enum):
-    """The way that a batch runs."""
+    """How a batch runs."""
 
     EAGER = "eager"
     PIECEWISE = "piecewise"
@@ -201,7 +201,7 @@ class GraphEntry:
     """A registered graph.
 
     Attributes:
-        key: The key of the graph.
+        key: Key that the graph serves.
         mode: FULL or PIECEWISE.
         graph: An object with ``replay()``, or a callable without arguments.
         input_ptrs: Addresses of the graph's inputs.
@@ -219,7 +219,7 @@ class GraphEntry:
 
 
 class CudagraphDispatcher:
-    """A cache of graphs that replays the graph of a key, or runs the key eager.
+    """A cache of graphs, which replays the graph of a key or runs the batch eager.
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
@@ -289,7 +289,7 @@ class CudagraphDispatcher:
         return next(iter(self._available(key).values()), None)
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Replay the graph of a key, or run the key eager, and return the result."""
+        """Replay the graph of a key, or run the batch eager, and return the result."""
         with self._lock:
             available = self._available(key)
             mode = DispatchMode.EAGER

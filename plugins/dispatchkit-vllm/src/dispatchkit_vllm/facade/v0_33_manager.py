@@ -19,7 +19,7 @@ __all__ = ["BatchExecutionDescriptor", "CUDAGraphMode", "CudaGraphManager"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchExecutionDescriptor:
-    """A way that a batch runs; None means that the graph does not depend on the field."""
+    """How a batch runs; a field is None if the graph does not depend on it."""
 
     cg_mode: CUDAGraphMode
     num_tokens: int
@@ -38,10 +38,10 @@ class CudaGraphManager:
         device: The device of the graphs; not used for decisions.
         cudagraph_mode: The mode, resolved for the attention backend.
         decode_query_len: Tokens per request of a uniform decode batch.
-        lora_capture_cases: Numbers of adapters with graphs; by default the numbers of the
+        lora_capture_cases: Numbers of adapters that have graphs; by default, the numbers in the
             configuration.
         varlen_decode: Whether decode graphs accept requests of varying length.
-        ubatch_runner: Runner of microbatches; stored, but only vLLM has graphs for them.
+        ubatch_runner: Runner of microbatches, which is stored but not used.
 
     Attributes:
         graphs: The caller's captured graphs, by descriptor.
@@ -180,7 +180,8 @@ class CudaGraphManager:
             return None
         if num_reqs <= min(num_tokens, self._ladder.max_num_seqs):
             return core.dispatch(num_tokens, num_reqs, kind, case).plan
-        # vLLM accepts more requests than tokens or max_num_seqs; Dispatcher.dispatch rejects them.
+        # vLLM accepts batches with more requests than tokens or max_num_seqs, but
+        # Dispatcher.dispatch rejects them.
         uniform, length, longest = core.config.query_class(kind)
         batch = Batch(num_tokens, num_reqs, uniform, length, longest, case)
         return self._bind(core.decide(batch), batch)

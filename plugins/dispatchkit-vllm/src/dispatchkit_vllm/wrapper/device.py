@@ -50,7 +50,10 @@ class WrapperDevice(Protocol):
         ...
 
     def weak_ref(self, output: Any) -> Any:
-        """Return a possibly nested output without owning its memory, if possible."""
+        """Return a possibly nested output whose tensors do not own their memory.
+
+        On a device that cannot create such tensors, return the output itself.
+        """
         ...
 
     def address(self, value: Any) -> int | None:
@@ -58,7 +61,7 @@ class WrapperDevice(Protocol):
         ...
 
     def without_collection(self) -> AbstractContextManager[None]:
-        """Disable garbage collection, and emptying of the device cache, in a context."""
+        """Return a context that disables garbage collection and emptying the device cache."""
         ...
 
     def sync_offload(self) -> None:

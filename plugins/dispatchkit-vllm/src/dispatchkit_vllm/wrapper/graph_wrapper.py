@@ -103,9 +103,9 @@ class WrappedEntry:
     """The entry of one key in a wrapper.
 
     Attributes:
-        batch_descriptor: The key.
+        batch_descriptor: Descriptor of the step, which is the key.
         cudagraph: The captured graph; None before the capture.
-        output: The output of the graph.
+        output: Output of the captured call, which each replay overwrites.
         input_addresses: Addresses of positional tensor arguments during the capture.
         captured_under: If modules are guarded, the module with its training flag and device during
             the capture.
@@ -170,8 +170,8 @@ class GraphWrapper:
     """A wrapper that captures and replays a callable, controlled by the forward context.
 
     Args:
-        runnable: The callable. Attributes that the wrapper lacks are read from and set on the
-            callable.
+        runnable: Callable to capture. Attributes that the wrapper lacks are read from and set on
+            the callable.
         mode: The runtime mode in which the wrapper acts: PIECEWISE or FULL.
         device: The device of the graphs: a ``WrapperDevice`` or a backend.
         options: Options of captures.
@@ -225,8 +225,8 @@ class GraphWrapper:
 
         Raises:
             CaptureError: The key is new, and captures are disabled.
-            WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the
-                address of a tensor differs from that during the capture.
+            WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the address
+                of a tensor has changed since the capture.
             NoForwardContextError: There is no context, and the rules require one.
         """
         if self.rules.passes_without_context and not self._context_is_available():
@@ -259,7 +259,8 @@ class GraphWrapper:
     def _renew(self, entry: WrappedEntry) -> WrappedEntry:
         """Release a graph whose module changed after the capture, and return a new entry."""
         descriptor = entry.batch_descriptor
-        self._validate(descriptor)  # raises before the release: the module may change back
+        # Raise before the release if captures are disabled: the module may change back.
+        self._validate(descriptor)
         if self._once.first():
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
@@ -276,7 +277,7 @@ class GraphWrapper:
         inner = self.unwrap()
         if not self.rules.guards_module or not isinstance(inner, torch.nn.Module):
             return None
-        return Guard("cpu", [inner])  # does not check autocast on a device
+        return Guard("cpu", [inner])  # ignores the autocast state of devices
 
     def _context_is_available(self) -> bool:
         return forward_context_is_available()
