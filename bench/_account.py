@@ -1,10 +1,10 @@
 """Attribute the time of a warm ``GraphRunner`` step to its parts, for ``floors.py``.
 
-The measurement is a ladder. The lowest rung is only the launch. Each further rung does everything
-that the one below does, plus one more part, by hand, with the runner's own graph, node and table.
-The highest rung is the call itself. Each part is thereby measured in its context, around a launch,
-instead of in a separate loop with warm caches. The rungs by hand are one function each, so the
-rungs of the plan and the dispatcher show the cost of dividing a step into functions.
+The measurement is a ladder. The lowest rung is a bare launch, and each rung adds one part of the
+step to the rung below. The rungs are handwritten functions that use the runner's graph, copy node
+and table; the highest rung is the runner's call. This measures each part around a launch, as in
+use, instead of in a separate loop with warm caches. Each handwritten rung is a single function, so
+the rungs that call the plan and the dispatcher show the cost of dividing a step into functions.
 
 Without a GPU, launches and nodes do nothing, and tensors are in host memory.
 """
@@ -148,9 +148,9 @@ class Parts:
             "+ the lock": locked,
             "+ the table's row": looked_up,
             "+ autocast, modules, values, stream": guarded,
-            "+ rows behind the batch": cleaned,
-            "+ counts, values compared in every 16th step": counted,
-            "the same by the plan": planned,
+            "+ stale rows reset": cleaned,
+            "+ counts, and values compared in every 16th step": counted,
+            "the same in the plan": planned,
             "the same by dispatcher and plan": dispatched,
             "run_in_place": self.runner.run_in_place,
         }
@@ -214,7 +214,7 @@ class Parts:
         }
 
     def comparisons(self, case: Case) -> dict[str, Run]:
-        """Return single C calls and alternatives, for comparison."""
+        """Return single calls and other ways to launch, for comparison."""
         launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
         values, set_node = self.values, self.set_node
         others = tuple(case.elsewhere[FIXED])

@@ -1,4 +1,4 @@
-"""Functions shared by the benchmark scripts, which print one JSON line per result.
+"""Functions of the benchmark scripts, which print one JSON line per result.
 
 All lines have the fields ``bench`` (script), ``case``, ``median``, ``unit``, ``n`` (number of
 samples), ``ratio_to`` (case for comparison), ``ratio``, ``device``, ``torch`` and ``driver``. The

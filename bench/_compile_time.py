@@ -15,14 +15,14 @@ from torch._guards import CompileContext
 
 @attrs.frozen
 class CompileTime:
-    """Time of compilation in seconds, and its results.
+    """Time spent on compilation, in seconds, and the number of compiled graphs.
 
     Attributes:
         compiling: Time of Dynamo and everything that it calls.
         tuning: Time of autotuning Triton kernels at their first call, after compilation. Tuning
             during compilation is part of ``compiling``.
         graphs: Number of compiled graphs.
-        found: Number of graphs whose kernels were found on disk.
+        found: Number of graphs with kernels from the cache on disk.
     """
 
     compiling: float
@@ -49,7 +49,7 @@ _tuning = {"depth": 0, "seconds": 0.0}
 
 
 def compile_time() -> CompileTime:
-    """Return the time spent so far, or since ``load_compiler`` for tuning."""
+    """Return the time spent so far; autotuning counts from ``load_compiler`` on."""
     return CompileTime(
         cumulative_time_spent_ns["entire_frame_compile"] / 1e9,
         _tuning["seconds"],
@@ -64,7 +64,7 @@ def load_compiler(device: torch.device) -> None:
 
     From then on, autotuning is measured. Source: ``CachingAutotuner`` in
     torch/_inductor/runtime/triton_heuristics.py and ``dynamo_timed`` in torch/_dynamo/utils.py of
-    torch 2.11 to 2.13, whose own total also includes tuning during compilation.
+    torch 2.11 to 2.13. The total of ``dynamo_timed`` includes tuning during compilation.
     """
     torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner

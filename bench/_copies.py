@@ -126,7 +126,7 @@ def compiler() -> ctypes.CDLL:
     packages = Path(sysconfig.get_paths()["purelib"])
     places = [f"libnvrtc.so.{major}", *packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}")]
     for place in packages.glob("nvidia/*/lib/libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(place))  # the compiler loads it by name only
+        ctypes.CDLL(str(place))  # NVRTC finds it by name only if it is loaded
     for place in places:
         try:
             return ctypes.CDLL(str(place))
@@ -169,9 +169,10 @@ def cubin(library: ctypes.CDLL, source: str) -> bytes:
 
 
 def measure_kernel_loading() -> None:
-    """Measure loading the package's kernel: from PTX, as it is loaded, and by NVRTC.
+    """Measure the time to load the package's kernel from PTX, and to compile it with NVRTC.
 
-    With CUDA_CACHE_DISABLE=1, the driver compiles the PTX each time, as in the first process.
+    The package loads PTX. With CUDA_CACHE_DISABLE=1, the driver compiles the PTX each time, as in
+    the first process on a machine.
     """
     torch.cuda.synchronize()
     source = Path(cuda_copy.__file__).with_name("copy.cu").read_text()
@@ -318,7 +319,7 @@ class Inputs:
     # -- by cuda-bindings ----------------------------------------------------------------
 
     def bindings_launch(self) -> Step:
-        """Return only the launch, by cuda-bindings."""
+        """Return a bare launch through the runtime API of cuda-bindings."""
         from cuda.bindings import runtime as bindings
 
         graph = bindings.cudaGraphExec_t(self.exec.value)
@@ -326,7 +327,7 @@ class Inputs:
         return lambda _: run(graph, stream)
 
     def bindings_driver_launch(self) -> Step:
-        """Return only the launch, by the driver API of cuda-bindings."""
+        """Return a bare launch through the driver API of cuda-bindings."""
         from cuda.bindings import driver as bindings
 
         graph, stream = bindings.CUgraphExec(self.exec.value), bindings.CUstream(0)
@@ -488,7 +489,7 @@ def measure(name: str, group: str, inputs: Inputs, make: Callable[[], Step], rou
     except Exception as error:  # noqa: BLE001 - one failing way must not stop the others
         what = f"{type(error).__name__}: {error}"
         emit(BENCH, name, 0, "us", 0, group=group, failed=what[:300])
-        runtime().cudaGetLastError()  # else torch would report it at its next launch
+        runtime().cudaGetLastError()  # clears the error, which torch would report later
         return
     median, best = statistics.median(samples[1:]), round(min(samples[1:]), 2)
     emit(BENCH, name, median, "us", rounds, group=group, best=best)
@@ -532,7 +533,7 @@ def copies_and_launch(rounds: int) -> None:
             )
         measure_case("cudaMemcpyBatchAsync, default stream", lambda i=inputs: i.batched(None, None))
         measure_case(
-            "cudaMemcpyBatchAsync, the thread's stream before the default one",
+            "cudaMemcpyBatchAsync on the thread's stream, launch on the default one",
             lambda i=inputs: i.batched(V(PER_THREAD), None),
         )
         measure_case("copy nodes updated", inputs.copy_nodes)

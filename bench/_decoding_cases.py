@@ -188,7 +188,8 @@ class Case:
         name: Name of the case.
         run: Function of tokens and positions (B,) that returns the next tokens (B,).
         held: Objects that must stay alive.
-        stats: Function that returns further fields of the case's lines, since its last call.
+        stats: Function that returns further fields of the case's lines, counted since its last
+            call.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ def source_length(model: Any, args: argparse.Namespace) -> int:
 
 
 def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the step with its own cache, and that cache."""
+    """Return a step with a new cache, and the cache."""
     found = probe(model, args.length)
     memory = found.cache(args.most, args.length, source_length(model, args))
     memory.source_mask.fill_(True)
@@ -234,7 +235,8 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     # Capture as many graphs as GraphDecoder, the largest first.
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        # Otherwise, with `reduce-overhead` in this process, graphs would write to other memory.
+        # Keep the workspace of this stream: with `reduce-overhead` in this process, graphs would
+        # otherwise write to memory of other owners.
         hold_workspace(side)
     for size in sorted(args.sizes, reverse=True):
         side.wait_stream(torch.cuda.current_stream())

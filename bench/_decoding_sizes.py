@@ -35,7 +35,7 @@ def planned_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def evenly(sizes: Sequence[int], count: int | None) -> list[int]:
-    """Return ``count`` evenly spaced steps, or all steps if there are no more."""
+    """Return ``count`` evenly spaced steps; all steps if there are fewer or ``count`` is None."""
     if count is None or count >= len(sizes):
         return list(sizes)
     return [sizes[(2 * index + 1) * len(sizes) // (2 * count)] for index in range(count)]

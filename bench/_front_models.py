@@ -175,7 +175,7 @@ def _transformer(device: torch.device) -> Model:
 
 
 def _added_mask(device: torch.device) -> Model:
-    """Return layers with an additive mask, with varying batch sizes and lengths."""
+    """Return transformer layers with an additive mask, and calls of varying size and length."""
     layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, activation="gelu")
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
@@ -266,7 +266,7 @@ def _conformer(device: torch.device) -> Model:
 
 
 def _conformer_layers(device: torch.device) -> Model:
-    """Return the layers of the conformer, with a mask by the padded length."""
+    """Return the layers of the conformer, with a mask for the padded length."""
     layers = _import("torchaudio.models").Conformer(80, 4, 256, 4, 31).conformer_layers
 
     class Layers(nn.Module):
@@ -316,7 +316,7 @@ def _gcn(device: torch.device) -> Model:
 
 
 def _unet(device: torch.device) -> Model:
-    """Return the network of a DDIM loop of 12 steps, with the scheduler's timesteps."""
+    """Return a UNet with the calls of a DDIM loop of 12 steps."""
     diffusers = _import("diffusers")
     module = diffusers.UNet2DModel(
         sample_size=32,

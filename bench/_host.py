@@ -1,8 +1,8 @@
 """Measure ways to copy host inputs and launch a graph in one step, for ``floors.py``.
 
-The step has three int64 arrays and a graph of 50 operations. It uses either the package's copy
-node, with data of each capacity, or a copy from pinned memory within the graph, with the event that
-guards that memory.
+The step has three int64 arrays and a graph of 50 operations. The arrays reach the graph in one of
+two ways: as data of the package's copy node, for each capacity of the node; or in pinned memory
+that the graph copies from, guarded by an event.
 """
 
 from __future__ import annotations
@@ -154,6 +154,6 @@ def by_pinned_memory(rounds: int) -> None:
 
 
 def host_and_launch(rounds: int) -> None:
-    """Measure both ways."""
+    """Measure copy nodes and pinned memory."""
     by_pinned_memory(rounds)
     by_nodes(rounds)

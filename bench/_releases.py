@@ -1,4 +1,4 @@
-"""Prepare the dispatchers of published vLLM releases for the same batch.
+"""Decide one batch with the dispatchers of published vLLM releases.
 
 They are fetched by ``make rivals`` and run unchanged, with a stand-in for the configuration that
 they read. The loader is shared with the tests of the vLLM plugin.

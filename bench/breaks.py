@@ -9,9 +9,9 @@
   of different lengths: ``eager``, ``segments``, and ``torch.compile default``, in which attention
   is a graph break. A sample is one step.
 
-Lines that begin with ``#`` contain the segments and operations of the largest graph, the duration
-of all captures and the bytes of all graphs. Without a CUDA device, small models run on the tape,
-which tests the script only; torch.compile is skipped.
+Lines that begin with ``#`` contain the numbers of segments and operations of the largest graph, the
+duration of all captures, and the bytes of all graphs. Without a CUDA device, small models run on
+the tape, which tests the script only; torch.compile is skipped.
 """
 
 from __future__ import annotations

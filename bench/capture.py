@@ -7,8 +7,8 @@
 - ``by hand, torch.cuda.graph``: the same loop with torch's context manager, which collects garbage
   and empties the cache before every capture.
 - ``GraphRunner``: ``runner.capture()`` of the same step with the same outputs. The creation of the
-  runner (plugins, policy, static inputs) has a separate line, because the loops by hand also get
-  their static inputs.
+  runner (plugins, policy, static inputs) has a separate line, because the loops by hand do not
+  create their static inputs.
 - ``GraphRunner with max_bytes``: the same with a sufficient budget, which rehearses each capture.
 - ``first answer, lazy``: a new runner with ``lazy=True``, from its first call until its result, at
   the largest size and at 8; the ratio is to the complete ``GraphRunner`` capture.
@@ -95,7 +95,7 @@ class CapturedDecoder:
             backend="cuda" if self.device != "cpu" else "tape",
             outputs="view",
             # As in a server whose cache fills the device, rows without a token write to a slot that
-            # is never read. Loops by hand therefore need not save the cache either.
+            # is never read. Neither the runner nor the loops by hand therefore save the cache.
             state=StepState(scratch=self.cache.tensors),
             **settings,
         )

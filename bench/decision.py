@@ -216,7 +216,7 @@ def repeat_call(call: Callable[[], object], number: int) -> Callable[[], None]:
 
 
 def deciding(dispatch: Callable[..., object], step: Step) -> Callable[[], object]:
-    """Return a call without arguments, as for the published dispatchers."""
+    """Return a decision as a call without arguments, as for the published dispatchers."""
     n, reqs, uniform, loras, ceiling = step
     return lambda: dispatch(n, reqs, uniform, loras, ceiling)
 
@@ -251,7 +251,8 @@ def releases_group(rounds: int) -> None:
         for release, limit in goals.items():
             if f"vLLM {release}" not in times:
                 continue
-            # Use the best samples: on a busy machine, longer turns are interrupted more often.
+            # Use the best samples: on a busy machine, long turns are interrupted more often than
+            # short turns.
             ratio = min(times[f"vLLM {release}"]) / min(times["dispatch"])
             emit(
                 BENCH,
@@ -355,7 +356,7 @@ def main() -> None:
     )
     emit_all(BENCH, net(times, "loop"), per=len(steps), ratio_to=f"walk, {keys_few}", group="walk")
 
-    # Repeat each batch of the trace while it is in the caches, with few and with many keys.
+    # Repeat each batch of the trace with warm caches, with few and with many keys.
     distinct = list(dict.fromkeys(steps))[:: max(1, len(set(steps)) // 64)]
     hot: dict[str, list[int]] = {keys_few: [], keys_many: []}
     for n, reqs, uniform, loras, ceiling in distinct:

@@ -208,7 +208,7 @@ class Session:
         calls = calls_of(self.model, self.args, selected_cases(self.args, "calls"))
         for rows in self.args.batches:
             if rows != self.args.batches[0]:
-                calls.pop(LIBRARY_STATIC, None)  # it would compile again for each batch
+                calls.pop(LIBRARY_STATIC, None)  # the library would compile again for each batch
             ids, traffic = prompts(rows), f"generate, batch {rows}"
             ready = []
             for one, call in calls.items():
@@ -259,7 +259,7 @@ def selected_cases(args: argparse.Namespace, *parts: str) -> list[str]:
     names = list(CALLS) if parts == ("calls",) else list(CASES)
     left_out = set(args.skip)
     if "fixed" not in parts:
-        left_out.add("default")  # it captures nothing
+        left_out.add("default")  # does not capture graphs
     if "trace" not in parts:
         left_out.add(OWN_PLANNED)
     if not IS_GPU:
@@ -345,7 +345,7 @@ def main() -> None:
         load_compiler(DEVICE)
     failed: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice of compilers and the library
+        warnings.simplefilter("ignore")  # warnings from torch.compile and transformers
         for name in args.models:
             failed += measure(name, args)
             reset_compiler()

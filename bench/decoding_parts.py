@@ -6,9 +6,9 @@
 Models, cases and traces are those of ``decoding.py``, compiled in advance in the same way. For each
 case:
 
-- ``first pass``: the steps of a trace from a cold start, with host times of each call.
-  A call of more than ten times the median captured, compiled or tuned something; their number and
-  total excess time are printed.
+- ``first pass``: the steps of a trace from a cold start, with host times of each call. A call that
+  takes more than ten times the median has captured, compiled or tuned something. The number of
+  these calls and their total excess time are printed.
 - ``second pass``: the time per step when the same steps are repeated.
 
 For each batch size, with everything captured:
@@ -22,7 +22,7 @@ For each batch size, with everything captured:
 - ``floor``: the bytes of the weights and of the used part of the cache that a step reads, divided
   by the rate of reading one large tensor on this device.
 
-Without a CUDA device, it prints a line and exits.
+Without a CUDA device, the script prints a line and exits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ HIDING_CYCLES = 20_000_000
 
 
 class Parts:
-    """Measures the parts of one case's steps.
+    """The measurement of the parts of one case's steps.
 
     Args:
         name: Name of the model.
@@ -244,7 +244,7 @@ def main() -> None:
     rate = reading_rate()
     emit(BENCH, "reading one large tensor", rate / 1e9, "GB/s", 12)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice of compilers and the library
+        warnings.simplefilter("ignore")  # warnings from torch.compile and transformers
         for name in args.models:
             model = make_model(name)
             for one in args.cases:

@@ -4,10 +4,11 @@
 
 ``account`` attributes a warm step of the runner to its parts (``_account.py``); it also runs
 without a GPU, with launches that do nothing. ``properties`` (the current stream, locks, tensor
-attributes, events), ``copies`` and ``launches`` measure the host time of single calls; the latter
-also the device time of graphs that begin with a copy from pinned memory, as one block or by input.
-``ways`` measures all ways to copy device inputs and launch in one step (``_copies.py``), and the
-load time of the package's copy kernel; ``host`` does so for arrays (``_host.py``).
+attributes, events), ``copies`` and ``launches`` measure the host time of single calls. ``launches``
+also measures the device time of graphs that begin with copies from pinned memory: of one block, or
+of each input. ``ways`` measures all ways to copy device inputs and launch in one step
+(``_copies.py``), and the load time of the package's copy kernel; ``host`` does so for arrays
+(``_host.py``).
 """
 
 # ruff: noqa: SLF001 - private functions of torch are measured, too

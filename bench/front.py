@@ -12,7 +12,7 @@ seconds of compilation. The last line counts all lines.
 
 A model that fails prints a line "failed ...", and each package that cannot be imported prints one
 line "missing ...". Workers that exceed the time of a stage are stopped, with a line "stopped ...".
-``--no-tf32`` compares in full precision, with which kernels for different batch sizes differ least.
+``--no-tf32`` uses full precision, in which results for different batch sizes differ least.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class _WorkerStages:
         self._missing: set[str] = set()
 
     def run(self, stage: str) -> None:
-        """Run a stage for each model until its time is over."""
+        """Run a stage for each model until the time of the stage is over."""
         if stage == "check":
             self._each(stage, self._names, self._check)
         else:
@@ -294,7 +294,7 @@ class _WorkerStages:
         try:
             self._ready.append(check(name, self._device))
         except MissingPackageError as error:
-            if error.package not in self._missing:  # print one line for all its models
+            if error.package not in self._missing:  # print one line for all models of the package
                 self._missing.add(error.package)
                 _print_line(f"missing {error.package}", error=str(error)[:400])
 

@@ -2,9 +2,9 @@
 
     python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N] [--kinds small filling] [--brief]
 
-On a GPU, measures the time of a round per step, from its first launch to the end of its device
-work, and the host time until the last launch returns. Results are released after the round. All
-cases take turns in one process:
+On a GPU, two times per step are measured: the time of a round, from its first launch to the end of
+its device work, and the host time until the last launch returns. Results are released after the
+round. All cases take turns in one process:
 
 - ``serial``: graphs on one stream, by hand; ``raw streams``: one graph per stream, by hand;
 - ``raw streams, copies``: the same by hand, with the copy of the input and a clone of the result;

@@ -12,9 +12,10 @@
   alone, and approximately with eager.
 - ``sleep``: memory released by ``memory.sleep()``, the times of sleep, wake, first replay and of
   new captures, and whether the first replays are bit for bit the same as before.
-- ``concurrent``: step times of one thread while another captures 51 graphs: no captures, in the
-  background (steps run between the parts of a capture), also between operators, and by
-  ``capture()`` under the lock; with much free memory, and with little more than the captures need.
+- ``concurrent``: step times of one thread while another thread captures 51 graphs. The captures run
+  in the background (steps run between the parts of a capture), in the background with steps between
+  operators too, or by ``capture()`` under the lock; one case has no captures. Each case runs with
+  much free memory, and with little more than the captures need.
 - ``dropped``: host and device memory after runners are created, captured and dropped with garbage
   collection disabled.
 
@@ -50,7 +51,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 BACKEND = "cuda" if HAS_GPU else "tape"
-SCALE = 1 if HAS_GPU else 8  # sizes are divided by this on a CPU
+SCALE = 1 if HAS_GPU else 8  # divisor of all sizes; a CPU gets small models
 MIB = 1 << 20
 _start_time = time.monotonic()
 
@@ -100,7 +101,7 @@ class Layers(torch.nn.Module):
 
 
 def ready(make: Callable[..., torch.nn.Module], *sizes: int) -> torch.nn.Module:
-    """Return a module created on the device, because a CPU needs a minute for its weights."""
+    """Return a module created on the device; creating the weights on a CPU would take a minute."""
     with DEVICE:
         module = make(*sizes)
     return module.to(DTYPE).requires_grad_(False).eval()
@@ -458,7 +459,7 @@ def concurrent(options: argparse.Namespace) -> None:
 
 
 class ConcurrentCase:
-    """Steps concurrent with one way of capturing.
+    """The measurement of steps that run concurrently with captures of one kind.
 
     Attributes:
         row: Result as arguments of ``emit``.
@@ -481,9 +482,9 @@ class ConcurrentCase:
         """Measure the case; return the 99th percentile and the bytes used by captures.
 
         Args:
-            way: Name of the way of capturing.
-            leave: Bytes that captures used before, of which 1.5 times are left free; None to leave
-                all memory free.
+            way: Name of the kind of capture.
+            leave: Bytes that the captures used in an earlier run; 1.5 times this amount is left
+                free. None leaves all memory free.
         """
         runner = make_runner(self._module, (None, self._width), self._ladder, None)
         runner.capture([key for key in runner.registry if key.num_tokens == max(self._ladder)])

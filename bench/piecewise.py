@@ -169,7 +169,7 @@ def make_steps(
 
 
 def with_own_code(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls the model, with its own code object for Dynamo's cache."""
+    """Return a function that calls the model, with a separate code object for Dynamo's cache."""
 
     def call(tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return model(tokens, positions, slots)

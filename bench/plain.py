@@ -2,9 +2,9 @@
 
     python bench/plain.py [--rounds 300]
 
-Each line is the minimum over rounds of 100 calls, in CPU time of this thread; rounds of the plain
-module alternate with these. ``added`` is the difference of the minima. Rounds are short because a
-processor shared with others is rarely idle for long. Runs on a CPU.
+Each line contains the minimum over rounds of 100 calls, in CPU time of this thread. Rounds of plain
+and graphed calls alternate, and ``added`` is the difference of their minima. Rounds are short
+because a processor shared with others is rarely idle for long. Runs on a CPU.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ of ``adaptive``. In the printed lines:
 
 - ``gain`` is relative to ``vllm`` and ``over`` to the hindsight; values of the first part are in
   parentheses.
-- ``device`` and ``host`` are the losses and gains, by the arm times of either clock, of steps whose
-  arm differs from the hindsight's. Neither is exact if the host limits some steps and the device
-  others.
+- ``device`` and ``host`` are the losses and gains of steps whose arm differs from the hindsight's,
+  computed from the arm times of that clock. Neither is exact if the host limits some steps and the
+  device others.
 - ``learn`` is the host time of the policy per step, and the longest outcome. ``outcomes`` is the
   number of reported outcomes, ``cleared`` the number of cell ranges they cleared, and ``decided``
   the number of new decisions.
@@ -199,7 +199,7 @@ class Times:
     eager: dict[int, float]
 
     def of(self, size: int, graph: int) -> float:
-        """Return the milliseconds of a batch with a graph, or eager if ``graph`` is 0."""
+        """Return the milliseconds of a batch in a graph, or in eager if ``graph`` is 0."""
         return self.graphs[graph] if graph else self.eager_ms(size)
 
     def eager_ms(self, size: int) -> float:
@@ -460,7 +460,7 @@ class ModelBenchmark:
         """Measure one kind of traffic with both policies and the hindsight."""
         sizes, rows, vllm = self.case.sizes, self.rows, self.vllm
         policy = load_plugins().create_policy("adaptive")
-        learning = LearningCosts(policy)  # before a runner binds its methods
+        learning = LearningCosts(policy)  # wraps the methods before a runner binds them
         adaptive, calibration_s = self.runner(policy)
         start = time.perf_counter()
         for runner in (vllm, adaptive):
@@ -523,7 +523,7 @@ class ModelBenchmark:
         best: dict[int, int],
         facts: dict[str, Any],
     ) -> None:
-        """Record the losses and gains of arms that differ from the best ones."""
+        """Record the losses and gains of steps whose arm differs from the best arm."""
         changed = {clock: Counter[str]() for clock in times}
         by_bucket: dict[int, Counter[str]] = {}
         for index, (size, decision) in enumerate(zip(steps, decisions, strict=False)):

@@ -68,7 +68,7 @@ class Model:
         eager: Device time of eager steps in microseconds, by number of tokens, ascending.
         launches: Number of launches of an eager step.
         host: Host time of an eager step, relative to the MLP.
-        limit: Maximum number of tokens for which eager is best in the largest bucket.
+        limit: Maximum number of tokens for which eager is the best arm in the largest bucket.
     """
 
     graphs: dict[int, float]
@@ -165,7 +165,7 @@ class Clocks:
     _launches: int = 0
 
     def spend(self, us: float) -> None:
-        """Advance the host's clock by a time that applies to the usual host."""
+        """Advance the host's clock by a time of the usual host, scaled to this host's speed."""
         self.host_us += us * self.eager_host_us / USUAL_US
 
     def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool, float]:
@@ -212,7 +212,7 @@ class Server:
     Args:
         policy: Policy that chooses the arms.
         clocks: Clocks on which steps run.
-        sample_every: Number of regular steps of which one is measured.
+        sample_every: One in this many regular steps is measured.
     """
 
     def __init__(self, policy: Any, clocks: Clocks, sample_every: int = 16) -> None:
@@ -311,7 +311,7 @@ def traffic(name: str, count: int) -> list[int]:
 def fixed_us(
     model: Model, steps: Iterable[int], limits: dict[int, float], hosts: list[float], seed: int
 ) -> tuple[float, float]:
-    """Return the total and early time of fixed arms: eager up to a limit in each bucket."""
+    """Return the total and early time of fixed arms: in each bucket, eager up to a limit."""
     clocks, early = Clocks(model, hosts[0], random.Random(seed)), 0.0
     for index, num_tokens in enumerate(steps):
         clocks.eager_host_us = hosts[index]

@@ -8,8 +8,7 @@ admits prompts of random tokens to a cache with one live sequence. ``eager`` has
 ``prompt_sizes``; ``graphs`` has ``--sizes``, captured in advance. Prompts that together have more
 tokens than the largest size run eager in both. Lines that begin with ``#`` contain the modes in
 which the prompts ran, the error of the logits and the time of the first call, which includes
-captures. The last one
-contains the memory of all graphs.
+captures. The last of these lines contains the memory of all graphs.
 
 Weights are random, and cases take turns. ``gemma3`` has windows of 256, ``qwen3.5`` linear
 attention in three of four layers. Without a CUDA device, a tiny model runs on the tape, which tests

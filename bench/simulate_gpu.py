@@ -216,7 +216,9 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
 
 
 def device_allocations() -> int:
-    """Return the number of torch's allocations from the device, slow but rare when warm."""
+    """Return the number of torch's allocations from the device, which are slow, but rare after
+    warmup.
+    """
     return torch.cuda.memory_stats()["num_device_alloc"] if IS_GPU else 0
 
 
@@ -278,7 +280,7 @@ def memory_models() -> dict[str, Callable[[], GraphRunner]]:
 
 
 def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
-    """Forecast the memory of a runner's graphs, then capture all of these."""
+    """Forecast the memory of a runner's graphs, then capture all graphs and compare."""
     start = perf_counter()
     predicted = forecast_graph_memory(runner)
     forecast_s = perf_counter() - start

@@ -106,7 +106,7 @@ def in_turns(
 
 
 def show(times: dict[str, list[float]], part: str, ratio_to: str, **more: Any) -> None:
-    """Print the median of each case, and its ratio to one case by rounds."""
+    """Print the median of each case, and the median of its ratios to one case in the same round."""
     for name, samples in times.items():
         pairs = zip(samples, times[ratio_to], strict=True)
         emit(

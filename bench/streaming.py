@@ -16,7 +16,7 @@ take turns, one hop each:
   leaves and one joins.
 
 Finally, the probabilities of each case are compared with the results of some sessions running alone
-(``largest difference``). Without a GPU, it runs on the tape with few sessions.
+(``largest difference``). Without a GPU, few sessions run on the tape.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GatheredRows:
 
 
 class ByHand:
-    """The same by hand: a graph for each size, and a table of slots by session.
+    """Session state by hand: a graph for each size, and a table of slots by session.
 
     The row after the slots is used for padding. There are no checks, and results are copies.
     """
@@ -109,7 +109,8 @@ class ByHand:
         self.banks = {name: spec.full(number + 1, DEVICE) for name, spec in BANKS.items()}
         self.audio = torch.zeros(number, HOP, device=DEVICE)
         self.index = torch.full((number,), number, device=DEVICE)
-        # One hop runs at a time, so the device has read its slots before the next are written.
+        # One hop runs at a time, so the device has read the slots of a hop before the next hop
+        # writes.
         self.pinned = torch.empty(number, dtype=torch.int64, pin_memory=True)
         self.given = self.pinned.numpy()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}

@@ -3,9 +3,9 @@
     python examples/audio_lengths.py
 
 A spectrogram of any length is encoded and pooled over its frames. The number of frames is an axis:
-clips are padded to its buckets and results are cut back, while the batch is padded as usual. The
-true length of each clip is an input, so that padding does not affect the result. Without a GPU, it
-runs on the tape.
+clips are padded to its buckets and results are trimmed, while the batch is padded as usual. The
+true length of each clip is an input, so that padding does not affect the result. Without a GPU, the
+example runs on the tape.
 """
 
 from __future__ import annotations

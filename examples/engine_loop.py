@@ -4,7 +4,8 @@
 
 Requests of different lengths arrive over time and decode together, one token each per step; each
 has a slot of a cache. The runner handles capture sizes, padding, the dictionary of graphs and the
-fallback to eager, which engines usually implement themselves. Without a GPU, it runs on the tape.
+fallback to eager, which engines usually implement themselves. Without a GPU, the example runs on
+the tape.
 """
 
 from __future__ import annotations

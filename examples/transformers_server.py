@@ -3,9 +3,9 @@
     python examples/transformers_server.py [--steps N] [--trace FILE]
 
 Requires transformers: pip install 'dispatchkit[transformers]'. The model is small and has random
-weights. Each row of the trace is one step with a number of requests: if it is larger than the
-number of live requests, prompts are admitted; if it is smaller, or at the end of the cache, the
-oldest leave. A request that leaves frees a slot of the static cache, the last rows move to the
+weights. Each row of the trace is one step with a number of requests. If there are fewer live
+requests, prompts are admitted; if there are more, the oldest leave. A request also leaves at the
+end of the cache. A request that leaves frees a slot of the static cache, the last rows move to the
 gaps, and every step replays a graph.
 """
 

@@ -7,7 +7,7 @@ a GPU, the size of whisper-base. A clip arrives at each step of the trace that b
 
 Every clip is padded to the same length, as usual with Whisper, so encoder batches differ only in
 their number of clips: ``graphed`` captures a graph for each size. Clips are admitted to a
-``GraphDecoder`` with the forced tokens for the language and the task, and leave it at the end of
+``GraphDecoder`` with the forced tokens for the language and the task, and are dropped at the end of
 their text. At the end, some texts are compared with the model's plain ``generate``.
 """
 

@@ -5,8 +5,8 @@
 Requires nvcc of CUDA 12.4 or newer on PATH. With --check, nothing is written, and the exit code is
 1 if the file is out of date.
 
-The PTX declares the minimum versions that the kernel needs, not those of this nvcc, so that older
-drivers load it: PTX ISA 7.7 introduced the newest instruction that it uses (cvta.param).
+The PTX declares the minimum versions that the kernel needs, so that drivers older than this nvcc
+can load it. PTX ISA 7.7 introduced the newest instruction in the kernel (cvta.param).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def made() -> str:
         text = re.sub(r"^\s*//.*\n|^\s*\n", "", output.read_text(), flags=re.MULTILINE)
         text = re.sub(r"(?m)^\.version .*", ".version 7.7", text)
         text = re.sub(r"(?m)^\.target .*", ".target sm_70", text)
-        # Assemble it as copy.py loads it: more than 4096 bytes of parameters require ISA 8.1.
+        # Assemble the PTX in both versions that copy.py loads: more than 4096 bytes of parameters
+        # require ISA 8.1.
         for number, loaded in enumerate(
             [text.replace("[29696]", "[2048]"), text.replace("version 7.7", "version 8.1")]
         ):
@@ -50,7 +51,7 @@ def run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Write the file, or compare it."""
+    """Write the PTX file, or compare it with the generated text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare without writing")
     if not parser.parse_args().check:

@@ -4,13 +4,13 @@
 
 Every mutant is one small change to a file of dispatch/, registry/ or keys/ (a comparison, a
 constant, a condition, an operator, a return value, a removed statement). The tests first run
-unchanged, to record the functions that each test reaches. Then each mutant gets its own process,
-forked from one that has already collected the tests. In it, the code of the function is replaced,
-and the tests that reach it run until one fails: first those of the module, and fast ones before
-slow ones. Changes that take effect while modules are loaded are imported instead, and all tests of
-the folders run; the same applies to surviving changes of functions that run during collection. The
-source is never written. A survivor indicates a missing test, or a change that no caller can
-observe: docs/reference/mutation.md lists the latter, each with its reason.
+unchanged, to record the functions that each test reaches. Then each mutant gets a process, forked
+from one that has already collected the tests. That process replaces the code of the function and
+runs the tests that reach the function until a test fails: tests of the module first, fast tests
+before slow tests. Some changes take effect while modules are loaded, or concern functions that run
+during collection and survive. For these, the changed module is imported, and all tests of the
+folders run. The source is never written. A survivor indicates a missing test, or a change that no
+caller can observe; docs/reference/mutation.md lists such changes with their reasons.
 
 Published mutation testing tools start pytest again for each mutant or rewrite the checkout, and
 need hours where this script needs minutes.
@@ -127,7 +127,7 @@ class CallRecorder:
         self._now = self.outside
 
     def note(self, frame: Any, event: str, argument: object) -> None:
-        """Record a call; this is the profile function."""
+        """Record a call, as the profile function."""
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(ROOT_PACKAGE):
             self._now.add((code.co_filename, code.co_qualname, code.co_firstlineno))
@@ -157,7 +157,7 @@ def record(target: Path) -> None:
 
 
 def order(tests: Iterable[TestReach], path: Path) -> list[str]:
-    """Return the tests for a file's mutant: its own first, fast ones before slow ones."""
+    """Return the tests for a mutant: those of its file first, fast tests before slow tests."""
     own = TESTS_OF_FILE.get(f"{path.parent.name}/{path.name}", DISPATCHER)
     ranked = sorted(tests, key=lambda one: (not one.test.startswith(own), one.seconds))
     return [one.test for one in ranked]
@@ -231,7 +231,7 @@ class MutantRunner:
                 try:
                     for function in live[task.function]:
                         function.__code__ = new
-                except (KeyError, ValueError):  # not referenced, or other free variables
+                except (KeyError, ValueError):  # code not in use, or other free variables
                     return NOT_REPLACEABLE
                 session.config.pluginmanager.register(FailFast())
                 for item in chosen:
@@ -240,7 +240,7 @@ class MutantRunner:
 
             start = time.monotonic()
             result = test_in_fork(run, sum(one.seconds for one in reached))
-            # A function that runs during collection may have had an effect there.
+            # A function that runs during collection may have had an effect before it was replaced.
             if result != "not replaceable" and not (
                 result == "survived" and task.function in self.outside
             ):
@@ -289,7 +289,7 @@ def imported(task: Task, tests: list[TestReach]) -> str:
     def run() -> int:
         finder = Finder(task.path, task.mutant.make())
         sys.meta_path.insert(0, finder)
-        # Import it now, because pytest's importer would be used for dispatchkit, a pytest plugin.
+        # Import the module now: pytest would use another importer, because dispatchkit is a plugin.
         importlib.import_module(finder.module)
         selection = TestSelection(order(tests, task.path))
         return run_pytest(selection, FailFast())

@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
         if subprocess.run(build, cwd=folder, check=False).returncode:
             return 1
     with tempfile.TemporaryDirectory(prefix="release ") as place:
-        # Copy the tests together with the build, so that both have the same state.
+        # Copy the tests right after the build, so that both come from the same sources.
         tests = {name: copy_tests(name, Path(place)) for name in names or SOURCES}
         python = install(Path(place))
         failed = [name for name, folder in tests.items() if not passes(name, python, folder)]
@@ -121,7 +121,7 @@ def copy_tests(name: str, place: Path) -> Path:
 
 
 def passes(name: str, python: Path, folder: Path) -> bool:
-    """Run copied tests, including slow ones if all are slow; return whether they pass."""
+    """Return whether the copied tests pass; slow tests run only if there are no other tests."""
     log(f"== test {name}")
     code = run_tests(name, python, folder, "not slow and not gpu")
     if code == NO_TESTS:

@@ -107,7 +107,8 @@ class Soak:
         )
         self.lane_backend = faulty_device(device, self.faults)
         generator = torch.Generator().manual_seed(seed)
-        # Not through self: its other attributes change in Python, and such steps run eager.
+        # The step does not use self, because other attributes of self change, and such steps run
+        # eager.
         self.laned_weight = weight = torch.randn(4, 4, generator=generator).to(device)
         self.laned = GraphRunner(
             lambda x: torch.relu(x @ weight),
@@ -243,7 +244,7 @@ class Soak:
             model.weight.mul_(factor).clamp_(-2, 2)
 
     def on_replace(self) -> None:
-        """Replace weights by other tensors, which invalidates all graphs."""
+        """Replace weights with other tensors, which invalidates all graphs."""
         for model in (self.mine, self.theirs):
             model.weight = model.weight.flip(0).clone()
         self.runner.invalidate()
@@ -259,12 +260,12 @@ class Soak:
         if self.rng.random() < 0.5:
             fewer = [*range(2, MAX_GRAPHS)]
             if (now := self.runner.lanes[0].lifecycle.budget.max_graphs) in fewer:
-                fewer.remove(now)  # the current limit would not be a swap
+                fewer.remove(now)  # the swap must change the limit
             self.runner.swap(max_graphs=self.rng.choice(fewer))
             self.swaps += 1
         elif self.runner.num_bytes:
             if self.rng.random() < 0.5:
-                self.runner.clear()  # the remaining memory must fit, too
+                self.runner.clear()  # the limit must also hold without graphs
             self.runner.swap(max_bytes=int(self.runner.num_bytes * 0.9))
             self.swaps += 1
         self.check()
@@ -313,7 +314,7 @@ class Soak:
     # -- repairs ----------------------------------------------------------------------------
 
     def repair(self) -> None:
-        """Repair everything that can be repaired, but keep armed faults."""
+        """Repair everything that can be repaired, except that armed faults stay armed."""
         self.recent.append(f"repair after {self.steps}")
         runner = self.runner
         for mode in ("FULL", "PIECEWISE"):
@@ -426,7 +427,7 @@ def state_on_failure(soak: Soak) -> Iterator[None]:
 def run(
     steps: int, seed: int, *, every: int = 20, device: str = "cpu", seconds: float = math.inf
 ) -> dict[str, Any]:
-    """Run ``steps`` steps with an event after about every ``every`` steps; return a summary.
+    """Run ``steps`` steps with an event every ``every`` steps on average; return a summary.
 
     The run stops after ``seconds`` seconds with the steps done so far.
 

@@ -111,7 +111,7 @@ class FaultyGraph:
 
 
 class PacedEvent(TapeEvent):
-    """Event that reports simulated device times; those of the tape favor eager and vary."""
+    """Event with simulated device times; the tape's measured times vary and favor eager."""
 
     def __init__(self, backend: FaultyTape, *, timing: bool) -> None:
         super().__init__(backend.current_stream, timing=timing)
@@ -123,7 +123,7 @@ class PacedEvent(TapeEvent):
         self.launches = self.backend.launches
 
     def elapsed_us(self, end: Any) -> float:
-        """Return the simulated time of the graphs launched in between, or of eager."""
+        """Return the simulated time of the graphs launched between events, or of an eager step."""
         super().elapsed_us(end)  # validates the events
         return (end.launches - self.launches) * _GRAPH_US or _EAGER_US
 
@@ -262,10 +262,10 @@ class Comparison:
         self._first = torch.where(is_wrong & (self._first < 0), number, self._first)
 
     def raise_if_wrong(self, what: str) -> None:
-        """Wait for the device.
+        """Wait for the device, and raise if a compared result differed.
 
         Raises:
-            SoakError: A result differed.
+            SoakError: A result differed from eager.
         """
         first = int(self._first)
         if first >= 0:
@@ -295,7 +295,7 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
                 raise PlannedError("injected in an update of a policy")
 
     class FlakyPolicy(FlakyMember):
-        """Policy that decides by itself, so no other policy decides if it raises."""
+        """Policy that is used without a composite, so no other policy decides if it raises."""
 
         name = "flaky-policy"
 

@@ -3,7 +3,9 @@
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/data_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/data_parallel.py
-(the same command on both). Without a GPU for each rank, it runs on the CPU with simulated graphs.
+(the same command on both)
+
+Without a GPU for each rank, the example runs on the CPU with simulated graphs.
 
 The model sums its hidden rows over all ranks, like an expert layer shared by all ranks: a
 collective that needs the same number of rows everywhere. Some ranks are idle in some steps and
@@ -84,7 +86,7 @@ def main() -> None:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()
         if lost and rank == 0:
-            print(f"not used, because a rank could not capture them: {lost}")
+            print(f"Keys not used, because a rank could not capture them: {lost}")
         traffic = random.Random(rank)
         for _ in range(STEPS):
             num_tokens = traffic.choice((0, 1, 3, 7, 12))

@@ -3,7 +3,9 @@
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/tensor_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/tensor_parallel.py
-(the same command on both). Without a GPU for each rank, it runs on the CPU with simulated graphs.
+(the same command on both)
+
+Without a GPU for each rank, the example runs on the CPU with simulated graphs.
 
 Every rank gets the same batches, as from one scheduler, and the policy does not learn. The
 configuration is compared once, at the start. Steps exchange nothing, except for an occasional check
@@ -59,7 +61,7 @@ def main() -> None:
         [graph_piece(layer), eager_piece(over_ranks)],
         inputs,
         sizes=SIZES,
-        mode="FULL",  # includes the all-reduce
+        mode="FULL",  # the graph includes the all-reduce
         options=RunnerOptions(device=device),
     )
     with RankAgreement(timeout=30.0) as ranks:

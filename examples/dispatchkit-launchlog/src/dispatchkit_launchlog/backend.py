@@ -34,11 +34,11 @@ class Launch(NamedTuple):
 
 
 class LaunchLogBackend:
-    """A backend that uses another one, and logs and delays each launch of a graph.
+    """A backend that wraps another one, and logs and delays each launch of a graph.
 
     Args:
-        backend: Other backend, or its name.
-        device: Device of the other backend, if its name does not specify it.
+        backend: The backend to wrap, or its name.
+        device: Device of the wrapped backend, if its name does not contain the device.
         delay_us: Delay of the host before each launch, in microseconds.
         capacity: Maximum number of launches in the log; the oldest are dropped.
 
@@ -74,7 +74,7 @@ class LaunchLogBackend:
         self.synchronize = inner.synchronize
         self.new_pool, self.pool_bytes = inner.new_pool, inner.pool_bytes
         self.warmup, self.is_capturing = inner.warmup, inner.is_capturing
-        # A backend supports an optional part if it has the method.
+        # Define only the optional methods that the wrapped backend has.
         self._features = features = features_of(inner)
         if features.rehearsals is not None:
             self.rehearse = features.rehearsals.rehearse
@@ -122,7 +122,7 @@ class LaunchLogBackend:
         return LoggedGraph(graph, self)
 
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
-        """Return the other backend's launch call with logging, or None if it has none."""
+        """Return the other backend's launch call with logging; None without direct launches."""
         launches = self._features.direct_launches
         found = None if launches is None else launches.direct_launch(_inner_graph(graph))
         if found is None:
@@ -136,7 +136,7 @@ class LaunchLogBackend:
         return logged_call, handle
 
     def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
-        """Prepare a graph for its first launch, if the other backend supports it."""
+        """Prepare a graph for its first launch, if the other backend supports uploads."""
         uploads = self._features.uploads
         return uploads is not None and uploads.upload(_inner_graph(graph), stream)
 

@@ -35,7 +35,7 @@ class LeastLoaded:
         by: Unit of work, ``tokens`` or ``steps``.
 
     Raises:
-        ConfigError: ``by`` has another value.
+        ConfigError: ``by`` is neither ``tokens`` nor ``steps``.
     """
 
     name = "least-loaded"
@@ -91,8 +91,7 @@ class ByKey:
         return [(first + more) % num_lanes for more in range(min(self._copies, num_lanes))]
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the least loaded lane that has captured the graph, otherwise the least loaded of
-        its lanes.
+        """Return the least loaded lane that holds the graph; if none does, that is assigned to it.
         """
         if step.key is None:
             return self._least.choose(step, lanes)

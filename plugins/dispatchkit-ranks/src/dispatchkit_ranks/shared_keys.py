@@ -12,7 +12,7 @@ from dispatchkit.registry import KeyState, RegistryEvent
 
 
 class SharedKeys:
-    """The keys of this rank, without those that another rank cannot run.
+    """The keys of a rank, restricted to those that all ranks can run.
 
     Withheld keys are disabled in the registry, and enabled again when all ranks can run them.
     Every change of a key must be exchanged before the next decision.

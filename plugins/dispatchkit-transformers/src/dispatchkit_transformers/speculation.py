@@ -174,7 +174,8 @@ class PromptLookup:
     """A drafter that repeats the tokens after an earlier occurrence of a row's last tokens.
 
     The lookup runs on the device in a small graph for all rows, because the tokens of a step are on
-    the device. A lookup on the host would have to wait for each step, while the device is idle.
+    the device. A lookup on the host would have to wait for each step. The device would be idle
+    meanwhile, longer for more rows.
 
     Args:
         decoder: The decoder whose rows get drafts.
