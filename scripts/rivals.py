@@ -36,7 +36,10 @@ def unpack(wheel: Path, target: Path) -> None:
         names = set(archive.namelist())
         missing = sorted(set(FILES) - names)
         if missing:
-            sys.exit(f"{wheel.name} does not contain {', '.join(missing)}; update FILES in {Path(__file__).name} for it.")
+            sys.exit(
+                f"{wheel.name} does not contain {', '.join(missing)}; "
+                f"update FILES in {Path(__file__).name}."
+            )
         licences = [name for name in names if ".dist-info/" in name and "LICENSE" in name]
         for name in (*FILES, *licences):
             path = target / (name if name in FILES else "LICENSE")

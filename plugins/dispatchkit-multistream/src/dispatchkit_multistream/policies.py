@@ -91,7 +91,9 @@ class ByKey:
         return [(first + more) % num_lanes for more in range(min(self._copies, num_lanes))]
 
     def choose(self, step: PendingStep, lanes: Sequence[LaneState]) -> int:
-        """Return the least loaded lane that holds the graph; if none does, that is assigned to it.
+        """Return the least loaded lane that holds the graph.
+
+        If no lane holds it, return the least loaded lane that is assigned to it.
         """
         if step.key is None:
             return self._least.choose(step, lanes)
