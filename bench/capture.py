@@ -95,7 +95,7 @@ class CapturedDecoder:
             backend="cuda" if self.device != "cpu" else "tape",
             outputs="view",
             # As in a server whose cache fills the device, rows without a token write to a slot that
-            # is never read. Neither the runner nor the loops by hand therefore save the cache.
+            # is never read. Therefore neither the runner nor the loops by hand save the cache.
             state=StepState(scratch=self.cache.tensors),
             **settings,
         )

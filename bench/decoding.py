@@ -25,20 +25,20 @@ compile run after the others. The device is synchronized only at the end of a ro
 There are three parts, run in this order with the same cases:
 
 - ``trace``: the batch sizes of the first steps of real traffic, starting cold. Times include
-  captures and re-recordings, but not compilation and the tuning of its kernels, which are printed
-  separately (``compile_s``, ``autotune_s``; ``compiled`` is the number of graphs, ``found`` the
-  number of graphs whose kernels were on disk). With ``--eager-steps``, eager, which needs no
-  warmup, runs only that many evenly spaced steps. "The trace again" repeats the steps with
-  everything captured, with cases in turns and half as many rounds.
+  captures and re-recordings. Compilation and autotuning are excluded and printed separately
+  (``compile_s``, ``autotune_s``). ``compiled`` is the number of graphs, ``found`` the number of
+  graphs whose kernels were on disk. With ``--eager-steps``, eager, which needs no warmup, runs only
+  that many evenly spaced steps. "The trace again" repeats the steps with everything captured, with
+  cases in turns and half as many rounds.
 - ``fixed``: milliseconds per step of one batch size, and tokens per second, with everything
   captured.
 - ``calls``: milliseconds per new token of complete calls.
 
 Each line is printed as soon as it is measured. A case that fails prints a line with ``error``; the
-others continue, and the exit status is 1. The last line of a model, ``summary``, contains for each
-traffic the best case of this package and its speed relative to each alternative; the speed of plain
-graphs relative to handwritten graphs; and the speed of compiled graphs relative to the best
-compiled alternative with the same attention.
+others continue, and the exit status is 1. The last line of a model, ``summary``, contains three
+comparisons for each traffic: the best case of this package with each alternative; plain graphs with
+handwritten graphs; and compiled graphs with the best compiled alternative that uses the same
+attention.
 
 torch.compile takes up to 15 seconds per graph and compiles two graphs per case: one for a single
 row, one for any other batch. With ``--dynamic batch``, only the batch dimension is marked as

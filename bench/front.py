@@ -3,12 +3,12 @@
     python bench/front.py [--workers 8] [--limit-s 240] [--cases REGEX] [--no-tf32]
 
 Workers check all models in parallel, then measure one at a time, alone on the device. Lines whose
-``case`` starts with "results" contain the largest relative error to eager (the norm of the
-difference divided by that of the result) and the share of warm calls that were replayed. Lines with
-"time" contain the median time of a call in microseconds with ``graphed``, eager and a GraphRunner
-with declared inputs (``runner``). Lines with "compiled" contain ten models with torch.compile in
-mode reduce-overhead at their largest batch, ``graphed`` and eager at the same batch, and the
-seconds of compilation. The last line counts all lines.
+``case`` starts with "results" contain the largest error relative to eager (norm of the difference
+divided by norm of the result), and the share of warm calls that were replayed. Lines with "time"
+contain the median time of a call in microseconds with ``graphed``, eager and a GraphRunner with
+declared inputs (``runner``). Lines with "compiled" contain ten models with torch.compile in mode
+reduce-overhead at their largest batch, ``graphed`` and eager at the same batch, and the seconds of
+compilation. The last line counts all lines.
 
 A model that fails prints a line "failed ...", and each package that cannot be imported prints one
 line "missing ...". Workers that exceed the time of a stage are stopped, with a line "stopped ...".
@@ -229,7 +229,7 @@ def measure(ready: CheckedModel, device: torch.device) -> None:
 
 
 def compile_one(ready: CheckedModel, device: torch.device) -> None:
-    """Compile a model with reduce-overhead for its largest batch."""
+    """Compile a model in mode reduce-overhead for its largest batch."""
     if ready.name not in COMPILED or device.type != "cuda":
         return
     compiled = torch.compile(ready.model.module, mode="reduce-overhead", dynamic=False)

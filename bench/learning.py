@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the host time of learning at the costs of one model."""
+    """Return the host time of learning from the step times of one cost model."""
     model_name, sizes, low, high = MODELS[name]
     model = load_cost_model(model_name)
     graph, eager = (

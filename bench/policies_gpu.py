@@ -3,10 +3,10 @@
     python bench/policies_gpu.py                       # all four, about 120 seconds
     python bench/policies_gpu.py --models mlp --traces uniform --steps 1000
 
-There are two models, a wide MLP (8 layers of 4096) and a decoder, and two kinds of traffic, uniform
-sizes up to 2048 and the sizes of a recorded trace. All cases serve the same batches in the same
-order with the same capture sizes. They take turns in blocks, and a different case is first in each
-block, so that clock drift affects all equally. The device is synchronized only between blocks.
+The models are a wide MLP (8 layers of 4096) and a decoder. Traffic has either uniform sizes up to
+2048, or the sizes of a recorded trace. All cases serve the same batches in the same order with the
+same capture sizes. They take turns in blocks, and a different case is first in each block, so that
+clock drift affects all equally. The device is synchronized only between blocks.
 
 ``hindsight`` is the best single arm of each bucket, a graph or eager. The arms are timed in
 advance: by the host over consecutive steps, and by the device behind other work. If the two clocks
@@ -69,7 +69,7 @@ BLOCK = 50
 EARLY = 2000
 #: Divisor of all sizes without a GPU.
 SMALLER = 32
-#: Approximate number of sizes timed eager for the hindsight; at least two per bucket.
+#: Approximate number of sizes at which eager is timed for the hindsight; at least two per bucket.
 TIMED_SIZES = 48
 # Goals: minimum speedup over vllm on the MLP, maximum time relative to the best arms, and maximum
 # time relative to vllm on the decoder.

@@ -5,9 +5,9 @@
     python bench/policies_host.py --model decoder --steps 2000
 
 In ``bench/policies.py``, each arm has a single time. On a GPU, a step takes host time for its
-launches and device time for its kernels, and which of them counts depends on the other steps: the
-time of a host that is ahead of the device is hidden, otherwise the device waits. Here both clocks
-run, with noisy times measured on an H200 and hosts of different speeds.
+launches and device time for its kernels. Which of the two counts depends on the other steps: if the
+host is ahead of the device, its time is hidden; otherwise, the device waits. Here both clocks run,
+with noisy times measured on an H200 and hosts of different speeds.
 
 The policy receives outcomes as from a runner: one regular step in 16 is measured, and its outcome
 is reported at a later measured step after the device has finished. The host time of outcomes, of

@@ -8,8 +8,8 @@ Cases take turns, in the same order on all ranks. ``bare all-reduce`` is
 same ranks. ``agree`` is the complete agreement of a step: this rank's decision, the exchange and
 the resulting decision. ``agree, same batches`` is the case in which batches cannot differ, compared
 with a plain ``dispatch``. On GPUs, ``step`` is a small tensor-parallel layer with an all-reduce in
-its FULL graph, measured on the host until the end of its device work, without agreement, with
-agreement, and with same batches; ``agree over nccl`` is an agreement over NCCL on the devices.
+its FULL graph. It is measured on the host until the end of its device work: without agreement, with
+agreement, and with same batches. ``agree over nccl`` is an agreement over NCCL on the devices.
 """
 
 from __future__ import annotations

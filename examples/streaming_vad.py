@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=1.0)
     args = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently for other batch sizes
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently per batch size
     num_hops = max(1, int(args.seconds * HOPS_PER_SECOND))
     model, weights = load_detector()
     audio = sounds_of(args.callers, num_hops)

@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=4, help="clips to compare with generate")
     parser.add_argument("--trace", type=Path, default=TRACE)
     args = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently for other batch sizes
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds differently per batch size
     model = make_model()
     encoder = graphed(model.get_encoder(), sizes=ENCODER_SIZES)
     decoder = GraphDecoder(

@@ -7,10 +7,11 @@ constant, a condition, an operator, a return value, a removed statement). The te
 unchanged, to record the functions that each test reaches. Then each mutant gets a process, forked
 from one that has already collected the tests. That process replaces the code of the function and
 runs the tests that reach the function until a test fails: tests of the module first, fast tests
-before slow tests. Some changes take effect while modules are loaded, or concern functions that run
-during collection and survive. For these, the changed module is imported, and all tests of the
-folders run. The source is never written. A survivor indicates a missing test, or a change that no
-caller can observe; docs/reference/mutation.md lists such changes with their reasons.
+before slow tests. For changes that take effect while modules are loaded, the changed module is
+imported instead, and all tests of the folders run. Surviving mutants of functions that run during
+collection are tested in the same way. The source is never written. A survivor indicates a missing
+test, or a change that no caller can observe; docs/reference/mutation.md lists such changes with
+their reasons.
 
 Published mutation testing tools start pytest again for each mutant or rewrite the checkout, and
 need hours where this script needs minutes.

@@ -66,7 +66,7 @@ class Ledger:
     def horizon(self, spacing: float = 0.0) -> float:
         """Return the number of steps until a change is noticed, at the given or current spacing."""
         spacing = spacing or self.spacing
-        late = spacing if spacing > 1.5 else 0.0  # outcomes are read one measured step later
+        late = spacing if spacing > 1.5 else 0.0  # an outcome waits for the next measured step
         return NOTICED_AFTER * spacing + late
 
     def probe_allowance(self) -> float:
@@ -76,9 +76,9 @@ class Ledger:
     def steps_for(self, step: int, *, one_shot: bool, is_base: bool) -> float:
         """Return the number of steps that an outcome represents.
 
-        A one-shot outcome represents one step. Any other outcome also represents the unmeasured
-        steps since the last such outcome, which were decided in the same way. ``is_base`` says
-        whether the outcome used the base's arm.
+        A one-shot outcome represents one step. Any other outcome represents all steps since the
+        previous outcome of this kind, because the unmeasured steps were decided in the same way.
+        ``is_base`` says whether the outcome used the base's arm.
         """
         # Steps before the first outcome were not decided by this policy.
         passed = max(1, step - self._last_step) if step and self._last_step else 1

@@ -67,9 +67,9 @@ def split_module(
             dimension. Tensors are batched in dimension 0 if they have the length of the first
             tensor.
         at: Operations that run eager between graphs, in addition to ``eager_region`` blocks and
-            operators that cannot be captured for every batch. Each is an operator (an object or a
-            name such as ``"vllm::attention"``), a module (a path, a pattern for paths, a class or
-            its name), or a function or tensor method (an object or a name).
+            operators that cannot be captured for every batch. Allowed are operators (objects, or
+            names such as ``"vllm::attention"``), modules (paths, path patterns, classes or class
+            names), and functions or tensor methods (objects or names).
         device: Device of inputs declared by a StaticInput; by default the device of the weights.
 
     Raises:
@@ -113,7 +113,7 @@ def split_graph(
     """Split a traced step.
 
     Args:
-        traced: The step.
+        traced: The traced step.
         rules: The operations to split at.
         name: Prefix of piece names, followed by a number.
         compile_piece: Function that compiles a graph piece, given the fake values of its arguments.

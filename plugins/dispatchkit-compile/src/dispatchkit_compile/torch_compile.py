@@ -136,7 +136,7 @@ class CompiledModel:
 
     Attributes:
         model: The original model.
-        backend: The backend that compiles it.
+        backend: The backend that compiles the model.
         num_uncompiled: Number of calls that ran the original model. With skipped guards, these are
             the calls whose arguments differ from the first call in more than values and sizes.
     """

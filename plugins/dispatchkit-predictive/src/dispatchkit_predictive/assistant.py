@@ -81,8 +81,8 @@ class Predictive:
         Args:
             runner: A runner created with ``lazy=True``. With a high ``capture_after``, graphs are
                 captured only in idle time.
-            max_graphs: Maximum number of graphs of the runner, at most its own limit; None if it
-                has no limit.
+            max_graphs: Maximum number of live graphs, at most the limit of the runner. Pass None
+                only if the runner has no limit.
 
         Raises:
             ConfigError: A runner is already attached, or the limit is invalid.
@@ -153,8 +153,8 @@ class Predictive:
     def score(self, step: Any) -> float:
         """Return the score of a captured step's key; higher means more likely to be needed.
 
-        Pass it to ``runner.controls.set_eviction(predictive.score)`` to make the runner evict the
-        least likely graph first when a step needs memory. Only the order of scores is meaningful.
+        With ``runner.controls.set_eviction(predictive.score)``, the runner evicts the least likely
+        graph first when a step needs memory. Only the order of scores is meaningful.
         """
         with self._lock:
             return 0.0 if self._planner is None else self._planner.score(step.key)
@@ -166,7 +166,7 @@ class Predictive:
             self._forget(key)
 
     def stats(self) -> PredictiveStats:
-        """Return the counters.
+        """Return the counters of this assistant.
 
         Raises:
             ConfigError: No runner is attached.

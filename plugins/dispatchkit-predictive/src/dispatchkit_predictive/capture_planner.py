@@ -30,7 +30,7 @@ class CapturePlanner:
             lower, prefetching pauses; keys that a step has missed are still captured.
 
     Attributes:
-        predictor: The predictor.
+        predictor: The predictor of the next keys.
         num_ahead: Number of prefetched graphs.
         num_used: Number of prefetched graphs that a step used before they were evicted.
     """

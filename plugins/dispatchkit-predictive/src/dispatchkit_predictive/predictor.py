@@ -29,8 +29,9 @@ from dispatchkit.keys import check_count, check_instance
 
 # Decays of the long-run and of the recent counts of each key.
 _SLOW, _FAST = 0.998, 0.95
-# Widths, in buckets, over which a probability is spread to neighbors: of each observed key, of the
-# last key of each kind, and of each observed move (at most ``_REACH`` buckets in each direction).
+# Widths, in buckets, over which a probability is spread to neighboring keys: for each observed key,
+# for the last key of each kind, and for each observed move. Moves span at most ``_REACH`` buckets
+# in each direction.
 _WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
 # Share of the total weight that is redistributed evenly at each change.
 _SHARE = 0.02

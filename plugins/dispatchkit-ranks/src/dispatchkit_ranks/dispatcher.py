@@ -95,8 +95,8 @@ class RankedDispatcher:
     def renew(self) -> None:
         """Continue after a swap; all ranks must swap and call this at the same point.
 
-        Compares policy and configuration again. Without this call, the next step after a swap
-        raises RankError.
+        Compares policy and configuration between ranks again. Without this call, the next step
+        after a swap raises RankError.
 
         Raises:
             ConfigError: The policy learns on every rank, or the dispatcher is lazy.

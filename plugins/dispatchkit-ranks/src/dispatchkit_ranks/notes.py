@@ -88,7 +88,7 @@ class Notes:
         """Leave a note for the other ranks.
 
         Args:
-            note: The note.
+            note: The note, which says why this rank stopped.
             seconds: Time limit for the store; by default the limit of other calls.
         """
         text = json.dumps(attrs.asdict(note))

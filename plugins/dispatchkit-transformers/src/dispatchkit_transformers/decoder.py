@@ -130,7 +130,7 @@ class GraphDecoder:
         settings: ``lanes`` and ``mode``, see ``GraphRunner``.
 
     Attributes:
-        model: The model.
+        model: The transformers model.
         cache: The memory of all sequences.
         num_rows: Number of live sequences.
 
@@ -312,8 +312,8 @@ class GraphDecoder:
         Raises:
             DescriptorError: There are too few free slots, or a prompt is too long.
             InputError: Padding is not on the left, a prompt is empty, a token is outside the
-                vocabulary, or the encoder output is missing or longer than ``max_source_length``;
-                or an earlier step was interrupted.
+                vocabulary, the encoder output is missing or longer than ``max_source_length``, or
+                an earlier step was interrupted.
         """
         self._check_ended()
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)

@@ -190,7 +190,7 @@ def chunks_match_prompts(probe: Probe, length: int, *, whole: bool) -> bool:
         with torch.no_grad():
             return any(_matches_prompts(probe, length, trial, whole=whole) for trial in TRIALS)
     except torch.OutOfMemoryError:
-        raise  # says nothing about the model
+        raise  # not caused by the model
     except CALL_ERRORS:
         return False
 

@@ -1,9 +1,9 @@
 """The memory of all layers, with one slot per sequence, shared by graphs of all sizes.
 
-The static cache of transformers has one length for all rows and one batch size. Here, each slot has
-its own length, and a step reads a view: the first slots up to its bucket, and the first positions
-up to its length bucket. One cache therefore serves all graphs. Sequences join and leave as sessions
-of a ``SlotState``, which keeps them in the first slots.
+The static cache of transformers has one length for all rows and one batch size. Here, the length
+differs between slots, and a step reads a view: as many slots as its capture size, and as many
+positions as the length it was captured for. One cache therefore serves all graphs. Sequences join
+and leave as sessions of a ``SlotState``, which keeps them in the first slots.
 
 Rows without a sequence write to an additional position that is never read. Recurrent layers have no
 positions: there, rows without a sequence update the states of free slots.
@@ -202,7 +202,7 @@ class SlotCache:
         Args:
             start: The first slot.
             layers: Layers of a transformers cache after the prompts.
-            paddings: Number of padding positions before each row.
+            paddings: Number of padding positions at the start of each row.
             width: Number of positions of each row, padding included.
         """
         rows = len(paddings)

@@ -282,7 +282,7 @@ def probe(model: Any, max_length: int) -> Probe:
         try:
             seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
         except torch.OutOfMemoryError:
-            raise  # says nothing about the model
+            raise  # not caused by the model
         except CALL_ERRORS as error:
             allowed = f"a model that returns its cache for a prompt of one token{_cause(error)}"
             raise ConfigError("model", name, allowed, _ADVICE) from error
@@ -304,7 +304,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
     """Return the probe with the mask format for which steps match prompts.
 
     The steps read a cache of ``length`` positions, as in use. This detects models that derive a
-    property, such as a window, from the number of keys, which is wrong with a static cache.
+    property, such as a window, from the number of keys: a static cache always has ``length`` keys.
     """
     wrong: Exception | None = None
     candidates = [
@@ -318,7 +318,7 @@ def _with_mask_format(found: Probe, length: int) -> Probe:
             if any(_matches_prompts(made, length, trial) for trial in TRIALS):
                 return made
         except torch.OutOfMemoryError:
-            raise  # says nothing about the model
+            raise  # not caused by the model
         except CALL_ERRORS as error:
             wrong = wrong or error
     raise ConfigError(
@@ -366,7 +366,7 @@ def supports_drafts(found: Probe, length: int) -> bool:
             trials = [(*trial, trial[0][1:]) for trial in TRIALS]
             return any(_matches_prompts(found, length, trial, 2) for trial in trials)
     except torch.OutOfMemoryError:
-        raise  # says nothing about the model
+        raise  # not caused by the model
     except CALL_ERRORS:
         return False
 

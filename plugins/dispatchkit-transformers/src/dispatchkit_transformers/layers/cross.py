@@ -16,7 +16,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
     Args:
         keys: Keys of all slots (slots, heads, source length, head size).
         values: Values of all slots, with the shape of ``keys``.
-        step_rows: The rows of the step.
+        step_rows: The slots and positions of the step's rows.
     """
 
     is_compileable = True
@@ -42,7 +42,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not t
         """Do nothing: the memory was allocated with the cache."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored keys and values. Models call this although nothing is new."""
+        """Return the keys and values. Some models call this although both are already stored."""
         return self.keys, self.values
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

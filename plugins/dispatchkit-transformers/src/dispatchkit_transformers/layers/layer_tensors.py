@@ -63,7 +63,7 @@ def write_prompts(
     Args:
         slots: One slot per row (B, heads, capacity + 1, head size).
         states: The tensor of transformers (B, heads, T, head size).
-        paddings: Number of padding positions before each row.
+        paddings: Number of padding positions at the start of each row.
         width: Number of positions of each row, padding included. ``states`` contains the last T.
     """
     if not any(paddings):

@@ -25,7 +25,7 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
     Args:
         conv_states: Convolution states of all slots.
         recurrent_states: Recurrence states of all slots.
-        step_rows: The rows of the step.
+        step_rows: The slots and positions of the step's rows.
     """
 
     is_compileable = True

@@ -61,7 +61,7 @@ class StepRows:
         return self.positions[:, -1] < self.sink
 
     def write_positions(self, capacity: int) -> torch.Tensor:
-        """Return the entries (B, T) that a layer of this capacity stores the step's tokens in."""
+        """Return the entries (B, T) in which a layer of this capacity stores the step's tokens."""
         return self._written[capacity]
 
     def _written_at(self, positions: torch.Tensor, capacity: int) -> torch.Tensor:
