@@ -842,7 +842,7 @@ def test_padded_draws_are_said(make_runner, how):
     padded.capture()
     assert "for padding rows too" in str(padded.explain(3))
     assert not padded.explain(4).note
-    with pytest.warns(PaddedDrawsWarning, match="The first had 3 tokens, in FULL tokens=4"):
+    with pytest.warns(PaddedDrawsWarning, match="first padded step had 3 tokens, in FULL tokens=4"):
         padded(x)
     drawn(padded)  # warned once
 

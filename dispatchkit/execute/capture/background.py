@@ -14,15 +14,15 @@ from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Function that captures one key. It returns the problem, or None if the key was captured, and the
-#: pauses that exceeded the limit. If the runner no longer exists, it returns None.
+#: Function that captures one key. It returns a pair: the problem (None if the key was captured) and
+#: the pauses that exceeded the limit. It returns None if the runner no longer exists.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
 class BackgroundCapture:
     """A background capture, returned by ``capture_in_background``.
 
-    It ends after all keys were tried, when the runner is freed, or when the interpreter exits.
+    It ends when all keys have been tried, the runner is freed or the interpreter exits.
 
     Args:
         keys: Keys to capture, in order.

@@ -26,7 +26,7 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 from dispatchkit.options import MemoryOptions
 
-# Number of evictions per allowed graph after which churn is reported.
+# Number of evictions per allowed graph from which a ChurnWarning is issued.
 _CHURN = 4
 
 
@@ -56,7 +56,7 @@ class _ExceededBudget:
     Attributes:
         need: Required memory in bytes.
         limit: Allowed memory in bytes.
-        elsewhere: Part of the required memory that evicting the pool would not free, in bytes.
+        elsewhere: Required memory in bytes that evicting the pool would not free.
         is_shared: Whether several runners share the budget.
     """
 
@@ -89,7 +89,7 @@ class OverBudgetError(CaptureError):
     """A capture would exceed a memory budget; no memory was taken.
 
     Attributes:
-        fits_alone: Whether the graph is expected to fit if its pool had no other graphs.
+        fits_alone: Whether the graph would fit if its pool had no other graphs.
     """
 
     def __init__(self, key: GraphKey, passed: _ExceededBudget, *, fits_alone: bool) -> None:
@@ -110,8 +110,8 @@ class Admission:
         key: Key to capture.
         limit: Limit of the lane's runner in bytes, or None.
         lane: Lane of the capture.
-        forecast: Function that returns the expected memory of a key's graph in bytes, or None; used
-            if the backend has no rehearsals.
+        forecast: Function that returns the expected memory of a key's graph in bytes, or None if
+            unknown. Used if the backend has no rehearsals.
         evict_others: Function that evicts graphs outside the pool to free memory for a budget, and
             returns whether it evicted any.
     """
@@ -128,7 +128,7 @@ class Admission:
         self._forecast, self._evict_others = forecast, evict_others
 
     def ensure_fits(self, num_bytes: int) -> None:
-        """Check that an allocation fits, and evict other graphs if necessary and possible.
+        """Check that an allocation fits, evicting other graphs if necessary.
 
         Raises:
             OverBudgetError: The allocation would exceed a budget.
@@ -141,7 +141,7 @@ class Admission:
     def ensure_graph_fits(
         self, trial: Callable[[], Any], generators: Iterable[Any], more: int = 0
     ) -> None:
-        """Check that a graph fits, and evict other graphs if necessary and possible.
+        """Check that a graph fits, evicting other graphs if necessary.
 
         Args:
             trial: Function that runs the operations of the graph.
@@ -173,7 +173,7 @@ class Admission:
             return rehearsals.rehearse(
                 trial, stream=self._lane.stream, pool=pool, generators=generators
             )
-        # This is an estimate. A graph that needs more memory is evicted after its capture.
+        # A graph that needs more memory than forecast is released after its capture.
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 
@@ -185,7 +185,8 @@ class MemoryBudget:
         lane: Lane of the graphs.
         graphs: Live graphs of the lane.
         counters: Counters of evictions and captures.
-        forecast: Function that returns the expected memory of a key's graph in bytes, or None.
+        forecast: Function that returns the expected memory of a key's graph in bytes, or None if
+            unknown.
 
     Attributes:
         limits: Current limits of the runner.
@@ -212,7 +213,8 @@ class MemoryBudget:
         """Change the limits, and evict graphs that exceed them.
 
         Returns:
-            The keys that lost their graphs with the whole pool and may fit into a new pool.
+            Keys whose graphs were released with the whole pool, by member of the pool. They may fit
+            into a new pool.
         """
         self.limits = limits
         self._note_limit()
@@ -270,7 +272,7 @@ class MemoryBudget:
 
         Args:
             key: Key of the graph.
-            step: Captured key.
+            step: Captured key with the graph.
             evict: Whether idle pools of other runners may be evicted.
 
         Raises:
@@ -294,7 +296,7 @@ class MemoryBudget:
         is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
         if is_churn and self._once.first():
             warn_at_call(
-                f"{evictions} of {self._counters.captures} captured graphs were evicted again, "
+                f"{evictions} of {self._counters.captures} captured graphs have been evicted, "
                 "because the batches need more graphs than the budget allows. Increase max_graphs, "
                 "max_bytes or capture_after, or use fewer capture sizes.",
                 ChurnWarning,
@@ -306,7 +308,7 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _evict_others(self, passed: _ExceededBudget) -> bool:
-        """Evict an idle pool, or a graph with separate memory; return whether one was evicted."""
+        """Evict an idle pool or a graph with memory of its own; return whether there was any."""
         if passed.is_shared and self._evict_idle():
             return True
         holding = [

@@ -66,16 +66,16 @@ _UNSAFE = frozenset({torch.Tag.cudagraph_unsafe})
 
 
 class Capturer:
-    """Factory of captured keys on one lane.
+    """Factory for the captured keys of one lane.
 
     Args:
         warmups: Warmups of the step.
         lane: Lane of the graphs.
-        guard: Guard that reads the modes of the capture.
-        share_outputs: Function that returns whether graphs write outputs to memory that they share.
+        guard: Guard that records the modes at each capture.
+        share_outputs: Function that returns whether graphs write their outputs to shared memory.
         prove_rows: Whether to prove that padding does not change the rows of a batch.
-        rows_independent: Whether rows are declared independent of each other, so that captures
-            prove it.
+        rows_independent: Whether rows are declared independent of each other. Each capture then
+            proves that they are.
         keeps_outputs: Whether callers may still read the last results of a graph.
         notes_facts: Whether to store the values built into each graph, for check mode.
         break_on_unsafe: Whether operators tagged as unsafe to capture run eager in segments.
@@ -145,8 +145,8 @@ class Capturer:
 
         Args:
             key: Key to capture.
-            other_sizes: Function that returns other sizes at which the step can run, to measure its
-                outputs.
+            other_sizes: Function that returns sizes, besides that of the key, at which the outputs
+                of the step can be measured.
             admission: Check of the memory budgets; None if there is no limit.
             sample: Inputs of the call that requests the key, if any.
 
@@ -159,8 +159,8 @@ class Capturer:
     def is_current(self, captured: CapturedKey) -> bool:
         """Return whether all values that are built into a graph are current.
 
-        If one was replaced, a comparison with eager shows nothing about the graph, whose next
-        replay detects the replacement.
+        If a value was replaced, a comparison of the graph with eager shows nothing. The next replay
+        detects the replacement.
         """
         if difference(captured.guard, self._guard.now()):
             return False
@@ -184,7 +184,7 @@ class Capturer:
         return self._proven(captured, RowProver.prove_with_call, nothing_shown, sample)
 
     def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
-        """Prove, with the inputs of a part, that rows do not depend on each other.
+        """Prove, with the inputs of a part of a split batch, that rows are independent.
 
         Raises:
             CaptureError: The step changes Python state for these inputs.
@@ -220,7 +220,7 @@ class Capturer:
         self._contained(key, partial(self._warm_up, key))
 
     def expect_bytes(self, key: GraphKey) -> int:
-        """Return the memory in bytes of a key's graph with its outputs in a new pool.
+        """Return the memory in bytes that a key's graph and its outputs need in a new pool.
 
         Raises:
             CaptureError: The key cannot be warmed up or captured.
@@ -313,12 +313,12 @@ class Capturer:
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
-        """Run the step on dummy rows and undo all changes, including modes of this thread.
+        """Run the step on dummy rows and undo all its changes, including those to thread modes.
 
         If the step creates a cache in Python, the cache is kept and the run is repeated.
 
         Raises:
-            CaptureError: The step changes Python state in each call, or this was its first call.
+            CaptureError: The step changes Python state in each call, or did so in its first call.
         """
         modes, had_dynamo = ThreadModes(), dynamo_is_loaded()
         try:
@@ -355,7 +355,7 @@ class Capturer:
         """Classify the changes of Python state in a run, and raise if they prevent a capture.
 
         Raises:
-            CaptureError: The step changes Python state in each call, or this was its first call.
+            CaptureError: The step changes Python state in each call, or did so in its first call.
         """
         self._watch_again()
         buffers = self._lane.buffers_of(key)
@@ -363,7 +363,7 @@ class Capturer:
 
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
-                buffers.clean_from = buffers.clean_to = 0  # no row contains fill for certain
+                buffers.clean_from = buffers.clean_to = 0  # no row is known to contain fill
                 with self._warmups.contents_watched(key, snapshot):
                     self._warmups.run_once(key)
                 buffers.reset()
@@ -452,8 +452,8 @@ class Capturer:
         compiled = self._warmups.compiled_code(key)
         name = (family_of(key), 0)
         draws = self._warmups.may_draw(key)
-        # The next step would wait for the stream of the warmup. Doing this during the capture would
-        # make the step part of the capture.
+        # Wait for the warmup's stream now. If a step waited for it during the capture, that step
+        # would become part of the capture.
         self._lane.order()
         made = self._maker.capture(step, slots, admission, name, notes, compiled, draws=draws)
         path.attach(made.graph)
@@ -588,7 +588,7 @@ class Capturer:
         layout: OutputLayout | None,
         admission: Admission | None,
     ) -> CapturedKey:
-        """Capture a step that is one function in segments around its eager calls.
+        """Capture a step that is a single function, in segments between its eager calls.
 
         Raises:
             CaptureError: An eager call may return a different value in a replay, and earlier
@@ -631,9 +631,9 @@ class Capturer:
     def _keep(
         self, parts: Sequence[GraphPart | EagerCall], *, draws: bool
     ) -> Callable[[], Snapshot] | None:
-        """Return a function that saves the step's state in case an eager call differs.
+        """Return a function that saves the step's state, to restore it if an eager call differs.
 
-        None if nothing needs to be restored.
+        Return None if there is nothing to restore.
 
         Raises:
             CaptureError: The state is too large to save, or is in Python objects.
@@ -699,7 +699,7 @@ class Capturer:
     def _link(
         self, index: int, value: Any, stable: StorageSet, admission: Admission | None
     ) -> tuple[Link, Any]:
-        """Return the link that passes a value to a graph piece, and the value that it reads."""
+        """Return the link that passes a value to a graph piece, and the value the piece reads."""
         leaves, structure = flatten(value)
         link = Link([], [], [])
         static: list[Any] = []

@@ -33,12 +33,12 @@ class RowProof:
         reason: Reason why smaller batches run eager; empty if they replay.
         finding: Explanation of ``reason``, for messages.
         min_rows: Smallest number of rows that may replay.
-        open_calls: Number of padded calls that may still be examined, because the proof ran with
-            integer inputs that contained only fill.
+        open_calls: Number of further padded calls to examine, because the integer inputs of the
+            proof contained only the fill value.
         draws_alike: Whether the graph draws the same number of random numbers for fewer rows.
         coupling: Why the graph cannot serve part of a batch, such as a dependence between rows;
             empty if it can.
-        open_parts: Number of parts of split batches that may still be examined.
+        open_parts: Number of further parts of split batches to examine.
     """
 
     reason: str = ""
@@ -54,7 +54,7 @@ class LaunchError(Exception):
     """A launch failed.
 
     Attributes:
-        cause: Error of the launch.
+        cause: Exception that the launch raised.
         has_effect: Whether part of the step may already have taken effect.
     """
 
@@ -89,8 +89,9 @@ class Link:
         leaves = leaves_of(value)
         if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
             raise ReplayError(
-                f"An eager piece returned {len(leaves)} values with a different structure than in "
-                "the capture. Return the same structure in each call."
+                f"An eager piece returned {counted(len(leaves), 'value')}, but "
+                f"{len(self.copies) + len(self.fixed) + len(self.constants)} in the capture. "
+                "Return the same structure in each call."
             )
         for index, address, shape in self.fixed:
             leaf = leaves[index]
@@ -139,7 +140,7 @@ class GraphPart:
     Attributes:
         graph: Captured graph.
         link: Transfer of the preceding eager piece's result; None if no transfer is needed.
-        outputs: Results in the capture, which each replay overwrites; None for a segment.
+        outputs: Results of the capture, overwritten by each replay; None for a segment.
         num_operations: Number of kernels, copies and fills that a replay queues; 0 for a piece.
         elapsed_us: Time of the segment's replay during the capture, in microseconds; 0 for a piece.
     """
@@ -167,8 +168,8 @@ class CapturedPieces:
     Attributes:
         parts: Parts in the order in which they run.
         ends_eager: Whether the last piece is eager and returns the outputs.
-        keep: Function that saves the state that a replay changes, so that it can be restored if a
-            call differs from the capture; None if nothing needs to be restored.
+        keep: Function that saves the state before a replay, to restore it if a call differs from
+            the capture; None if there is nothing to restore.
     """
 
     parts: tuple[GraphPart | EagerPart | EagerCall, ...]
@@ -177,7 +178,7 @@ class CapturedPieces:
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
-        """The statistics of each segment; empty for pieces that the user split."""
+        """The statistics of each segment; empty if the step is declared as pieces."""
         return tuple(
             SegmentStats(part.num_operations, part.elapsed_us)
             for part in self.parts
@@ -193,14 +194,15 @@ class CapturedPieces:
     def launch(self, num_rows: int, *, has_effect: bool) -> Any:
         """Run the parts in order and return the result of the last one.
 
-        Exceptions that an eager piece raises are errors of the user and are not wrapped.
+        Exceptions raised by an eager piece propagate unchanged.
 
         Args:
             num_rows: Number of rows of the batch.
             has_effect: Whether a replay of a graph piece changes more than its outputs.
 
         Raises:
-            LaunchError: A graph could not be queued, or a call between segments differs.
+            LaunchError: A graph could not be queued, or a call between segments returned a
+                different result than in the capture.
         """
         if self.keep is None:
             return self._launch(num_rows, has_effect=has_effect)
@@ -218,7 +220,8 @@ class CapturedPieces:
         """Run the parts in order without saving state.
 
         Raises:
-            LaunchError: A graph could not be queued, or a call between segments differs.
+            LaunchError: A graph could not be queued, or a call between segments returned a
+                different result than in the capture.
         """
         value: Any = None
         had_grad = torch.is_grad_enabled()
@@ -255,7 +258,7 @@ class CapturedKey:
     Attributes:
         key: Graph key.
         lane: Lane that the graphs were captured on.
-        input_path: Way that inputs are copied into the graphs.
+        input_path: How inputs reach the graphs.
         layout: Layout of the outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
         clones: Whether to copy each leaf if the caller owns the results. False for values that are

@@ -92,7 +92,7 @@ class PythonEffects:
         self._watches.clear()
 
     def _reach(self, *, graphs_alone: bool = False) -> PythonState:
-        """Record the state that the step, or only its graph pieces, currently reach."""
+        """Return the Python state that the step, or only its graph pieces, can reach now."""
         pieces = [one for one in self._pieces if one.is_graph or not graphs_alone]
         leaves_out = graphs_alone and self._calls_eager
         roots = {piece.name: piece.fn for piece in pieces}
@@ -126,9 +126,9 @@ class PythonEffects:
         self.forget()
 
     def refresh(self) -> bool:
-        """Return whether the step's state has changed since it was recorded, and discard it if so.
+        """Discard the recorded state if it is outdated, and return whether it was discarded.
 
-        All entries are compared. This takes milliseconds for a large model, once per capture.
+        Comparing all entries takes milliseconds for a large model, once per capture.
         """
         known = self._states.get(False)
         if known is not None and known.is_current():
@@ -149,7 +149,7 @@ class PythonEffects:
 
     @contextmanager
     def contained(self, *, graphs_alone: bool = False) -> Iterator[None]:
-        """Undo changes of Python state in a ``with`` block, and raise if there are any.
+        """Undo changes to Python state in a ``with`` block, and raise if there are any.
 
         Args:
             graphs_alone: Whether eager pieces may change Python state, because they run in each
@@ -185,7 +185,7 @@ class PythonEffects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo changes of Python state in a ``with`` block that captures no graph."""
+        """Undo changes to Python state in a ``with`` block that captures no graph."""
         before = self.state()
         try:
             yield
@@ -194,7 +194,7 @@ class PythonEffects:
                 restore(changed)
 
     def check_run(self) -> tuple[Entry, ...]:
-        """Check the changes of one run, before another run may revert them.
+        """Check the changes made by one run, before another run can revert them.
 
         Returns:
             The entries that eager pieces changed.
@@ -220,17 +220,17 @@ class PythonEffects:
     ) -> None:
         """Classify the Python effects of a step, and raise if it cannot be captured now.
 
-        The step can be captured if it created a cache, or if another thread made the change. The
-        cache is kept, and the change of the other thread is applied again.
+        The step can be captured if it created a cache, or if another thread changed the state. The
+        cache is kept, and the other thread's change is applied again.
 
         Args:
-            error: Error with the changes of a run.
+            error: Error that lists the changes made by a run.
             snapshot: Snapshot of the tensors that the step is known to write.
             run: Function that runs the step on dummy rows.
             run_on_other_rows: Function that runs the step on other dummy rows.
 
         Raises:
-            CaptureError: The step changes Python state in each call, or this was its first call.
+            CaptureError: The step changes Python state in each call, or did so in its first call.
         """
         before = self._reach()
         try:
@@ -305,7 +305,7 @@ def named(entries: Sequence[Entry]) -> str:
 
 
 class _Unknown:
-    """Marker of a value that cannot be compared; unequal to everything."""
+    """Marker for a value that cannot be compared; unequal to everything."""
 
 
 def _content(value: Any) -> Any:

@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 
 @attrs.frozen
 class _Place:
-    """The address, shape and dtype of a tensor; a replaced tensor is likely to differ."""
+    """The address, shape and dtype of a tensor, which usually change if it is replaced."""
 
     address: int
     shape: tuple[int, ...]

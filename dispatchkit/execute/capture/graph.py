@@ -28,7 +28,7 @@ from dispatchkit.execute.step.breaks import use_breaker
 from dispatchkit.execute.step.state import CompiledCode
 from dispatchkit.once import warn_at_call
 
-#: A slot of the lane's output memory: index of the output, shape, dtype.
+#: A slot in the lane's output memory: index, shape and dtype of the output.
 OutputSlot = tuple[int, torch.Size, torch.dtype]
 
 
@@ -38,7 +38,7 @@ class MadeGraph:
 
     Attributes:
         graph: Captured graph.
-        outputs: Results of the capture, in memory of the lane or the graph.
+        outputs: Results of the capture, in the memory of the lane or of the graph.
         draws: Whether the graph may draw random numbers.
     """
 
@@ -65,7 +65,7 @@ class _Watched:
 
 
 class GraphMaker:
-    """Factory of single graphs on one lane.
+    """Factory for single graphs on one lane.
 
     Args:
         lane: Lane of the graphs.
@@ -92,7 +92,7 @@ class GraphMaker:
     def expect_bytes(
         self, run: Callable[[], Any], slots: Sequence[OutputSlot | None]
     ) -> int | None:
-        """Return the memory in bytes of a graph with its outputs in a new pool; None if unknown.
+        """Return the bytes that a graph and its outputs need in a new pool; None if unknown.
 
         Raises:
             CaptureError: The function cannot be captured.
@@ -133,13 +133,13 @@ class GraphMaker:
         """
         lane = self._lane
         if admission is not None:
-            # Uses other memory, because callers may still read results in the lane's memory.
+            # The trial uses other memory, because callers may still read results in the lane's.
             others = _targets_in(SharedMemory(self._device), slots)
 
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
                 rehearsed()
-                return rehearsed.outputs  # only the rehearsal keeps and counts it
+                return rehearsed.outputs  # kept and counted only by the rehearsal
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ensure_graph_fits(trial, self._generators, more)
@@ -246,7 +246,7 @@ class GraphMaker:
                     draws=draws,
                 )
         finally:
-            caller.wait_stream(lane.stream)  # replays during the capture may still run
+            caller.wait_stream(lane.stream)  # replays made during the capture may still run
         return captured.outputs
 
 
@@ -297,7 +297,7 @@ class SharedOutputs:
         for target, leaf in zip(targets, leaves, strict=True):
             if target is not None:
                 target.copy_(leaf)
-        # Keeps only outputs in their final memory; the copied tensors are freed.
+        # Only tensors in their final memory are kept; tensors that were copied are freed.
         final = [
             leaf if target is None else target for target, leaf in zip(targets, leaves, strict=True)
         ]

@@ -52,7 +52,7 @@ class _Attempt:
     Attributes:
         captured: Captured key; None if the capture failed.
         problem: Error of the capture; None if it succeeded.
-        lost: Keys whose graphs were evicted to make room.
+        lost: Keys whose graphs were evicted to free memory, by member of the pool.
     """
 
     captured: CapturedKey | None
@@ -66,7 +66,7 @@ def frozen_error() -> RegistryError:
 
 
 def _reason_of(changed: Iterable[Entry]) -> str:
-    """Return the reason to count for values that were replaced; empty if none was."""
+    """Return the reason to count for replaced values; empty if there are none."""
     are_weights = [isinstance(one.before, _WEIGHTS) for one in changed]
     if not are_weights:
         return ""
@@ -74,7 +74,7 @@ def _reason_of(changed: Iterable[Entry]) -> str:
 
 
 class Lifecycle:
-    """The life cycle of the keys of a lane, captured in sessions or on demand.
+    """The life cycle of a lane's keys, which are captured in sessions or on demand.
 
     Args:
         capturer: Capturer of the lane.
@@ -129,7 +129,7 @@ class Lifecycle:
         return self.graphs.count()
 
     def may_capture(self, key: GraphKey) -> bool:
-        """Return whether a key has no graph, is enabled, and its mode can be captured."""
+        """Return whether a key is enabled, has no graph and has a mode that can be captured."""
         is_live = self.graphs.entry(key).state is KeyState.CAPTURED
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
 
@@ -144,7 +144,7 @@ class Lifecycle:
         return "" if entry is None else entry.reason
 
     def next_step(self, reason: str) -> str:
-        """Return the next step for a downgrade."""
+        """Return the advice for users whose steps run eager for a reason."""
         is_missing = reason in (Reason.NOT_CAPTURED, Reason.EVICTED)
         if is_missing and not self._budget.has_slot():
             return MAX_GRAPHS_REACHED
@@ -208,19 +208,19 @@ class Lifecycle:
     def capture_in_turns(
         self, key: GraphKey, max_pause_us: float, *, between_operators: bool
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
-        """Capture a key in the background, and let steps of other threads run in between.
+        """Capture a key in the background, letting steps of other threads run between its phases.
 
-        The caller holds the lock of steps, acquired exactly once. If steps must not run in between,
-        the key is captured without interruption.
+        The caller holds the lock of steps, acquired exactly once. If no steps may run between the
+        phases, the key is captured without interruption.
 
         Args:
             key: Key to capture.
-            max_pause_us: Longest time in microseconds that steps may be delayed.
+            max_pause_us: Maximum delay of a step, in microseconds.
             between_operators: Whether steps may run between operators of the captured step.
 
         Returns:
-            The error of a failed capture, an explanation if the key was skipped, or None; and the
-            pauses that exceeded the limit.
+            A pair. The first item is the error of a failed capture, an explanation if the key was
+            skipped, or None. The second contains the pauses that exceeded the limit.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -251,12 +251,12 @@ class Lifecycle:
         return problem, pacer.pauses
 
     def warm_up_family(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
-        """Warm up the smallest key of a family that was not warmed up yet, without interruption.
+        """Warm up the smallest key of a key's family without interruption, if none is warm.
 
         Later captures let other steps run only if this warmup shows that the step has no effects.
 
         Returns:
-            The pause of steps, if it exceeded the limit.
+            The pause of other steps if it exceeded the limit; otherwise empty.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -265,7 +265,7 @@ class Lifecycle:
         alike = [one for one in self._registry if family_of(one) == family_of(key)]
         smallest = min(alike or [key], key=lambda one: one.num_tokens)
         pacer = Pacer(turns, str(smallest), max_pause_us, allows_turns=False)
-        with suppress(Exception):  # the capture will raise it again and report it
+        with suppress(Exception):  # the capture will raise and report the same error
             turns.run(pacer, lambda: self._capturer.warm(smallest))
         self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return pacer.pauses
@@ -273,11 +273,11 @@ class Lifecycle:
     def warm_all(self) -> dict[GraphKey, str]:
         """Warm up all keys without a graph, largest first, without capturing them.
 
-        This lets libraries whose workspace grows with the batch size allocate it completely before
+        A library whose workspace grows with the batch size then allocates the full workspace before
         the first graph captures its address.
 
         Returns:
-            The reason for each key whose warmup raised. These keys are not marked as failed.
+            The error of each key whose warmup raised. These keys are not marked as failed.
         """
         self._check_not_frozen()
         failed = {}
@@ -302,7 +302,7 @@ class Lifecycle:
         return self._capturer.expect_bytes(ordered[0]) if ordered else 0
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the most requested key that has no graph, when the service is idle.
+        """Capture the most requested key that has no graph, for use while a service is idle.
 
         Returns:
             The key that was tried, or None if all requested keys have graphs.
@@ -323,7 +323,7 @@ class Lifecycle:
     # -- called by steps -----------------------------------------------------------
 
     def capture_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> str:
-        """Capture a key that a step requests, if it was requested often enough.
+        """Capture a key that a step requests, if the key has been requested often enough.
 
         Args:
             key: Requested key.
@@ -343,7 +343,7 @@ class Lifecycle:
         return ""
 
     def expected_wait(self, key: GraphKey) -> str:
-        """Return why the next step of a key without a graph would not capture it; may be empty."""
+        """Return why the next step would not capture a key; empty if it would."""
         if self.is_frozen:
             return Reason.NOT_CAPTURED
         is_due = self._seen[key] + 1 >= self._capture_after and self._lane.group.may_capture()
@@ -369,7 +369,7 @@ class Lifecycle:
             if entry is None or not self._registry.is_enabled(key):
                 continue
             if self._retries.waits_for_first_call(entry):
-                return key  # already requested by capture()
+                return key  # capture() has already requested it
             if not self.lazy:
                 continue
             if reason == Reason.STALE and entry.state is KeyState.STALE:
@@ -414,7 +414,7 @@ class Lifecycle:
         return not step.rows.open_calls and self._empty_cells(step)
 
     def prove_independent(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
-        """Prove, with the inputs of a part of a split step, that its rows are independent.
+        """Prove, with the inputs of a part of a split batch, that rows are independent.
 
         Returns:
             Whether the table must be consulted again.
@@ -437,7 +437,7 @@ class Lifecycle:
         try:
             return prove()
         except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
-            problem = as_capture_error(error, step.key)  # names the line; lost below
+            problem = as_capture_error(error, step.key)  # reads the line from the traceback
             clear_traceback(error, handled)
             self.graphs.fail_step(step, str(problem))
             return None
@@ -452,7 +452,7 @@ class Lifecycle:
     def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
         """Return why a batch would run eager even if a key had a graph; empty if it would replay.
 
-        The reason comes from other graphs of the family. If there is one, a lazy runner skips
+        The reason is that of another graph of the family. If it is not empty, a lazy runner skips
         the capture.
         """
         if num_tokens == key.num_tokens:
@@ -509,7 +509,7 @@ class Lifecycle:
         return _reason_of(changed)
 
     def expected_replacement(self, captured: CapturedKey) -> str:
-        """Return the reason that ``replaced`` would return now, without an effect."""
+        """Return the reason that ``replaced`` would return, without invalidating graphs."""
         return _reason_of(captured.values.differences())
 
     def adopt(self, key: GraphKey, step: CapturedKey) -> None:
@@ -537,7 +537,7 @@ class Lifecycle:
         self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Set the score of graphs, evicted lowest first; None uses ``budget.eviction``."""
+        """Evict the graphs with the lowest score first; None uses ``budget.eviction``."""
         self._budget.score = score
 
     # -- as a member of a pool's group --------------------------------------------------
@@ -582,13 +582,13 @@ class Lifecycle:
         sample: Sequence[Any] | None = None,
         is_awaited: bool = False,
     ) -> CaptureError | None:
-        """Capture a key, and record and return the error if it fails.
+        """Capture a key; if the capture fails, record and return its error.
 
         Args:
             key: Key to capture.
             evict: Whether other graphs may be evicted.
             sample: Inputs of the step that requests the key.
-            is_awaited: Whether a step waits for the capture, so that the wait is logged.
+            is_awaited: Whether a step waits for the capture. If so, the wait is logged.
         """
         start, before = time.perf_counter(), self._lane.num_bytes()
         attempt = self._attempt(key, sample, evict=evict)
@@ -635,7 +635,7 @@ class Lifecycle:
             member.capture_again(keys)
 
     def _attempt(self, key: GraphKey, sample: Sequence[Any] | None, *, evict: bool) -> _Attempt:
-        """Capture a key; evict the graphs of its pool if they use the memory that it needs.
+        """Capture a key, evicting the other graphs of its pool if they use too much memory.
 
         Args:
             key: Key to capture.
@@ -665,7 +665,7 @@ class Lifecycle:
         except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
             # Frames refer to tensors, so a stored error would keep memory of graphs alive. An error
             # that refers to its own frame would do so until the next garbage collection.
-            problem = as_capture_error(error, key)  # names the line; lost below
+            problem = as_capture_error(error, key)  # reads the line from the traceback
             clear_traceback(error, handled)
             problem.__cause__ = problem.__context__ = None
             if problem.reason == Reason.GRADIENTS:
@@ -674,7 +674,7 @@ class Lifecycle:
         return _Attempt(captured, None, lost)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
-        """Return other sizes at which the step can run, preferably of the key's family."""
+        """Return further sizes that the step can run at, preferably of the key's family."""
         alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})

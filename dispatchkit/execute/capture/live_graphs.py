@@ -30,7 +30,7 @@ class LiveGraphs:
         notify: Function that is called with each event.
 
     Attributes:
-        retries: Schedule of retries of failed keys.
+        retries: Retry schedule of failed keys.
         num_evicted_for_budget: Number of graphs evicted to free memory for other graphs.
     """
 

@@ -24,11 +24,11 @@ class PacedRun(DispatchMode):
     """Dispatch mode that notifies a pacer of each finished operator.
 
     Args:
-        pacer: Pacer that lets steps run when the lock was held long enough.
+        pacer: Pacer that lets steps run when the lock has been held long enough.
         part: Phase of the capture.
-        lane: Lane whose stream is synchronized after each operator, and then waits for the steps
-            that ran in between, because libraries may use the same workspace for both. None if
-            operators are recorded but not executed.
+        lane: Lane whose stream is synchronized after each operator. The stream then waits for steps
+            that ran in between, because a library may use one workspace for them and the capture.
+            None if operators are recorded but not executed.
     """
 
     def __init__(self, pacer: Pacer, part: str, lane: Lane | None) -> None:

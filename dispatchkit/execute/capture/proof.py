@@ -1,34 +1,37 @@
 """Proof of rows: check that a graph computes the same rows as eager for a smaller batch.
 
-A graph computes its whole bucket, and the caller receives the first rows. These equal the rows of
-eager only if no row depends on later rows or on their number, and if the rows of each output are
-the rows of the batch. Therefore each new graph is replayed on three rows of noise, followed once by
-more noise and once by fill. The three rows must be bitwise equal. Eager runs on one row and on
-three rows, and must return the same number of rows, with the same values within rounding.
+A graph computes its whole bucket, and the caller receives the first rows. They equal the rows of
+eager only under two conditions: no row depends on later rows or on the number of rows, and row i of
+each output belongs to row i of the batch. Therefore each new graph is replayed on three rows of
+noise, followed once by more noise and once by fill. Both replays must return bitwise equal results
+for the three rows. Eager runs on one row and on three rows, and must return as many rows, with the
+values of the graph within rounding.
 
-Replays with two different tails detect dependences that a comparison with eager misses: a few more
-rows often change a mean, or the weights of attention, by less than the rounding of another kernel.
-Eager detects dependences that replays miss, such as ``x / x.shape[0]``, because the number is built
-into the graph. With three rows, nearly all other rows are padding, and three rows do not fill a
-block of two or four. The results of eager are valid for all sizes, so each graph costs two replays.
+A comparison of the two replays detects dependences that a comparison with eager misses: a few more
+rows often change a mean or an attention weight by less than the difference between two kernels. The
+comparison with eager detects dependences that replays miss, such as ``x / x.shape[0]``, because the
+number of rows is built into the graph. The proof uses three rows, because the rest of the bucket is
+then padding and three rows do not fill a block of two or four. The eager results are valid for all
+sizes, so each graph costs only two replays.
 
-Noise has both signs, and rows after the first three are much larger or smaller, because a step may
-depend only on negative values, on values above 1, or on the largest row. Noise is in 0..1 if other
-numbers may be invalid. This is the case if an operation of the warmup converts floating-point
-numbers to integers (index 0 stays valid), draws with probabilities, asserts or is not part of
-torch. Noise is also in 0..1 if other noise leads to results that are not finite, in eager or in a
-replay (a logarithm, an overflow).
+Noise has both signs, and rows after the first three differ from them in magnitude, because a step
+may depend only on negative values, on values above 1, or on the largest row. Noise is limited to
+0..1 if other numbers may be invalid. This is the case if an operation of the warmup converts
+floating-point numbers to integers (index 0 stays valid), draws with probabilities, asserts or is
+not part of torch. It is also the case if other numbers lead to a non-finite result of eager or of a
+replay, for example through a logarithm or an overflow.
 
-A mask that is added to scores, which is an input whose fill hides positions, is set to show all
-positions. With noise, a step that treats nonzero values as hidden would hide everything.
+An input whose fill value hides positions is a mask that is added to scores. It is set to zero, so
+all positions are visible. With noise, a step that treats nonzero values as hidden would hide all of
+them.
 
 Integers and booleans are not randomized, because a random slot could overwrite the row of a
-session. They contain fill, and graphs are proven again with the integers of a padded call. This is
-the call that requested the capture, or the first call with integers other than fill.
+session. They contain fill, and each graph is proven again with the integers of a padded call. This
+is the call that requested the capture, or the first call whose integers differ from fill.
 
 If rows are declared independent, additional replays of a full batch prove this. First one half of
-the rows is replaced, then the other half, and the other rows must stay bitwise equal. Replays with
-two tails would not detect a mean over the real rows.
+the rows is replaced, then the other half. In both cases, the results of the unchanged half must
+stay bitwise equal. Replays with different padding would not detect a mean over the real rows.
 """
 
 from __future__ import annotations
@@ -59,15 +62,15 @@ _T = TypeVar("_T")
 
 #: Maximum number of padded calls that are examined until one has integers other than fill.
 _OPEN_CALLS: Final = 8
-#: Numbers of rows on which eager runs; numbers of requests for a uniform batch.
+#: Numbers of rows that eager runs on; for a uniform batch, numbers of requests.
 _EAGER_ROWS: Final = (1, 3)
 #: Number of rows that are compared at each end of a batch.
 _KEPT_ROWS: Final = 16
-#: Minimum allowed relative error of another kernel, in the norm of an output.
+#: Smallest tolerance for the relative difference between two kernels, in the norm of an output.
 _TOLERANCE: Final = 2e-2
-#: Allowed relative error as a multiple of the largest ``eps`` that the step computes with.
+#: Tolerated relative difference, as a multiple of the largest ``eps`` that the step computes with.
 _ROUNDINGS: Final = 16
-#: Minimum allowed absolute error per element, for sums that cancel.
+#: Smallest tolerance for the absolute difference per element, for sums that cancel.
 _FLOOR: Final = 1e-5
 #: Factor by which a difference may exceed that of repeated, nondeterministic replays (atomics).
 _SPREAD: Final = 16
@@ -75,12 +78,12 @@ _SPREAD: Final = 16
 _REPEATS: Final = 16
 #: Magnitudes of rows of noise in 0..1, used cyclically.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
-#: Magnitudes of rows of other noise, used cyclically. Negative magnitudes stand for noise of both
-#: signs. Every fourth row is close to the previous row.
+#: Magnitudes of rows of noise that may be outside 0..1, used cyclically. Negative magnitudes stand
+#: for noise of both signs. Every fourth row is close to the previous row.
 _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
-#: Index of the magnitude that is far from all others.
+#: Index of the free magnitude that is far from all others.
 _FAR: Final = 4
-#: An input with a fill of at most this value is a mask that is added to scores.
+#: An input with a fill value of at most this number is a mask that is added to scores.
 _HIDES: Final = -1e4
 #: First seed of replacement noise, and the width of its range below 1.
 _OTHER_SEED: Final = 1000
@@ -94,7 +97,7 @@ _COARSE: Final = torch.finfo(torch.bfloat16).eps
 
 
 class RowProver:
-    """Prover of the rows of one lane's graphs.
+    """The proofs that padding does not change rows, for the graphs of one lane.
 
     Args:
         warmups: Warmups of the step, which run it eager.
@@ -104,29 +107,29 @@ class RowProver:
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
         self._warmups, self._lane, self._keeps_outputs = warmups, lane, keeps_outputs
-        # Results of eager for noise, or None if it raised. The first rows of noise are the same for
+        # Eager results for noise; None if the run raised. The first rows of noise are the same for
         # all sizes.
         self._references: dict[tuple[Family, int], _Outputs | None] = {}
         # Families whose noise must be in 0..1.
         self._bounded: set[Family] = set()
 
     def forget(self) -> None:
-        """Discard the results of eager, because tensors of the step were replaced."""
+        """Discard the eager results, because tensors of the step were replaced."""
         self._references.clear()
         self._bounded.clear()
 
     def run_references(
         self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]
     ) -> tuple[int, Any] | None:
-        """Run eager on noise, unless its results are known for the key's family.
+        """Run eager on noise, unless the eager results are known for the key's family.
 
         Args:
             key: Key to capture.
-            snapshot: Snapshot of the state that the step changes; its owner restores it at the end.
+            snapshot: Snapshot of the state that the step changes. The caller restores it.
             sizes: Numbers of rows at which the step is known to run.
 
         Returns:
-            The last number of rows that eager ran on, and the outputs; None if eager did not run.
+            The number of rows and the outputs of the last eager run; None if there was no run.
         """
         counts = _counts_below(key, sizes)
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
@@ -161,7 +164,7 @@ class RowProver:
         return self._warmups.accepts_any_number(key) and family_of(key) not in self._bounded
 
     def _bound(self, key: GraphKey) -> None:
-        """Restrict noise to 0..1 for a key's family, and discard its results of eager."""
+        """Limit noise to 0..1 for a key's family, and discard the family's eager results."""
         family = family_of(key)
         self._bounded.add(family)
         for name in [name for name in self._references if name[0] == family]:
@@ -172,7 +175,7 @@ class RowProver:
 
         Args:
             captured: Captured key whose outputs can be cut.
-            snapshot: Snapshot of the state that the step changes; its owner restores it at the end.
+            snapshot: Snapshot of the state that the step changes. The caller restores it.
             sizes: Numbers of rows at which the step is known to run.
 
         Raises:
@@ -213,7 +216,7 @@ class RowProver:
         Args:
             captured: Captured key.
             snapshot: Snapshot of the state and scratch that the step changes.
-            known: Earlier proof of the graph; returned if the call has only fill.
+            known: Earlier proof of the graph, returned if the call adds nothing to it.
             sample: Inputs of the call in declared order.
 
         Raises:
@@ -254,7 +257,7 @@ class RowProver:
             captured: Captured key.
             snapshot: Snapshot of the state that the step changes; with a sample, also of scratch.
             known: Earlier proof of the graph, to which the result is added.
-            sample: Inputs of a part of a batch, whose integers are used.
+            sample: Inputs of a part of a split batch; only their integers are used.
 
         Raises:
             Exception: A replay raised.
@@ -309,13 +312,13 @@ class RowProver:
         before: list[Any],
         after: list[Any],
     ) -> int | None:
-        """Return the index of the first output with changed rows that must not change, or None.
+        """Return the index of the first output with a row that wrongly changed, or None.
 
         Args:
             trial: Trial that repeats the replay.
             kept: Indices of the copied rows.
-            is_same: Flag of each copied row that must not change.
-            before: Copies of the rows.
+            is_same: Whether each copied row must stay the same.
+            before: Copies of the rows before other rows of the batch were replaced.
             after: Copies of the rows after other rows of the batch were replaced.
         """
         layout = trial.captured.layout
@@ -358,7 +361,7 @@ class RowProver:
     def _rows(
         self, key: GraphKey, sample: Sequence[Any] | None = None, *, is_free: bool
     ) -> Iterator[_Rows]:
-        """Create dummy rows, and end their use on exit."""
+        """Yield dummy rows for a key, and restore unbatched inputs on exit."""
         slots = self._warmups.slots
         with nullcontext() if slots is None else slots.lent(_head_of(key)) as lent:
             rows = _Rows(self._lane, key, sample, is_free=is_free, lent=lent)
@@ -384,7 +387,7 @@ class RowProver:
             return f"output {index} of {most} rows depends on the rows after them"
         if any(graph.has_random_state for graph in trial.captured.graphs):
             return ""  # unlike eager, the graph also draws for padding rows
-        # If flags of fill hide all positions, results may legitimately differ.
+        # Flags that contain fill may hide all positions; results may then legitimately differ.
         is_of_fill = trial.rows.has_integers and not trial.rows.is_varied
         for count, one in eager.items():
             if is_of_fill and not one.is_finite():
@@ -435,7 +438,7 @@ class RowProver:
     # -- eager --------------------------------------------------------------------------
 
     def _known(self, key: GraphKey, counts: Iterable[int]) -> dict[int, _Outputs]:
-        """Return the known results of eager for noise, by number of rows."""
+        """Return the known eager results for noise, by number of rows."""
         family = family_of(key)
         found = ((count, self._references.get((family, count))) for count in counts)
         known = ((count, one) for count, one in found if one is not None)
@@ -444,7 +447,7 @@ class RowProver:
     def _reference(
         self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int, *, anew: bool = False
     ) -> _Outputs | None:
-        """Return the results of eager for the first rows; None if it raises."""
+        """Return the eager results for the first rows; None if the run raises."""
         name = family_of(key), count
         if not (anew or rows.is_varied) and name in self._references:
             return self._references[name]
@@ -469,7 +472,7 @@ class RowProver:
     def _differs(
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
-        """Describe how the results of eager differ; empty if they do not."""
+        """Return the first output or state that differs from eager; empty if all are equal."""
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         eager = self._reference(key, rows, snapshot, count)
         found = self._difference(trial, got, state, eager, count)
@@ -539,7 +542,7 @@ class _Outputs:
         return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
-        """Return whether outputs for a batch of ``count`` rows have a layout."""
+        """Return whether the outputs of ``count`` rows fit a layout."""
         return self.structure == layout.structure and self._first_mismatch(layout, count) is None
 
     def describe_mismatch(self, layout: OutputLayout, count: int) -> str:
@@ -570,14 +573,15 @@ class _Rows:
         key: Key whose graph reads the rows.
         sample: Inputs of a call; only its integer and bool inputs are used.
         is_free: Whether noise may be outside 0..1.
-        lent: Slots for the first rows, whose writes are compared; None without slots.
+        lent: Slots that the first rows write, so that the written state can be compared; None
+            without slots.
 
     Attributes:
         is_free: Whether noise may be outside 0..1.
-        lent: Slots for the first rows; None without slots.
-        far_from: Index of a row that is written far from all earlier rows, or None.
-        head: Number of first rows that are the same for all sizes.
-        has_integers: Whether there are inputs of integers or flags.
+        lent: Slots that the first rows write; None without slots.
+        far_from: Index of a row whose magnitude is far from that of all earlier rows, or None.
+        head: Number of leading rows that are the same for all sizes.
+        has_integers: Whether any input contains integers or flags.
         is_varied: Whether integers or flags of the call differ from fill.
         num_given: Number of rows of the call.
     """
@@ -650,7 +654,7 @@ class _Rows:
         self._held = self._num_rows
 
     def change(self, is_changed: torch.Tensor) -> None:
-        """Replace some rows with different noise close to 1, and fill for integers and flags."""
+        """Replace numbers in some rows with other noise close to 1, and integers with fill."""
         self._held = 0
         places = is_changed.nonzero()[:, 0]
         for seed, (spec, place) in enumerate(self._places):
@@ -697,7 +701,7 @@ class _Trial:
         warmups: Warmups, which record the state that the step changes.
 
     Attributes:
-        has_overflown: Whether rows were not finite before noise, but finite before fill.
+        has_overflown: Whether rows followed by noise were not finite, but finite otherwise.
         draws_alike: Whether the step draws the same random numbers for any number of rows.
     """
 
@@ -725,7 +729,7 @@ class _Trial:
         return None if found is None else self.snapshot.saved(*found)
 
     def with_noise_after(self, counts: Iterable[int]) -> dict[int, list[Any]]:
-        """Replay with noise after the first rows; return the rows of all outputs, by count."""
+        """Replay with noise after the first rows; return these rows of all outputs, by count."""
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
             leaves = self._replay(size, size)  # one replay is enough: the graph reads no row count
@@ -742,7 +746,7 @@ class _Trial:
         return True
 
     def with_fill_after(self, count: int) -> list[Any]:
-        """Replay with fill after the first rows; return the rows of all outputs."""
+        """Replay with fill after the first rows; return these rows of all outputs."""
         return self._done(self.kept(self._replay(count, count), count))
 
     def whole(
@@ -839,7 +843,7 @@ class _Trial:
 
 
 def _head_of(key: GraphKey) -> int:
-    """Return the number of first dummy rows that are equal for all keys of a family."""
+    """Return the number of leading dummy rows that are equal for all keys of a family."""
     return max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
 
 
@@ -934,7 +938,7 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
 
 
 def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
-    """Return whether rows are not finite before noise, but finite before fill."""
+    """Return whether an element is not finite in ``noisy``, but finite in ``filled``."""
     for _, one, other in _pairs(noisy, filled):
         is_finite = _numbers(one).isfinite()
         if bool((~is_finite & _numbers(other).isfinite()).any()):
@@ -1021,7 +1025,7 @@ def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
     """Return whether two results differ only by rounding.
 
     Integers are compared only if the step computes nothing but integers. Otherwise rounding may
-    change them, such as the index of the largest of nearly equal numbers.
+    change an integer, for example the index of the largest of nearly equal numbers.
     """
     if not (want.is_floating_point() or want.is_complex()):
         return bool(rounding) or torch.equal(got, want)

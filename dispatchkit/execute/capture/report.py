@@ -57,7 +57,7 @@ class CaptureReport:
 
 
 def largest_first(key: GraphKey) -> tuple[int, int, int]:
-    """Return a sort key that orders the largest graphs first, so that others reuse their memory."""
+    """Return a sort key that puts large graphs first, so that smaller ones reuse their memory."""
     own = key.descriptor
     return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
 

@@ -19,7 +19,8 @@ class Retries:
 
     def __init__(self) -> None:
         self._since_failure: Counter[GraphKey] = Counter()
-        # Number of steps that ran eager for any failed key: now, and at each key's last failure.
+        # Number of steps that ran eager because of any failed key: in total, and up to the last
+        # failure of each key.
         self._num_eager = 0
         self._eager_before: Counter[GraphKey] = Counter()
 

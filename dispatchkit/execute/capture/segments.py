@@ -2,8 +2,8 @@
 
 The step runs once. At each eager call, the capture of the segment ends and the segment is replayed,
 so that the call reads real values. The results of the call are copied to fixed memory, and the next
-segment begins. Segments without operations are not replayed, but they are kept, because their
-allocations stay in the pool only as long as one of its graphs lives.
+segment begins. A segment without operations is not replayed, but its graph is kept. Memory that the
+segment allocated stays in the pool only as long as a graph of the pool exists.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class SegmentRecorder:
         if _num_modes() != self._num_modes:
             raise CaptureError(
                 f"The eager call at {line} is inside a torch mode that the step has entered, such "
-                "as torch.device or a dispatch mode, but a replay would make the call outside the "
+                "as torch.device or a dispatch mode. A replay would make the call outside the "
                 "mode. Enter the mode inside the eager function.",
             )
         return self._call(capture, fn, args, kwargs, line)
@@ -205,7 +205,7 @@ class SegmentRecorder:
             capture.begin()
 
     def enter_block(self, line: str) -> None:
-        """Reject a ``with`` block.
+        """Reject a ``with eager_region():`` block.
 
         Raises:
             CaptureError: The block is not inside a function that runs eager.
@@ -294,7 +294,7 @@ class SegmentRecorder:
         return structure.build([one.value for one in stored])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor for replays, which also works outside inference mode.
+        """Return an alias of a tensor that replays can use, even outside inference mode.
 
         The alias does not keep memory of segments alive, so that graphs of all sizes can reuse it.
         This is safe, because a replay writes the memory before a call reads it, and nothing else
@@ -353,7 +353,7 @@ class Operators:
 
 
 class _OperatorBreaks(DispatchMode):
-    """Dispatch mode that passes the operators to break at to a recorder."""
+    """Dispatch mode in which a recorder makes the calls of the operators to break at."""
 
     def __init__(self, recorder: SegmentRecorder, operators: Operators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -1,7 +1,7 @@
 """Warmup of a key: run the step eager on dummy rows and record its properties.
 
-The warmup records the outside memory that the step writes, its memory use, and the batch dimension
-of its outputs. The caller's snapshot restores everything that the run changes.
+The warmup records which existing memory the step writes, how much memory it uses, and the batch
+dimension of its outputs. The caller's snapshot restores everything that the run changes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from dispatchkit.options import DERIVED
 if TYPE_CHECKING:
     from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 
-# Identifies keys that differ only in size, which share one watched warmup and one output layout.
+# An identifier that is equal for keys that differ only in size. The keys of a family share one
+# watched warmup and one output layout.
 Family = tuple[Any, ...]
 
 
@@ -61,13 +62,14 @@ class Warmups:
         lane: Lane to run on.
         row_count: Name of the input that contains the number of real rows, or None.
         axes: Inputs along the runner's axes, or None.
-        state: Declared state of the step. Its tensors are saved before warmups and restored.
+        state: Declared state of the step. Its tensors are saved before warmups and restored
+            afterward.
         slots: State of sessions, or None. Dummy rows do not change it.
         state_limit_bytes: Maximum number of bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Number of eager runs before each capture. The first run of each family is watched,
-            and calls functions wrapped in torch.compile uncompiled. If there are such functions, at
-            least one more run follows, unless the backend watches all captures.
+            and runs functions wrapped in torch.compile uncompiled. If the step calls any, at least
+            one more run follows, unless the backend watches all captures.
 
     Attributes:
         step: Step to warm up.
@@ -119,7 +121,7 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
-        # Families whose writes are all known, with fill (False) or a call's integers (True).
+        # Families whose writes are all known, for rows of fill (False) or of a call (True).
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
@@ -134,7 +136,7 @@ class Warmups:
     def forecast_bytes(self, key: GraphKey) -> int | None:
         """Return the expected memory of a key's graph in bytes; None if unknown.
 
-        The peak of the family's watched warmup is scaled in proportion to the size.
+        The peak memory of the family's watched warmup is scaled in proportion to the size.
         """
         known = self._peaks.get(family_of(key))
         return None if known is None else known[0] * key.num_tokens // known[1]
@@ -180,11 +182,11 @@ class Warmups:
         return num_bytes <= self._state_limit
 
     def may_write(self) -> bool:
-        """Return whether the step changes state or was not watched yet."""
+        """Return whether the step may change state; True before it was watched."""
         return not self._peaks or self.writes()
 
     def may_draw(self, key: GraphKey) -> bool:
-        """Return whether the step of a key draws random numbers or was not watched yet."""
+        """Return whether the step of a key may draw random numbers; True before it was watched."""
         return self._draws.get(family_of(key), True)
 
     def is_known(self, key: GraphKey) -> bool:
@@ -202,7 +204,7 @@ class Warmups:
         )
 
     def may_write_scratch(self) -> bool:
-        """Return whether dummy rows change state or scratch, or were not watched yet."""
+        """Return whether a run on dummy rows may change state or scratch."""
         has_written = any(True for _ in self.written())
         return not self._peaks or has_written or len(self._scratch) > 0
 
@@ -358,8 +360,8 @@ class Warmups:
         Args:
             key: Key to capture.
             outputs: Outputs of the step at the key's size.
-            other_sizes: Function that returns other sizes at which the step can run.
-            seen: A different number of rows and the outputs of the step for it, if available.
+            other_sizes: Function that returns further sizes that the step can run at.
+            seen: Another number of rows, with the outputs of the step for it, if available.
         """
         if not self._warmups:
             return None
@@ -386,7 +388,7 @@ class Warmups:
     def rounding(self, key: GraphKey) -> float | None:
         """Return the largest ``eps`` of the dtypes that the step computes.
 
-        It is 0 if all of them are integers, and None if no warmup was watched.
+        Return 0 if the step computes only integers, and None if no warmup was watched.
         """
         return self._rounding.get(family_of(key))
 
@@ -413,9 +415,9 @@ class Warmups:
     def needs_inference_mode(self) -> bool:
         """Return whether to capture in inference mode.
 
-        This is the case if the caller is in inference mode, or if the step reaches a tensor that
-        was created in inference mode, such as the cache of an engine. Such tensors cannot be
-        written outside inference mode.
+        Inference mode is needed if the caller is in it, or if the step reaches a tensor that was
+        created in it, for example in the cache of an engine. These tensors cannot be written
+        outside inference mode.
         """
         if torch.is_inference_mode_enabled() or any(one.is_inference() for one in self._declared):
             return True
@@ -435,8 +437,8 @@ class Warmups:
         Args:
             key: Key that runs in the block.
             snapshot: Snapshot that receives the written storages.
-            is_varied: Whether the step runs on integers of a call, which may cause other writes
-                than fill.
+            is_varied: Whether the step runs on the integers of a call. They may cause writes that
+                fill does not cause.
 
         Raises:
             CaptureError: The step wrote a tensor that is too large to be restored.
@@ -502,9 +504,9 @@ class Warmups:
             return self._backend.warmup(run, stream=self._lane.stream, iterations=iterations)
 
     def _shapes(self, views: dict[str, Any]) -> Any:
-        """Run the step to inspect its outputs, at a size that need not be captured.
+        """Return the outputs of the step for inputs of any size, to inspect their shapes.
 
-        Functions of torch.compile run uncompiled, and changes of Python state are undone.
+        Functions wrapped in torch.compile run uncompiled, and changes to Python state are undone.
         """
         with self.effects.undone(), force_eager():
             run = paced_warmup(self._lane, lambda: self.step(views))
@@ -530,8 +532,8 @@ class Warmups:
             outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
-                f"The step failed in a run with {counted(other, 'row')}, which measures its "
-                "outputs. Declare output_batch_dims to skip this run, or fix the step. It raised "
+                f"The step raised an error in a run with {counted(other, 'row')} that measures its "
+                "outputs. Fix the step, or declare output_batch_dims to skip this run. "
                 f"{type(error).__name__}: {error}",
                 key=str(key),
                 reason="output_layout",

@@ -22,8 +22,8 @@ from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 
-#: Index of an output, dimension of the output, index of the axis that determines the dimension's
-#: size, and the size's offset from the value of the axis.
+#: A dimension of an output whose size depends on an axis: index of the output, index of the
+#: dimension, index of the axis, and the size minus the axis value.
 AxisCut = tuple[int, int, int, int]
 
 
@@ -81,7 +81,7 @@ class AxisInputs:
                         "Correct the name, or add the axis to DispatchConfig(axes=...).",
                     )
         used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
-        # Axes that are dimensions of inputs; the others do not change shapes.
+        # Indices of the axes that are dimensions of inputs. Other axes do not change shapes.
         self._sizing = tuple(i for i, name in enumerate(self.names) if name in used)
         self._kept: dict[tuple[int, ...], InputSet] = {}
         self.smallest: InputSet = self.at(tuple(axis.buckets[0] for axis in self._axes))
@@ -104,7 +104,7 @@ class AxisInputs:
         return found
 
     def buckets(self, call: AxisCall) -> AxisBuckets:
-        """Return the bucket of each axis for a call; None if the value fits no bucket."""
+        """Return the bucket of each axis for a call; None for values that no bucket can serve."""
         found = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
         return tuple(
             axis.buckets[index - 1] if index else None
@@ -223,9 +223,9 @@ class AxisInputs:
                 found = run(self._named(inputs.names, tensors, other))
             except Exception as error:
                 raise CaptureError(
-                    f"The step failed in a run with {axis.name}={other[index]}, which measures its "
-                    "outputs. Declare the axis exact to skip this run, or fix the step. It raised "
-                    f"{type(error).__name__}: {error}",
+                    f"The step raised an error in a run with {axis.name}={other[index]} that "
+                    "measures its outputs. Fix the step, or declare the axis exact to skip this "
+                    f"run. {type(error).__name__}: {error}",
                     key=str(key),
                     reason="output_layout",
                 ) from error

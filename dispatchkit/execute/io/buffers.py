@@ -39,7 +39,7 @@ class InputBuffers:
         num_rows: Number of rows of each batched buffer.
         staging: Staging buffers of the host inputs; None if there are none.
         clean_from: First row of the range that is known to contain only fill in every batched
-            buffer. For host inputs with staging buffers, this means their pinned memory.
+            buffer. For host inputs with staging buffers, the range is in their pinned memory.
         clean_to: End of that range (exclusive).
         are_shared: Whether code outside the runner has access to the buffers, and may pass them as
             inputs.
@@ -94,7 +94,7 @@ class InputBuffers:
         """Return views of the first rows of batched buffers, and the other buffers whole.
 
         Raises:
-            ConfigError: The buffers have fewer rows.
+            ConfigError: The buffers have fewer than ``num_rows`` rows.
         """
         if not 0 <= num_rows <= self.num_rows:
             raise ConfigError(
@@ -134,7 +134,7 @@ class InputBuffers:
         Host inputs are copied from pinned memory.
 
         Raises:
-            InputError: The buffers have fewer rows.
+            InputError: The buffers have fewer than ``num_rows`` rows.
         """
         if not 0 <= num_rows <= self.num_rows:
             raise InputError(
@@ -157,9 +157,9 @@ class InputBuffers:
     def copy_overlapping(
         self, values: Sequence[Any], indices: Iterable[int] | None = None
     ) -> Sequence[Any]:
-        """Return a batch in which values that are in these buffers are replaced by copies.
+        """Return a batch in which copies replace values that are in these buffers.
 
-        Copying the batch into the buffers would otherwise overwrite them.
+        Otherwise, copying the batch into the buffers could overwrite a value before reading it.
 
         Args:
             values: Device tensors, and arrays for host inputs, in declared order.
@@ -260,7 +260,8 @@ def _address_of(array: Any) -> int:
         return 0
     if isinstance(owner, torch.Tensor):
         return owner.data_ptr()
-    address: int = array.__array_interface__["data"][0]  # slow: memory of another library
+    # Slow, but needed only for memory of another library.
+    address: int = array.__array_interface__["data"][0]
     return address
 
 

@@ -13,7 +13,7 @@ class CallReader:
     """The functions that read calls, selected once per runner.
 
     Args:
-        inputs: Static inputs; with axes, those at the smallest buckets.
+        inputs: Static inputs, at the smallest bucket of each axis.
         axes: Inputs along axes, or None without axes.
 
     Attributes:
@@ -23,8 +23,8 @@ class CallReader:
             node can read the inputs directly, or raises InputError.
         axes: Inputs along axes, or None without axes.
         has_host: Whether any input is in host memory.
-        is_special: Whether there are host inputs or axes, so that ``bind`` and ``check`` alone do
-            not read a call.
+        is_special: Whether there are host inputs or axes, so that reading a call takes more than
+            ``bind`` and ``check``.
     """
 
     def __init__(self, inputs: InputSet, axes: AxisInputs | None) -> None:

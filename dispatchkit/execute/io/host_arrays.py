@@ -37,7 +37,7 @@ def numpy_module() -> Any:
 
 @lru_cache(maxsize=64)
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that represents ``dtype`` in numpy: itself or an integer of its width."""
+    """Return ``dtype`` if numpy has it, otherwise an integer dtype of the same width."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -59,7 +59,7 @@ def as_array(tensor: torch.Tensor) -> Any:
 
 
 def host_array(value: Any, dtype: torch.dtype) -> Any:
-    """Convert the value of a host input to an array, or return it unchanged if impossible.
+    """Convert the value of a host input to an array; return it unchanged if this is impossible.
 
     Lists and numbers become arrays of ``dtype``. Arrays keep their dtype, which is validated later.
     """

@@ -1,4 +1,4 @@
-"""Choose how inputs are copied into a graph, before its capture.
+"""Choose, before a capture, how inputs are copied into the graph.
 
 If the backend supports copy nodes, the graph begins with one. A call then only sets the parameters
 of the node, and the launch copies the rows of small inputs and fills the padding rows of the
@@ -7,8 +7,8 @@ before the launch.
 
 The node copies either all host inputs of a graph or none of them. Calls write host inputs to the
 node's own data. The backend reads this data when the node is set, so the next call can write
-without waiting. Host inputs that do not fit are copied from pinned memory by the graph (see
-``staging``).
+without waiting. If the host inputs do not fit into the node, the graph copies them from pinned
+memory (see ``staging``).
 
 Other inputs are copied before the launch: large inputs, inputs batched along a dimension other
 than the first, and tensors whose memory cannot be read directly.
@@ -42,7 +42,7 @@ _ALIGNMENT = 16
 
 @attrs.define(eq=False, kw_only=True)
 class InputPath:
-    """The way that inputs are copied into one graph.
+    """The path that inputs take into one graph.
 
     Attributes:
         buffers: Buffers that the graph reads.
@@ -53,7 +53,7 @@ class InputPath:
         device_inputs: Indices of the device inputs that the node copies.
         host_offsets: Offset of each host input in the node's data. Empty if the node copies no
             host inputs.
-        why_copied: Why there is no node; empty if there is one.
+        why_copied: Why there is no copy node; empty if there is one.
         staging: Pinned memory that the graph copies host inputs from, or None.
         why_staged: Why ``staging`` is used.
         is_idle: Whether the node is disabled in the next launch.
@@ -74,7 +74,7 @@ class InputPath:
 
     @property
     def is_external(self) -> bool:
-        """Whether the graph was captured outside the runner and reads its own input buffers."""
+        """Whether the graph was captured outside the runner and reads buffers of its own."""
         return self.buffers is not self.source
 
     def record(self, stream: int) -> None:
@@ -107,8 +107,8 @@ class InputPath:
         code = self.node.stop()
         if code:
             raise ReplayError(
-                f"Disabling the copy node of a graph failed with CUDA error {code}. Earlier "
-                "work on the device may have failed; CUDA_LAUNCH_BLOCKING=1 helps to find it."
+                f"Disabling the copy node of a graph failed with CUDA error {code}. Earlier work "
+                "on the device may have failed. Set CUDA_LAUNCH_BLOCKING=1 to find the failed call."
             )
         self.is_idle = True
 
@@ -139,7 +139,7 @@ def copied_path(
     Args:
         buffers: Buffers that the graphs read.
         bucket: Number of rows that the graphs read.
-        why: Why there is no node.
+        why: Why there is no copy node.
         source: Buffers that in-place steps write; by default ``buffers``.
     """
     return InputPath(

@@ -23,12 +23,12 @@ from dispatchkit.execute.io.static_input import StaticInput
 # Maximum number of batch sizes whose expected properties are cached.
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
-# How often fast checks may be replaced before they are abandoned. Calls can differ in properties
-# that only the fast check compares, and building a new check for each would be expensive.
+# Number of times that fast checks may be replaced before they are abandoned. Calls can differ in
+# properties that only the fast check compares, and a new check for each call would be expensive.
 _MAX_REPLACED = 64
 # Compares all metadata of several tensors in one call, in a fifth of the time of reading the
 # properties one by one. It is an undocumented part of torch.compile. If it is missing or returns
-# False, the properties are read.
+# False, the properties are read one by one.
 TensorGuards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
@@ -157,7 +157,7 @@ class InputSet:
         return self._check_mixed if 0 < len(self.host) < len(self.names) else self._check_uniform
 
     def _check_tensors(self, values: Sequence[Any]) -> tuple[int, bool]:
-        """Validate device inputs by comparing them with an earlier call of this size."""
+        """Validate device inputs by comparing them with an earlier call of the same size."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             known = self._quick.get(rows)
@@ -176,7 +176,7 @@ class InputSet:
         return rows, False
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """Store two fast checks for calls of this size: contiguous tensors, and any strides."""
+        """Store a fast check for contiguous tensors of this size, and one for any strides."""
         if self._num_replaced >= _MAX_REPLACED:
             self._quick.clear()
             return

@@ -3,8 +3,8 @@
 The batch dimension of an output is declared with ``output_batch_dims`` or measured. To measure it,
 the step runs at two sizes, and the dimension that equals the size in both runs is the batch. A
 single run would not be enough, because another dimension may happen to have that size. An output is
-*open* if two dimensions may be the batch, or if another dimension changes. Open outputs cannot be
-cut, so only full buckets replay.
+*open* if two dimensions may be the batch, or if a dimension other than the batch changes. Open
+outputs cannot be cut, so only full buckets replay.
 
 All graphs of a lane write their outputs to the same memory, because a lane runs one step at a time.
 """
@@ -40,13 +40,13 @@ class LeafLayout:
     """The layout of one leaf of the outputs.
 
     Attributes:
-        kind: ``tensor``; ``open``, a tensor that cannot be cut; ``value``, a Python value that may
-            depend on the number of rows; ``rows``, a number declared to be the number of rows;
-            ``constant``, a constant Python value; or ``kept``, part of an object that the step
-            keeps.
+        kind: One of ``tensor``, ``open`` (a tensor that cannot be cut), ``value`` (a Python value
+            that may depend on the number of rows), ``rows`` (the number of rows, as declared),
+            ``constant`` (a constant Python value) and ``kept`` (part of an object that the step
+            keeps).
         shape: Shape of a tensor, with None as its batch dimension.
         dtype: Data type of a tensor.
-        value: Constant, or an example of a ``value``.
+        value: The Python value of a ``constant``; an example for a ``value``.
     """
 
     kind: str
@@ -116,7 +116,7 @@ class OutputLayout:
         """Return the Python values in outputs computed on ``size`` rows, by leaf index.
 
         Raises:
-            CaptureError: The outputs have a different layout.
+            CaptureError: The outputs do not have this layout.
         """
         leaves, structure = flatten(outputs)
         fits = structure == self.structure and len(leaves) == len(self.leaves)
@@ -135,7 +135,7 @@ class OutputLayout:
 def _undeclared(index: int, problem: str) -> CaptureError:
     return CaptureError(
         f"Output {index} {problem}. Declare which dimension is the batch with "
-        "output_batch_dims (an index, or None for outputs without one).",
+        "output_batch_dims (its index, or None for outputs without a batch dimension).",
         reason="output_layout",
     )
 

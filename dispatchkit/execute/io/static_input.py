@@ -95,8 +95,8 @@ class StaticInput:
             ``"requests + 1"``.
         dtype: Data type, as a torch dtype or its name.
         fill: Value of padding rows in warmups, captures and replays. ``"last"`` repeats the last
-            value of the call. It is allowed for inputs along an axis that are not batched, such as
-            offsets of packed sequences, where it makes the padding sequences empty.
+            value of the call, and is allowed only for unbatched inputs along an axis. For offsets
+            of packed sequences, ``"last"`` makes the padding sequences empty.
         host: Whether calls pass the input in host memory, as a numpy array, a CPU tensor (pinned or
             not) or a list. The graph then includes its copy to the device.
     """
@@ -157,7 +157,7 @@ class StaticInput:
         return torch.full(self.sized(num_rows), self.fill_value, dtype=self.dtype, device=device)
 
 
-#: Calls a function that creates a tensor, and decides which memory pool the tensor is in.
+#: Function that calls its argument to create a tensor, and chooses the tensor's memory pool.
 Allocate = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
@@ -169,8 +169,8 @@ def allocate_default(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, StaticInput]:
     """Derive static inputs from example tensors.
 
-    Inputs whose dimension 0 has the same size as that of the first tensor are batched along it. If
-    an unbatched input happens to have that size, declare ``inputs`` instead.
+    An input is batched along dimension 0 if this dimension has the same size as in the first
+    tensor. If an unbatched input happens to have that size, declare ``inputs`` instead.
 
     Raises:
         InputError: A value is not a tensor, or the first tensor has no dimensions.

@@ -38,7 +38,8 @@ class _Object:
     Attributes:
         cls: Class of the object.
         names: Names of the object's attributes.
-        inside: Structure of the list of its items, if any, followed by its attribute values.
+        inside: Structure of a list that contains the object's items, if any, and then its attribute
+            values.
         own: The object itself if the step keeps it and returns it every time, otherwise None.
     """
 
@@ -208,7 +209,8 @@ def _is_flattened(value: Any, around: tuple[int, ...]) -> bool:
     if dataclasses.is_dataclass(cls) or attrs.has(cls) or isinstance(value, _BUILTIN_BASES):
         return True
     is_library = (cls.__module__ or "").partition(".")[0] in _LIBRARIES
-    # A class that defines __reduce__ may have state besides its attributes, which would be lost.
+    # A class that defines __reduce__ may have state besides its attributes. Flattening would lose
+    # that state.
     is_plain = cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
     return not is_library and is_plain and _base_of(cls) is object
 

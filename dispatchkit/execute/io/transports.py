@@ -26,7 +26,7 @@ _copy: Any = torch._foreach_copy_  # Any, because its stub accepts only lists an
 
 
 class Transport(Protocol):
-    """Protocol of a copy of batches of one size into the static input buffers of one graph.
+    """Protocol for copying batches of one size into the static input buffers of one graph.
 
     Both methods are called under the runner's lock, immediately before the launch. The graph then
     reads the rows of the batch, followed by fill up to its bucket.
@@ -64,8 +64,8 @@ class Transport(Protocol):
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
     """Return the transport that copies batches of ``num_rows`` rows into a graph."""
-    # Used even after a failure of the node, which must be stopped: a launch must not copy inputs of
-    # an earlier call.
+    # Even a node that failed needs its transport, which stops it. Otherwise a launch would copy
+    # inputs of an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
     return _without_node(path, num_rows)
@@ -74,7 +74,7 @@ def transport_of(path: InputPath, num_rows: int) -> Transport:
 def _without_node(
     path: InputPath, num_rows: int, indices: Sequence[int] | None = None
 ) -> CopyTransport | StagedTransport:
-    """Return a transport for all or some inputs that does not use the node."""
+    """Return a transport that copies all or some inputs without the node."""
     buffers, bucket = path.buffers, path.bucket
     if path.staging is not None:
         return StagedTransport(buffers, path.staging, num_rows, bucket, indices=indices)

@@ -8,9 +8,8 @@ import torch
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a device tensor that does not own its memory.
 
-    Weak outputs are such aliases, so the allocator may reuse their memory for later graphs of the
-    pool. A CPU tensor itself is returned: its memory, once freed, could be given back to the
-    system, and an alias of it would be invalid.
+    The allocator may reuse the memory of such outputs for later graphs of the pool. A CPU tensor is
+    returned unchanged, because its freed memory could be returned to the system.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor

@@ -26,7 +26,7 @@ from dispatchkit.observe.counters import StepCounters
 
 
 class CalibrationRuns:
-    """A runner of the calibration runs that a policy requests.
+    """The calibration runs that a policy requests.
 
     Args:
         dispatcher: Dispatcher of the policy.
@@ -63,10 +63,10 @@ class CalibrationRuns:
 
         The policy's ``calibration_runs(graphs)`` is called until it returns no more runs. Each
         requested run is made twice, on dummy rows: on an idle stream, and then directly after the
-        previous step. The second eager run follows a replay of the largest graph, so that the
-        device is still busy when the submission ends. The runs are not counted, and state that the
-        step changes is restored. With axes there are no calibration runs, because only the
-        dispatcher translates axes for the policy.
+        previous step. If the step runs eager, the second run follows a replay of the largest graph,
+        so that the device is still busy when the host has submitted the step. The runs are not
+        counted, and state that the step changes is restored. With axes there are no calibration
+        runs, because only the dispatcher translates axes for the policy.
 
         Returns:
             The number of steps run.
@@ -83,8 +83,8 @@ class CalibrationRuns:
                 try:
                     steps += self._run_all(runs)
                 except ReplayError:
-                    # The graph is marked as failed and state is restored. The capture succeeds,
-                    # because no step of the caller has failed.
+                    # The graph is marked as failed, and the state is restored. The capture itself
+                    # succeeds, because no step of the caller has failed.
                     break
         return steps
 
@@ -111,7 +111,7 @@ class CalibrationRuns:
         largest = max(live.items(), key=lambda item: item[0].num_tokens, default=None)
         for run in runs:
             if any(key not in self._lifecycle.live() for key in run.decision.keys):
-                continue  # not captured for calibration in a lazy runner
+                continue  # a lazy runner captures no graph only for calibration
             ceiling, uniform, loras, num_tokens = cell_of_batch(dispatcher.config, run.batch)
             tensors = self._sample(num_tokens)
             ahead: Callable[[], Any] | None = None

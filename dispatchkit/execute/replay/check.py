@@ -41,13 +41,13 @@ class CheckWarning(RuntimeWarning):
 
 
 class Checker:
-    """A checker that compares some replays with eager.
+    """The comparisons of some replays with eager.
 
     Args:
         every: Compare every n-th replay, or with ``FIRST`` the first replay and the first padded
             replay of each graph.
         snapshot: Function that returns a snapshot of the state known to change in a step.
-        state: Function that returns that state.
+        state: Function that returns the storages of this state, by name.
         facts: Function that returns the current addresses and numbers used by the step.
         save_rows: Function that saves the rows of a step's sessions, if there are slots.
 
@@ -97,10 +97,10 @@ class Checker:
         eager: Callable[[], Any],
         tensors: Sequence[Any] | None,
     ) -> tuple[Any, str]:
-        """Run a step by replay and eager from the same state, and compare.
+        """Replay a step, run it eager from the same state, and compare the two.
 
-        A graph that also draws random numbers for padding draws different numbers from eager. In
-        that case only the graph runs.
+        A graph that also draws random numbers for padding draws different numbers than eager. In
+        that case, only the graph runs.
 
         Args:
             step: Captured key. Its outputs in the lane's memory are overwritten first, which
@@ -123,9 +123,9 @@ class Checker:
                 leaf.fill_(_poison(leaf.dtype))
         hits = step.hits
         got = replay()
-        if step.hits == hits:  # it ran eager because a guard or the launch failed
+        if step.hits == hits:  # the step ran eager, because a guard or the launch failed
             return got, ""
-        # Only known after the first replay if the capture was not watched.
+        # If the capture was not watched, only the first replay shows whether the graph draws.
         is_padded = num_tokens != step.key.num_tokens
         if is_padded and any(one.has_random_state for one in step.graphs):
             return got, ""

@@ -1,9 +1,10 @@
 """Compare the state that a step changes, in check mode.
 
 Padding rows may write to a sink that no row of a batch uses, and eager does not write there. The
-sink need not be declared: it consists of the elements that only padding has changed. If rows of a
-batch have also changed an element, the fill value of some input points to state in use. Changes in
-unchecked steps (``check`` above 1 or ``"first"``, other runners) are not recorded.
+sink need not be declared: it consists of the elements that only padding has changed. If padding
+changes an element that rows of a batch have also changed, the fill value of an input points to
+state in use. Changes in unchecked steps (``check`` above 1 or ``"first"``, other runners) are not
+recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Differences:
     Attributes:
         number: Number of elements that differ.
         first: Index of the first element that differs.
-        is_any_by_rows: Whether the eager run changed any of them in this step.
+        is_any_by_rows: Whether the eager run changed any of these elements in this step.
     """
 
     number: int = 0
@@ -74,7 +75,7 @@ class StateCheck:
     def difference(
         self, before: Snapshot, replayed: Mapping[str, torch.Tensor], *, is_padded: bool
     ) -> str:
-        """Describe differences of the current state from the replay's; empty if equal.
+        """Describe how the current state differs from that after the replay; empty if equal.
 
         Args:
             before: State before the step, from which both runs started.
@@ -117,7 +118,7 @@ class StateCheck:
                     self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
-        """Describe differing sizes, and reset the record of changed elements."""
+        """Describe a change in size, and reset the record of changed elements if there is one."""
         changed = self._changed.get(name)
         before = old if changed is None else changed
         sizes = [one.numel() for one in (before, old, got, want)]

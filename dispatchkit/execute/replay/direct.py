@@ -42,7 +42,7 @@ def refused(code: int, step: CapturedKey) -> LaunchError:
 
 
 def noting(launch: LaunchCall, staging: StagingBuffers, lane: Lane) -> LaunchCall:
-    """Return a launch function that also records the read of staging memory."""
+    """Return a launch function that also records that the launch reads staging memory."""
 
     def launch_and_note(graph: Any, stream: Any) -> int | None:
         code = launch(graph, stream)

@@ -32,20 +32,20 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 
 _ABOUT_PADDING = (
-    " If its rows depend on each other, padding changes the result: declare fill values, use "
+    " If rows depend on each other, padding changes the result: declare fill values, use "
     "row_count, or capture the exact sizes."
 )
 
 
 class EagerRunner:
-    """The runner of eager steps, which counts a reason for each.
+    """The runner of eager steps, which counts a reason for each step.
 
     Plans call it for steps without a graph, and to disable graphs whose replay failed or differed
     from eager.
 
     Args:
         warmups: Warmups that record the state that the step changes.
-        inputs: Static inputs; with axes, those of the smallest buckets.
+        inputs: Static inputs, at the smallest bucket of each axis.
         axes: Inputs with axes, or None.
         row_count: Name of the input that receives the number of real rows, if any.
         lane: Lane that orders eager steps and replays.
@@ -56,7 +56,7 @@ class EagerRunner:
 
     Attributes:
         strict: As given; may be changed while serving.
-        exact: Only decision that the current step may run under; None for any.
+        exact: The only decision that the current step may run under; None allows any.
         num_runs: Number of steps that ran eager.
     """
 
@@ -83,10 +83,10 @@ class EagerRunner:
         self.num_runs: int = 0
 
     def is_plain(self) -> bool:
-        """Return whether an eager step only calls the step, without gradients.
+        """Return whether running a step eager only calls the step, without gradients.
 
-        This is the case if no input is copied to the device, no state must be ordered between
-        streams, results are not compared, and eager steps are allowed.
+        This is the case if no input is copied to the device, no changes to state must be ordered
+        between streams, results are not compared, and eager steps are allowed.
         """
         return (
             self._axes is None
@@ -102,7 +102,7 @@ class EagerRunner:
     def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run a validated call without counting it.
 
-        ``tensors`` is None for a step on the contents of the static inputs.
+        ``tensors`` is None for an in-place step, which reads the static inputs.
         """
         self._lane.tick += 1
         self.num_runs += 1
@@ -184,7 +184,8 @@ class EagerRunner:
             )
         warn_at_call(
             f"Steps run eager (reason: {reason}); the first had {what}. {have} "
-            "Warned once; runner.stats() counts them, print(runner) shows them for each graph.",
+            "Warned once; runner.stats() counts these steps, and print(runner) shows the counts "
+            "for each graph.",
             EagerStepWarning,
         )
 
@@ -195,7 +196,7 @@ class EagerRunner:
         return self._lifecycle.is_under_way(missed)
 
     def _next_step(self, reason: str, missed: GraphKey | None) -> str:
-        """Return the next step for a downgrade, with details of a failed key."""
+        """Return advice about a downgrade, with details of a failed key."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
         if (what == reason and reason in REFUSED_CAPTURES) or (
@@ -210,9 +211,9 @@ class EagerRunner:
         """Warn once that a step that draws random numbers is padded."""
         if self._once.first(PADDED_DRAWS):
             warn_at_call(
-                f"{PADDED_DRAWS} The first had {counted(num_tokens, 'token')}, in {key}. If that "
-                "matters, capture the exact sizes, or draw outside the step. Warned once; "
-                "runner.explain() reports it for a batch.",
+                f"{PADDED_DRAWS} The first padded step had {counted(num_tokens, 'token')}, in "
+                f"{key}. If different numbers matter, capture the exact sizes, or draw outside the "
+                "step. Warned once; runner.explain() reports this for a batch.",
                 PaddedDrawsWarning,
             )
 
@@ -283,7 +284,7 @@ class EagerRunner:
                 f"capture ({different.problem}), so a step of {counted(num_tokens, 'token')} ran "
                 "eager. Return the same shapes, types and strides every time, or move more of the "
                 "step into the eager call. Warned once for each line; "
-                "runner.stats().differing_calls counts them.",
+                "runner.stats().differing_calls counts these calls.",
                 EagerStepWarning,
             )
         return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)

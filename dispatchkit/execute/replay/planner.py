@@ -42,7 +42,8 @@ class Planner:
     """A factory of plans for the decisions in the dispatcher's table.
 
     Args:
-        dispatcher: Dispatcher; a weak reference, because its table holds the plans.
+        dispatcher: Dispatcher. The reference is weak, because the dispatcher's table holds the
+            plans.
         lifecycle: Life cycle of the lane's graphs.
         lane: Lane of the steps.
         eager: Runner of eager steps.
@@ -243,7 +244,7 @@ class Planner:
         return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
     def specific_reason(self, reason: str, missed: GraphKey | None = None) -> str:
-        """Return the dispatcher's reason, or a more specific one.
+        """Return the dispatcher's reason, or a more specific reason if one is known.
 
         Args:
             reason: Reason of an eager decision.

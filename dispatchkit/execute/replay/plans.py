@@ -32,7 +32,7 @@ from dispatchkit.observe.counters import StepCount
 
 
 class _Again:
-    """The return value of a plan that has not run the step; look up the decision again."""
+    """Result of a plan that has not run the step; the caller looks up the decision again."""
 
 
 AGAIN: Final = _Again()
@@ -212,8 +212,8 @@ class GraphPlan:
     """A plan that replays a captured step: the hot path.
 
     The first run prepares and caches views of inputs and outputs at the unpadded size, the launch
-    function, and the function that builds the result. Each later step runs the guards, copies the
-    inputs, launches the graph and counts.
+    function, and the function that builds the result. Each later step compares the guards, copies
+    the inputs, launches the graph and updates the counter.
 
     Args:
         step: Captured key.
@@ -246,8 +246,8 @@ class GraphPlan:
         self._lane, self._values = step.lane, step.values
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = guard.watched(step.guard)
-        # None for a launch by the graph's replay(). A bound method of the plan would create a
-        # reference cycle.
+        # None if the graph is launched by its replay(). A bound method of the plan in place of None
+        # would create a reference cycle.
         self._launch: LaunchCall | None = None
         self._graph: Any = None
         self._chain: Chain | None = None
@@ -361,7 +361,7 @@ class GraphPlan:
         self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
-        """Cache the result if all calls can return the same one, or its builder."""
+        """Cache the result if all calls may return the same object; otherwise cache its builder."""
         structure = self.step.layout.structure
         if self._is_owned and any(self.step.clones):
             if structure.is_leaf:
@@ -575,7 +575,7 @@ class CheckedPlan:
         return result
 
     def _own(self, result: Any) -> Any:
-        """Return a result that is not in the memory of the graphs."""
+        """Return a result, copied if it is in the memory of the graphs."""
         step, leaves = self._replay.step, leaves_of(result)
         if self._is_owned or len(leaves) != len(step.clones):
             return result

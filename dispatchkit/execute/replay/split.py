@@ -111,7 +111,7 @@ class SplitPlan:
             readable: As returned by the check of the inputs.
 
         Raises:
-            InputError: The step is in place, and there are axes or it is larger than the buffers.
+            InputError: The step is in place, but has axes or is larger than the buffers.
         """
         parts, lane = self._parts, self._lane
         if any(part.step.released for part in parts):
@@ -130,9 +130,9 @@ class SplitPlan:
         return self._run(tensors, stream, readable)
 
     def _run_open_proofs(self, tensors: Any) -> bool:
-        """Run open proofs with a call's integers; return whether one ended.
+        """Run open proofs with the integers of a call; return whether any proof ended.
 
-        Proofs run before the first part, because a graph refused later would end the step.
+        Proofs run before the first part, because refusing a graph later would end the step.
         """
         # A trial on one rank would run collectives without the other ranks.
         if self.eager.exact is not None:
@@ -294,10 +294,10 @@ class LazySplitPlan:
 def in_place(inputs: InputSet | AxisInputs, lane: Lane, num_tokens: int) -> Sequence[Any]:
     """Return copies of the inputs of an in-place step.
 
-    The parts of a split batch overwrite the buffers.
+    Copies are needed because the parts of a split batch overwrite the buffers.
 
     Raises:
-        InputError: The step is larger than the buffers, or there are axes.
+        InputError: The step has axes, or is larger than the buffers.
     """
     if isinstance(inputs, AxisInputs):
         raise in_place_error(inputs.names)

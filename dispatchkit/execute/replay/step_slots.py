@@ -21,7 +21,7 @@ class StepSlots:
     Args:
         name: Name of the input with the slots.
         state: State of the slots.
-        inputs: Static inputs; with axes, those of the smallest buckets.
+        inputs: Static inputs, at the smallest bucket of each axis.
         lane: Lane whose buffers hold the slots of in-place steps.
     """
 
@@ -56,7 +56,7 @@ class StepSlots:
 
 
 class SlotPlan:
-    """A plan that validates the slots of a step before it runs.
+    """A plan that validates the slots of a step before the step runs.
 
     Args:
         plan: Plan that runs the step.

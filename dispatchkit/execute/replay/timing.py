@@ -25,17 +25,18 @@ from dispatchkit.keys.checks import check_count
 
 # Maximum number of unread measurements; the oldest are dropped.
 MAX_PENDING = 256
-#: Number of steps with a timed, steady decision per measured step.
+#: Number of steps from one measurement to the next, for timed decisions that are not one-shot.
 SAMPLE_EVERY = 16
 
 #: Fraction of the host time that counts as the time of a step if the host is slower than the
 #: device. It is below 1 because the device does not always wait for the host.
 HOST_SHARE = 0.9
 
-# Number of times kept per graph and per size of eager steps, for explanations.
+# Number of measured times kept for each graph and each size of eager steps, for explanations.
 KEPT_TIMES = 64
 
-# Number of host times of submissions without a wait, kept per graph and for eager steps.
+# Number of submission times kept for each graph and for eager steps. They exclude submissions that
+# may have waited for the device.
 KEPT_SUBMITS = 16
 
 T = TypeVar("T")
@@ -84,10 +85,12 @@ class Timings:
             slower pace. The reference is weak, because the dispatcher's table holds the plans,
             which reference this object.
         lane: Lane that counts the steps.
-        sample_every: Number of steps with a timed, steady decision per measured step.
+        sample_every: Number of steps from one measurement to the next, for timed decisions that are
+            not one-shot.
 
     Attributes:
-        due: Tick of the lane from which the next step with such a decision is measured.
+        due: Tick of the lane. The first step at or after this tick is measured if its decision is
+            timed.
         is_held: Whether outcomes are held back after a step, because learning would delay the next
             step.
     """
@@ -137,20 +140,20 @@ class Timings:
         return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
 
     def hold_in_this_step(self) -> None:
-        """Hold outcomes back after this step, because creating a plan delays it already."""
+        """Hold outcomes back after this step, which the creation of a plan already delays."""
         self._held_step = self._lane.tick + 1
 
     def first_eager_step(self, batch: Batch) -> int:
         """Return the number of the first eager step of the batch's size.
 
-        If there was no such step, the next step is recorded as the first.
+        If no eager step of this size has run, the next step is recorded as the first.
         """
         return self._first_eager.setdefault(batch.num_tokens, self._lane.tick + 1)
 
     def finish(self, measurement: Measurement) -> None:
         """Mark the end of a step, and pass on outcomes of finished steps.
 
-        The device has work at that moment, so learning delays it least.
+        At that moment the device still has work, so learning is least likely to leave it idle.
         """
         measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.was_ahead = measurement.queued and not measurement.start.query()
@@ -225,9 +228,9 @@ class Timings:
     def _host_us(self, done: Measurement) -> float:
         """Return the time that the host took to submit a step.
 
-        A stream holds about a thousand launches. A host that is so far ahead waits inside a launch
-        until earlier steps have run. Only submissions during which the device reached the step have
-        a reliable time.
+        A stream holds about a thousand launches. A host that is that far ahead waits inside a
+        launch until earlier steps have run. The time of a submission is reliable only if the device
+        reached the step during the submission.
         """
         known = self._submits.setdefault(done.decision.keys, deque(maxlen=KEPT_SUBMITS))
         if not done.was_ahead:

@@ -30,7 +30,7 @@ for _name in ("graph_break", "eager_begin", "eager_end"):
 
 
 class Breaker(Protocol):
-    """Protocol of a handler for the marks that a step reaches in a capture."""
+    """Protocol for objects that handle the marks a step reaches in a capture."""
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
         """Call a function that must run eager, and return the result for the step.
@@ -65,7 +65,7 @@ _current = _Current()
 
 @contextmanager
 def use_breaker(breaker: Breaker | None) -> Iterator[None]:
-    """Handle the marks that this thread reaches with a breaker; None restores eager behaviour."""
+    """Let a breaker handle the marks that this thread reaches; None restores eager behavior."""
     before, _current.breaker = _current.breaker, breaker
     try:
         yield
@@ -100,9 +100,9 @@ def eager_region(fn: Any = None) -> Any:
     In FULL, marked code is part of the single graph.
 
     - To mark a function, use the decorator ``@eager_region`` or ``eager_region(fn)(...)``. Each
-      replay calls the function with the tensors of the capture, which then contain the values of
-      the step, and with the other arguments of the capture. Its results must have the same shapes,
-      dtypes and strides as in the capture; otherwise the step runs eager.
+      replay calls the function with the arguments of the capture, whose tensors then contain the
+      values of the current step. Its results must have the same shapes, dtypes and strides as in
+      the capture; otherwise the step runs eager.
     - To mark a block, use ``with eager_region():``. This is supported by ``split_module`` and the
       ``torch.compile`` backend. A capture without tracing rejects blocks, because a replay cannot
       run them again.

@@ -25,7 +25,7 @@ class Guard:
     Args:
         device_type: Device type whose autocast state is read.
         modules: Modules of the step, whose training flags and weight addresses are read. One weight
-            represents all weights of a module, because ``.to()`` moves them together. Changes of a
+            represents all weights of a module, because ``.to()`` moves them together. Changes to a
             single submodule are detected only in check mode.
 
     Attributes:
@@ -40,7 +40,7 @@ class Guard:
             self.add(module)
 
     def add(self, module: torch.nn.Module) -> None:
-        """Add a module that is discovered later, before the first capture."""
+        """Add a module; must be called before the first capture."""
         # Frozen script modules have no training flag.
         if module not in self.modules and hasattr(module, "training"):
             self.modules += (module,)

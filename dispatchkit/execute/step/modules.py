@@ -12,7 +12,7 @@ import torch
 
 
 def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules that a callable refers to, including itself.
+    """Return the modules that a callable refers to, including the callable itself.
 
     The search includes the callable itself, the owner of a method, its closure, its globals, and
     arguments bound by ``partial``. It also includes attributes of these objects that the code

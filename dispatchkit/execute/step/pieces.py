@@ -2,8 +2,8 @@
 
 Each piece receives the static inputs in its signature as keyword arguments. Every piece but the
 first also receives the result of the previous piece as its first argument. In FULL, all pieces
-together are one graph. In PIECEWISE, each graph piece is a graph, and eager pieces run between them
-on padded tensors. In NONE, all pieces run eager at the exact size.
+together are one graph. In PIECEWISE, each graph piece is a graph, and eager pieces run between the
+graphs, on padded tensors. In NONE, all pieces run eager at the exact size.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Step:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules that are pieces, own pieces as methods, or are named in their code."""
+        """The modules that the pieces refer to, including pieces that are modules."""
         found = [module for piece in self.pieces for module in held_modules(piece.fn)]
         return list({id(module): module for module in found}.values())
 

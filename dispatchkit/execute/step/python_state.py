@@ -1,9 +1,9 @@
 """Record, compare and restore the Python state that a step reaches.
 
-A graph replays kernels but no Python. A step that assigns an attribute, counts, appends to a list
-or rebinds a global therefore computes something different when it is replayed, and a warmup on
-dummy rows changes its state. ``PythonState`` records every container that the step reaches before a
-run. ``changes`` lists the entries that the run changed, and ``restore`` restores them.
+A graph replays kernels but no Python. A step that assigns an attribute, increments a counter,
+appends to a list or rebinds a global therefore computes different results in a replay. A warmup on
+dummy rows would also change this state. Before a run, ``PythonState`` records every container that
+the step reaches. ``changes`` lists the entries that the run changed, and ``restore`` restores them.
 
 The walk starts at the modules of the step, the object that a method is bound to, closure cells,
 globals that the code names, defaults, and arguments bound by ``partial``. From each object it
@@ -40,7 +40,7 @@ MAX_CONTAINERS: Final = 50_000
 _Class = TypeVar("_Class")
 
 MISSING: Final = object()
-"""Marker of a missing entry."""
+"""Marker for a missing entry."""
 
 #: Marks the end of a view, so that an item that moves from one container to the next is detected.
 _END: Final = (object(),)
@@ -116,7 +116,7 @@ class Entry:
         self.set(self.before)
 
     def set(self, value: Any) -> None:
-        """Set the entry, or remove it for ``MISSING``, if it can be restored."""
+        """Set the entry, or remove it if ``value`` is ``MISSING``; skip read-only entries."""
         if self.record.kind.write is not None:
             self.record.kind.write(self.record.target, self.key, value)
 
@@ -154,8 +154,7 @@ class PythonState:
 
     Args:
         roots: Callables and objects where the walk starts, by their names in reports.
-        is_excluded: Function that returns whether an object is not part of the step; None excludes
-            nothing.
+        is_excluded: Function that returns whether the walk skips an object; None skips nothing.
 
     Attributes:
         modules: Modules that the step reaches.
@@ -171,7 +170,7 @@ class PythonState:
         self._callables: list[Any] = []
         self._kept: list[Any] = []
         self._classes: set[type] = set()
-        # Classes of objects that the step may call directly, rather than only by a method.
+        # Classes of objects that the step may call directly, not only through a method.
         self._called: set[type] = set()
         self._names: set[str] | None = None
         self._values_read: tuple[Entry, ...] | None = None
@@ -268,8 +267,8 @@ class PythonState:
         """Return the entries that the code of the step names.
 
         Functions are followed by name. Methods that ``forward`` does not name, directly or
-        indirectly, are excluded with everything that only they read. An example is the loop of a
-        server.
+        indirectly, are excluded, as is everything that only they read. For example, the loop of a
+        server is excluded.
         """
         names = self._names_read()
         if names & _DYNAMIC:  # the code may access any attribute by a computed name
@@ -355,11 +354,11 @@ class _Node:
         value: The object.
         path: Expression that reaches the object.
         owner: Name of the class or function that refers to the object, for messages.
-        site: Class or function itself, whose code is searched for the line that writes.
+        site: That class or function. Its code is searched for the line that writes an entry.
         is_entry: Whether the object is an entry of a container, rather than a root or named by a
             function.
-        is_installed: Whether the object was found in the code of an installed package. Of its
-            globals, only plain containers are followed, because a package names much of itself.
+        is_installed: Whether the object was found in the code of an installed package. Only builtin
+            containers are followed from there, because a package names most of its own code.
         is_method: Whether the object is a function defined in a class.
         is_owner: Whether the object was found because a method is bound to it, so that the step
             need not call the object itself.
@@ -653,7 +652,7 @@ def _get_attribute(target: Any, name: str) -> Any:
 
 @attrs.frozen
 class _LazyMap:
-    """An iterable that calls a function for each of its arguments, in every iteration."""
+    """An iterable that maps a function over its arguments anew in each iteration."""
 
     get: Callable[..., Any]
     arguments: tuple[Iterable[Any], ...]
@@ -753,7 +752,7 @@ class _Contents:
 
 
 def _whole(read: Callable[[Any], Any], write: Callable[[Any, Any], Any] | None) -> Kind:
-    """Return a kind of object that is compared and restored as a whole."""
+    """Return a kind whose objects are compared and restored as a whole."""
     put = None if write is None else (lambda one, _key, saved: write(one, saved.value))
     return Kind(lambda one: {"": _Contents(read(one))}, put, _itself, is_entered=False)
 
@@ -787,7 +786,7 @@ def _iterator(one: Any) -> Any:
 
 
 def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
-    """Return a key of an iterator's referents that changes when the iterator advances."""
+    """Describe the referents of an iterator; the result changes when the iterator advances."""
     return [
         value
         if is_plain(value)
@@ -893,7 +892,7 @@ def _kind_of(value: Any) -> Kind | None:
 def _of_attributes(value: Any, path: str) -> Iterator[Record | _Node]:
     """Yield the attributes, slots and class of an object.
 
-    Of library objects, only torch modules and attribute containers are entered, because the others
+    Library objects other than torch modules and attribute containers are not entered, because they
     have internal state, such as the cache of a logger. Runners and objects declared as bookkeeping
     are not state of the step.
     """

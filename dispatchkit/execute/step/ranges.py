@@ -10,7 +10,7 @@ from dispatchkit.observe.timeline import span_name
 
 
 class NvtxRanges:
-    """Step watcher that pushes an NVTX range per step, named by its graph or reason for eager.
+    """Step watcher that pushes an NVTX range per step, named after its graph or eager reason.
 
     Example: ``runner.taps.watch_steps(NvtxRanges())``, under ``nsys profile``.
 

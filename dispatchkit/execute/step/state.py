@@ -2,14 +2,14 @@
 
 A warmup runs the step on dummy rows, so everything that it writes must be restored: tensors that
 the user declared as state, random generators, and undeclared tensors. Undeclared writes are
-detected in the first warmup by a torch dispatch mode. Before an operation writes a storage that the
-step did not create, the storage is saved, up to a limit.
+detected in the first warmup by a torch dispatch mode. Before an operation writes to a storage that
+the step did not create, the storage is saved, up to a limit.
 
-Functions of torch.compile run uncompiled in this warmup, because the dispatch mode only sees
-uncompiled operations.
+Functions wrapped in torch.compile run uncompiled in this warmup, because a dispatch mode does not
+intercept the operations of compiled code.
 
-Writes of kernels that are launched without an operator, or whose operator does not declare them as
-mutations, are not detected.
+A write is not detected if its kernel is launched without an operator, or if the operator does not
+declare the write as a mutation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dispatchkit.keys.checks import refuses_unknown_names
 
 
 def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
-    """Convert a list of tensors to a tuple; reject a tensor, which would be split into rows."""
+    """Convert a list of tensors to a tuple; reject a single tensor, which is also iterable."""
     if isinstance(value, torch.Tensor):
         hint = f"Put the tensor into a list: {name}=[cache]."
         raise ConfigError(name, value, "a list of tensors", hint)
@@ -248,23 +248,23 @@ class CompiledCode:
 
 
 class WriteWatch(OperationMode):
-    """Dispatch mode that records the outside writes and the peak memory of a run.
+    """Dispatch mode that records writes to existing memory and the peak memory of a run.
 
     Args:
         inputs: Storages of the static inputs, which the step must not write.
         ignore: Storages that the step may write: declared scratch and state.
-        check_write: Function that checks each write that is not to an input, given the tensor and
-            the operation; None allows all writes.
+        check_write: Function that checks each write to a tensor other than an input, given the
+            tensor and the operation; None allows all of these writes.
         snapshot: Snapshot that saves undeclared storages before their first write.
         limit: Maximum number of bytes of undeclared storages to save.
         meter: Whether to measure ``peak_bytes``, which takes time.
         notes: Recorder of all operations, for the capture.
 
     Attributes:
-        written: Undeclared outside tensors that the step wrote.
+        written: Undeclared tensors that existed before the run and that the step wrote.
         peak_bytes: Peak size in bytes of live tensors that the run created.
-        draws: Whether an operation changed the state of a generator. For example, attention may
-            draw random numbers, but does not without dropout.
+        draws: Whether an operation changed the state of a generator. For example, attention draws
+            random numbers only with dropout.
         accepts_any_number: Whether all operations accept arbitrary numbers. False after an
             operation that converts floating-point numbers to integers, draws with probabilities,
             asserts, or is not part of torch.
@@ -509,11 +509,11 @@ def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
 
 
 class ContentWatch:
-    """Detector of writes that no schema declares, from contents before and after a run.
+    """Detector of writes that no operator schema declares.
 
     For example, BatchNorm in training mode updates its running statistics through operations whose
-    schemas do not declare the write. Small tensors are copied. Large tensors, which are usually
-    weights, are summed.
+    schemas do not declare the write. Contents before and after a run are compared: copies of small
+    tensors, and sums of large tensors, which are usually weights.
 
     Args:
         tensors: Tensors that the step reaches.
@@ -553,7 +553,7 @@ _COLUMNS: Final = 1021
 
 
 class _Copies:
-    """Copies of storages of one device in a single block, compared with a few kernels."""
+    """Copies of storages on one device in a single block, compared with a few kernels."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -581,7 +581,7 @@ class _Copies:
 
 
 class _Sums:
-    """Sums over storages of one device; practically every write changes a sum."""
+    """Sums over storages on one device; practically every write changes a sum."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

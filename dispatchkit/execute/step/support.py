@@ -2,7 +2,7 @@
 
 An attention kernel that reads lengths on the host can never be captured. A kernel that plans its
 work on the host can be captured for batches of a single shape. The level of an operator is declared
-by its name; a module class declares it in the attribute ``cudagraph_support``.
+under the operator's name. A module class declares its level in the attribute ``cudagraph_support``.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Detect changes of values and tensors that are built into graphs.
+"""Detect changes to values and tensors that are built into graphs.
 
 A graph contains the address of each weight and the outcome of each branch at its capture, so
 replacing a weight, switching an adapter or changing a configuration field has no effect on the
 graph. Every sixteenth step of a lane compares the next sixteen values. If torch reports that a
 parameter, buffer or submodule was assigned, the next replay compares all values.
 
-Values of classes, and globals named in their code, form a separate round from values of objects,
-modules and functions, because libraries have many tables that hardly ever change.
+The values of objects, modules and functions are compared in one round. The values of classes, and
+of globals named in their code, are compared in a separate round, because libraries have many tables
+that hardly ever change.
 
 Delay until a change is detected:
 
 - assigning a parameter, buffer or submodule (including ``load_state_dict(assign=True)``), or
-  changing a value that the step itself has changed: no delay, it is detected before the next
-  result;
+  changing a value that the step itself has changed: none; the next replay detects the change;
 - any other change (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a
   flag): at most ``num_values + VALUES_AT_ONCE`` replays of any graphs of the lane;
 - changing a value reached only through a class: at most ``num_class_values + VALUES_AT_ONCE``
@@ -61,7 +61,7 @@ class ValueWatch:
         always: Entries to compare at every replay, because the step is known to change them.
 
     Attributes:
-        due: Tick of the lane from which the next replay must call ``is_unchanged``.
+        due: Tick of the lane. The first replay at or after this tick must call ``is_unchanged``.
         num_values: Number of values in objects, modules, closures and functions.
         num_class_values: Number of values in classes and in globals named in their code.
         num_containers: Number of dictionaries, lists and objects that may grow.
