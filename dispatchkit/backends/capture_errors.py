@@ -12,7 +12,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
 # Messages of CUDA errors 900, 901 and 907, which invalidate the capture. The last message is from
-# torch, and the capture stays valid.
+# torch, and does not invalidate the capture.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
     "previous error during capture",
@@ -54,7 +54,7 @@ def clear_traceback(error: BaseException, handled: BaseException | None) -> None
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
-    """Return an error with its causes, contexts and group members, except the handled one."""
+    """Return an error with its causes, contexts and group members, without ``handled``."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -72,8 +72,8 @@ def origin_of(error: BaseException) -> str:
     """Return the location of an error, such as ``model.py:12 (forward)``.
 
     The location is the innermost frame outside torch and dispatchkit. If there is none, it is the
-    innermost frame in a public module of torch, because private modules only forward calls. It is
-    empty for an error without a traceback.
+    innermost frame in a public module of torch, because private modules only forward calls. The
+    result is empty for an error without a traceback.
     """
     found = ""
     for module, place in _places(error):
@@ -105,7 +105,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _calls_steps(frame: FrameType) -> bool:
-    """Return whether a frame belongs to dispatchkit outside its backends."""
+    """Return whether a frame runs code of dispatchkit other than its backends."""
     package, _, inside = _module(frame).partition(".")
     return package == "dispatchkit" and not inside.startswith("backends.")
 
@@ -135,7 +135,7 @@ def capture_error(error: BaseException) -> CaptureError:
     ):
         return CaptureError(
             f"The capture ran out of memory: {error}. Capture fewer or smaller sizes, or "
-            "share one pool.",
+            "share one pool (GraphMemory).",
             reason="out_of_memory",
         )
     return CaptureError(

@@ -1,8 +1,8 @@
 """Process-wide state of captures on all devices, without torch.
 
 Only one capture per device runs at a time, and captures in a thread cannot be nested. The garbage
-collector is disabled during captures, because it could destroy an old graph. The driver does not
-allow the necessary calls while a stream is capturing.
+collector is disabled during captures. It could destroy an old graph, which the driver does not
+allow while a stream is capturing.
 """
 
 from __future__ import annotations

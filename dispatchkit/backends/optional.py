@@ -82,8 +82,8 @@ class DirectLaunchBackend(Protocol):
     def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
         """Return the launch function and the graph's handle, or None if unsupported.
 
-        The result is valid until the graph is released. The function is called in every step, so it
-        must not acquire a lock or create an object.
+        The result is valid until the graph is released. The launch function is called in every
+        step, so it must not acquire a lock or create an object.
 
         Args:
             graph: A graph of this backend, or another object with ``replay()``.
@@ -431,7 +431,8 @@ class BackendFeatures:
 
 def features_of(backend: GraphBackend) -> BackendFeatures:
     """Return the optional protocols that a backend offers."""
-    # Looked up on the object, not its class, because a backend may delegate to another backend.
+    # Methods are looked up on the object, not its class, because a backend may delegate to another
+    # backend.
     capabilities, offer = backend.capabilities, cast(Any, backend)
 
     def offering(method: str) -> Any:

@@ -382,7 +382,8 @@ class Controls:
 
         Raises:
             ConfigError: ``enabled`` is not a flag.
-            RegistryError: Not exactly one of mode and key is given, or the key is not declared.
+            RegistryError: Both or neither of ``mode`` and ``key`` are given, or the key is not
+                declared.
         """
         check_flag(enabled, "enabled")
         if key is not None:

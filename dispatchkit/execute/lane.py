@@ -67,7 +67,7 @@ class Chain:
 
 
 class Lane:
-    """The static inputs and output memory of graphs in the pool of a group.
+    """The static inputs and output memory of graphs that run one at a time.
 
     Args:
         group: The group that owns the pool and the stream.
@@ -296,7 +296,7 @@ class Lane:
         self.between.clear()
 
     def measuring(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that attributes new driver memory to a part in the ``GraphMemory``."""
+        """Return a context that counts new driver memory as ``part`` of the ``GraphMemory``."""
         memory = self.group.memory
         return nullcontext() if memory is None else memory.measuring(self.backend, part)
 

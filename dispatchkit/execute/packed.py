@@ -61,8 +61,8 @@ class PackedRunner:
                 "runner",
                 runner,
                 "a GraphRunner",
-                "Ranks that agree on steps cannot pack in the runner, because they would run "
-                "different numbers of steps. Pack the items first, call the runner once per bin, "
+                "A RankedRunner cannot pack items, because its ranks would run different "
+                "numbers of steps. Pack the items first, call the runner once per bin, "
                 "and call idle() on ranks that have fewer bins.",
             )
         axes = {axis.name: axis for axis in runner.config.axes}

@@ -69,7 +69,7 @@ def format_runner(executors: Sequence[Executor]) -> str:
 
 
 def _state(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return the state of a key; with lane numbers if lanes differ."""
+    """Return the state of a key, with lane numbers if lanes differ."""
     lanes: dict[str, list[str]] = {}
     for index, member in enumerate(executors):
         entry = member.registry.get(key)

@@ -307,7 +307,7 @@ def make_backend(
     factories = {}
     if plugins is not None:
         for name, one in plugins.backends.items():
-            # A plugin provides a built-in name only if ``replace`` contains the name.
+            # A plugin provides a built-in name only if ``load_plugins(replace=...)`` allowed it.
             if one.origin.distribution != _OWN_DISTRIBUTION:
                 factories[name] = functools.partial(_create, plugins, name)
     return resolve_backend(backend, device=device, registered=factories)

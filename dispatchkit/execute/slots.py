@@ -584,7 +584,7 @@ class SlotState:
         )
 
     def watch_rows(self) -> RowWatch:
-        """Return a context that watches a step's writes to rows that it has read."""
+        """Return a context that watches a step's writes to rows that the step has read."""
         return RowWatch(self._banks, self._watches)
 
     # -- internals ----------------------------------------------------------------------
@@ -685,7 +685,7 @@ class RowWatch:
         """Record that the step has read a copy of rows.
 
         Raises:
-            CaptureError: An earlier copy was changed and not assigned.
+            CaptureError: An earlier copy was changed but not assigned.
         """
         self._check_assigned(name)
         self._copies[storage_of(taken)] = name, StorageWeakRef(taken.untyped_storage())

@@ -302,7 +302,7 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
         (ConfigError, "the one in force", {"policy": runner.dispatcher.policy}),
         (
             ConfigError,
-            "without settings that it contains",
+            "without separate settings",
             {"config": runner.config, "sizes": (1, 2)},
         ),
         (ConfigError, "sizes", {"sizes": (0,)}),

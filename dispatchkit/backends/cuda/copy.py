@@ -151,7 +151,7 @@ class CopyNode:
         """Queue the node on a capturing stream (a raw handle), before any other work."""
         code = launch_once(self._kernel, self._grid, self._nothing, stream, self.data)
         if code:
-            self._problem = f"its capture failed with CUDA error {code}"
+            self._problem = f"the capture of the node failed with CUDA error {code}"
 
     def attach(self, graph: Any) -> str:
         """Find the node in its captured graph; return the problem, or ``""``."""
@@ -196,8 +196,8 @@ class CopyNode:
         addresses = [0] * MAX_REGIONS  # reading a list takes half as long as reading a ctypes array
 
         def set_node(values: Sequence[torch.Tensor]) -> int:
-            # Separate assignments take half the time of struct, which requests a buffer from ctypes
-            # in each call.
+            # Separate assignments take half as long as packing with struct, which requests a buffer
+            # from ctypes in each call.
             for index, value in enumerate(values):
                 address = value.data_ptr()
                 if address != addresses[index]:
@@ -216,7 +216,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return a pointer to new node parameters, which it keeps alive with their arguments."""
+        """Return a pointer that keeps new node parameters and their arguments alive."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)

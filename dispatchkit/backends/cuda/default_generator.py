@@ -56,7 +56,7 @@ def begin_allowing_draws(begin: Callable[[], None], device_index: int) -> None:
 
 
 def _restore(exchange: _Exchange, device_index: int) -> None:
-    if exchange.is_on:  # torch registered no state, or failed before registering it
+    if exchange.is_on:  # torch registered no state, or failed before
         # A generator can be read and set only while the current stream is not capturing.
         with UseStream(torch.cuda.default_stream(device_index)):
             exchange.end()
@@ -83,7 +83,7 @@ class _Exchange(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, because no function of the step runs under this mode."""
+        """Return True: no function of the step runs under this mode, so all may be compiled."""
         return True
 
     def begin(self) -> None:

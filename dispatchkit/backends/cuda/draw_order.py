@@ -55,9 +55,9 @@ class DrawOrder:
         """
         if torch.cuda.is_current_stream_capturing():
             raise ReplayError(
-                "A graph that may draw random numbers was replayed inside a capture, whose graph "
-                "would draw the same numbers in every replay. Call the captured function instead "
-                "of replaying its graph."
+                "A graph that may draw random numbers was replayed inside a capture. The graph of "
+                "that capture would draw the same numbers in every replay. Call the captured "
+                "function instead of replaying its graph."
             )
         with self._lock:
             if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:

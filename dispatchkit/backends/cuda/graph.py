@@ -75,14 +75,16 @@ class CudaGraph:
     def has_random_state(self) -> bool:
         """Whether a replay draws from a random generator.
 
-        Before the first replay, it is True if a captured operation may draw. The first replay
-        determines the value from the offsets of the generators.
+        Before the first replay, the value is True if a captured operation may draw. The first
+        replay determines the value from the offsets of the generators.
         """
         return self._draws
 
     @property
     def raw_exec_handle(self) -> int:
-        """The ``cudaGraphExec_t`` for launches that bypass torch; None with random state.
+        """The ``cudaGraphExec_t``, for launches that bypass torch.
+
+        Graphs with random state must be launched with ``replay``.
 
         Raises:
             ReplayError: The graph was released.
@@ -129,9 +131,9 @@ class CudaGraph:
         graph = self._graph
         if graph is None:
             return _refuse_replay()
-        # The offsets are in host memory and advance at the launch, so this does not synchronize.
-        # Draws by another thread also advance them. The graph is then treated as one that draws,
-        # which is slower but correct.
+        # The offsets are in host memory and advance at the launch, so reading them does not
+        # synchronize. Draws by another thread also advance them. The graph is then treated as one
+        # that draws, which is slower but correct.
         before = [generator.get_offset() for generator in self._generators]
         graph.replay()
         after = [generator.get_offset() for generator in self._generators]

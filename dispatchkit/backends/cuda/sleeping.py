@@ -56,7 +56,7 @@ class UnavailableError(Exception):
 
 
 def build(target: Path) -> None:
-    """Compile the allocator to a shared library, with the compiler in ``CC`` or ``cc``.
+    """Compile the allocator to a shared library, with the compiler named by ``CC``, or ``cc``.
 
     Raises:
         UnavailableError: The compiler is not installed or fails.

@@ -32,8 +32,8 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
     Call it before other uses of cuBLAS on the stream, including captures, because torch may have
     freed earlier workspaces. It queues a tiny matrix product, which takes tens of microseconds. The
     first call in a process also loads cuBLAS. Inside a ``torch.cuda.use_mem_pool`` block of the
-    caller, the memory comes from the block's pool. Allocators other than torch's native allocator
-    have no pools, so the call has no effect.
+    caller, the memory comes from the block's pool. Only torch's native allocator has pools; with
+    other allocators, the call has no effect.
 
     Args:
         stream: The stream, which must be the current stream.
@@ -64,7 +64,7 @@ def workspace_bytes(stream: torch.cuda.Stream) -> int:
 
 
 def _may_multiply() -> bool:
-    """Return whether torch allows matrix products; if not, none can be captured."""
+    """Return whether torch allows matrix products, eager and in captures."""
     if not torch.are_deterministic_algorithms_enabled():
         return True
     # at::Context::alertCuBLASConfigNotDeterministic

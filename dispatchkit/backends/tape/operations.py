@@ -126,7 +126,7 @@ _out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the overload that adds out arguments, and their names, or None and an empty tuple."""
+    """Return the overload that adds out arguments, with their names, or ``(None, ())``."""
     found = _out_overloads.get(func)
     if found is None:
         found = _out_overloads[func] = _find_out_overload(func)

@@ -258,7 +258,7 @@ class Recorder(OperationMode):
 
     @contextmanager
     def _generators_forked(self, func: Any, args: Any, kwargs: Any) -> Iterator[Callable[[], None]]:
-        """Make an operation draw from the copies instead of its generators.
+        """Make an operation draw from copies of its generators.
 
         Yields:
             A function that resets the generators, so that the next draw repeats the same numbers.

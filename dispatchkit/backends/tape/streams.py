@@ -176,7 +176,7 @@ class TapeStream:
         """
         if self.capturing_thread not in (None, threading.get_ident()):
             raise ReplayError(
-                f"Another thread is capturing on {self!r}, so other streams cannot wait for it. "
+                f"Another thread is capturing on {self!r}, so no other stream can wait for it. "
                 "Wait before or after the capture."
             )
         mark = Mark(self)

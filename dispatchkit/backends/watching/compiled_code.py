@@ -54,7 +54,7 @@ class _ForceEager:
     """A switch that makes compiled functions run eager while any thread requests it.
 
     The setting is process-wide, so compiled functions called by other threads also run eager. A
-    capture that this may have affected warns.
+    capture warns if this may have affected the capture.
 
     Attributes:
         num_begun: Total number of requests.

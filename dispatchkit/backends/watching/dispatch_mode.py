@@ -35,7 +35,8 @@ _Facts = TypeVar("_Facts")
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among an operation's arguments or results, including those in lists.
 
-    Modes call this for every operation. It is five times faster than a generic tree traversal.
+    Modes call this for every operation. The function is five times faster than a generic tree
+    traversal.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -154,7 +155,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Disable the wrapper of torch 2.12 and later, because this class adds a wrapper."""
+        """Return False, because this class itself adds the wrapper (torch 2.12 and later)."""
         return False
 
     def __enter__(self) -> Any:

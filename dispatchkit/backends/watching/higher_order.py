@@ -36,7 +36,8 @@ def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any)
     kernel = func.py_kernels.get(_PLAIN)
     if kernel is None:
         raise NotImplementedError(
-            f"The operator {func._name!r} cannot be captured, because it has no eager kernel."
+            f"The operator {func._name!r} cannot be captured, because it has no eager kernel. "
+            "Move it out of the captured function, or mark that piece eager."
         )
     with mode:
         return kernel(*args, **kwargs)

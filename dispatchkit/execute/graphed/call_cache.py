@@ -40,7 +40,7 @@ class CallCache(Generic[_T]):
     def get_guarded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_grad: bool, is_training: bool
     ) -> _T | None:
-        """Return the value of a call whose tensors match an earlier call, or None.
+        """Return the value of an earlier call whose tensors match, or None.
 
         Unlike cache keys, this comparison includes the types and layouts of tensors.
 

@@ -111,7 +111,7 @@ class _GradientProbe:
     """The analysis of a call that runs eager to show whether calls of its kind need gradients.
 
     Attributes:
-        kind: Kind of the call.
+        kind: Kind of the call: nesting of its arguments, other values, numbers of dimensions.
     """
 
     kind: Hashable
@@ -125,7 +125,7 @@ class _Route:
         form: Form of the calls.
         sizes: Size of each axis.
         num_rows: Number of rows of the batch.
-        kind: Kind of the calls.
+        kind: Kind of the calls, as for ``_GradientProbe``.
         names: Keywords of the calls, in the order of the form's inputs.
         types: Types of the tensors, which are not part of a cache key.
         layouts: Layouts of the tensors, which are not part of a cache key.
@@ -653,7 +653,7 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _some(found: Iterable[str]) -> str:
-    """Return the first three values as text, with the number of other values."""
+    """Return the first three values as text, with the number of further values."""
     ordered = sorted(found)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

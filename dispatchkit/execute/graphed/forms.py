@@ -150,7 +150,7 @@ class Form:
             one.is_fixed = True
 
     def _captured(self) -> Iterator[tuple[Executor, GraphKey]]:
-        """Yield the captured keys, each with its lane."""
+        """Yield pairs of a lane and a key that has a graph on it."""
         for lane in () if self.runner is None else self.runner.lanes:
             for key, entry in lane.registry.entries.items():
                 if entry.state is KeyState.CAPTURED:

@@ -91,10 +91,10 @@ def graphed(
             on. By default, dimension 0 is the batch dimension of the first tensor, and of all
             tensors that always have the same size there.
         memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the
-            graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``, which
-            counts the same memory as ``GraphMemory``.
-        pieces: Whether to capture in segments around eager calls, which are functions with
-            ``eager_region`` and operators declared as not capturable.
+            graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``. This budget
+            counts the same memory as the budget of a ``GraphMemory``.
+        pieces: Whether to capture in segments around eager calls: calls of functions with
+            ``eager_region``, and operators declared as not capturable.
         settings: Further settings of ``GraphRunner``.
 
     Returns:

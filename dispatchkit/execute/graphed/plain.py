@@ -94,7 +94,7 @@ class PlainSteps:
         return num_plain > 0
 
     def _report_steps(self) -> None:
-        """Report the steps that bypassed the runner to it."""
+        """Report to the runner the steps that bypassed it."""
         plan, num_steps = self._plan, self._given - self._left
         self._plan, self._left = None, 0
         if plan is not None:

@@ -5,9 +5,9 @@ in each call form one axis. Calls are padded along an axis only after a proof th
 change their results.
 
 The proof takes the first half of a call, pads it to the size of the call, and compares the results
-with those of the half alone. The half is padded twice, with the fill value and with the second half
-of the call. The two padded results have equal sizes, so they are compared bit by bit. The
-comparison with the half alone must allow for rounding, so it could miss a small dependency.
+with those of the half alone. The half is padded twice: once with the fill value, and once with the
+second half of the call. The two padded results have equal sizes, so they are compared bit by bit.
+The comparison with the half alone must allow for rounding, so it could miss a small dependency.
 
 Masks are padded both times with a value that hides positions. The value is found by trial: False or
 True for flags, 0 for masks of 0 and 1. Masks that are added to scores are padded with minus

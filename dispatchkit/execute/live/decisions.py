@@ -38,7 +38,7 @@ class DecisionRunner:
     def decide(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Decision:
-        """Return the decision for a step that ``run`` will run.
+        """Return the decision for a step, to be passed to ``run``.
 
         Like every decision, it is recorded and passed to listeners. Arguments and errors are those
         of ``Dispatcher.dispatch``.

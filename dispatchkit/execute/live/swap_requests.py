@@ -18,7 +18,7 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
 
-#: Default of a limit that the swap keeps; None removes the limit.
+#: Default of each limit, with which a swap keeps the current limit. None removes the limit.
 UNCHANGED: Final[Any] = object()
 
 
@@ -156,9 +156,7 @@ class SwapRequests:
             )
         elif changes:
             hint = "Set them in config, or pass them without config."
-            raise ConfigError(
-                "config", sorted(changes), "given without settings that it contains", hint
-            )
+            raise ConfigError("config", sorted(changes), "given without separate settings", hint)
         elif not isinstance(config, DispatchConfig):
             raise ConfigError("config", config, "a DispatchConfig")
         has_others = config.axes and config.max_loras != self.requested_config.max_loras
@@ -168,9 +166,7 @@ class SwapRequests:
             raise ConfigError(name, getattr(config, name), "unchanged by a swap", hint)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.requested_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
-            hint = (
-                "Stop recording first, because recorded query classes would change their meaning."
-            )
+            hint = "Stop recording first, because the recorded query classes would become invalid."
             raise ConfigError("query_lens", config.query_lens, "unchanged while recording", hint)
         return config
 

@@ -84,8 +84,8 @@ class StepTaps:
 
         Args:
             watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or any object with ``enter``
-                and ``leave``. It is called under the runner's lock and must be fast. Its exceptions
-                propagate to the caller of the step.
+                and ``leave``. These methods are called under the runner's lock and must be fast.
+                Their exceptions propagate to the caller of the step.
 
         Raises:
             ConfigError: The watcher has no method ``enter`` or ``leave``.
@@ -181,7 +181,7 @@ def _with_watcher(
     dispatcher: Dispatcher,
     eager: EagerRunner,
 ) -> Callable[..., Any]:
-    # Holds no reference to the executor, which references the returned function.
+    # The returned function must not reference the executor, which references the function.
     def dispatch_and_watch(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Any:

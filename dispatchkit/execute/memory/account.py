@@ -47,7 +47,7 @@ class MemoryAccount:
         other_bytes: Other memory of torch: weights, activations, and cached memory of its
             allocator.
         unexplained_bytes: Remaining memory, allocated by the driver at other times or by other
-            processes. Negative if memory from before counting began was freed.
+            processes. Negative if memory allocated before counting began was freed.
         is_metered: Whether the backend reports the device memory in use. If not, the five sizes
             from ``workspace_bytes`` on are 0 and add nothing to the budget.
     """

@@ -1,11 +1,11 @@
 """PoolGroup: lanes whose graphs share a pool and run one after the other.
 
 Graphs of one pool share memory. A replay overwrites the intermediates of other graphs, and the
-outputs of graphs that were captured later. Therefore lanes may share a pool only under two
+outputs of graphs that were captured later. Therefore, lanes may share a pool only under two
 conditions:
 
-- Steps never overlap. The host launches them under one lock, and a step on a different stream than
-  the previous step waits for that stream (``order``).
+- Steps never overlap. The host launches them under one lock, and a step on another stream waits for
+  the stream of the previous step (``order``).
 - No result is read from the pool after the next step has begun. Results are copied out immediately,
   or are in memory of the lane (``io.outputs``). The code that adds lanes to a group ensures this;
   see ``lanes.build``.

@@ -118,7 +118,7 @@ class Turns:
             self._changed.wait()
 
     def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
-        """Run a capture that lets steps run; requires the lock, acquired exactly once."""
+        """Run a capture that lets steps run; requires the lock, held exactly once."""
         self.wait()
         self.is_under_way, self._pacer = True, pacer
         _devices.change(self._device, 1)
@@ -200,7 +200,7 @@ class Pacer:
             operator: Operator that has just finished.
         """
         self._operators = [*self._operators[:1], operator]
-        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # a thread wakes up in GAP_S
+        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # waking a thread takes GAP_S
             return False
         self.end_part(part)
         self._operators = [operator]
