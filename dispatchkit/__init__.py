@@ -154,8 +154,8 @@ def __getattr__(name: str) -> Any:
         from dispatchkit.distributions import distribution_of, load_attribute
 
         if distribution_of("attribute", name) is not None:
-            # Raises an ImportError if it is missing: `from dispatchkit import` hides the message of
-            # any other exception.
+            # If the distribution is missing, this raises ImportError, because `from dispatchkit
+            # import` hides the message of any other exception.
             return load_attribute(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -25,7 +25,7 @@ def nearest_names(name: Any, known: Iterable[str], *, limit: int = 3) -> tuple[s
 
 _LONGEST_VALUE = 200
 _LONGEST_MESSAGE = 1000
-# Names that a message lists; of more it has only the closest.
+# Maximum number of known names in a message; above it, only the closest names are listed.
 _MOST_NAMES = 40
 
 
@@ -131,7 +131,7 @@ class ConfigError(DispatchkitError, ValueError):
 
     def __init__(self, setting: str, value: Any, allowed: str, hint: str = "") -> None:
         self.setting, self.value, self.allowed = setting, value, allowed
-        # A value that must be given and is not needs no mention.
+        # If a required value is missing, "got None" adds nothing.
         is_missing = value is None and allowed.startswith("given")
         got = "" if is_missing else f", got {_shown(value)}"
         text = f"{setting} must be {allowed}{got}."
@@ -202,7 +202,7 @@ class NoGraphError(DispatchkitError, RuntimeError):
     on a mode for which this rank has no graph.
 
     Attributes:
-        reason: The reason why no graph can run it.
+        reason: Why no graph can run the batch.
         nearest: The nearest existing keys, as text.
     """
 

@@ -45,8 +45,8 @@ def check_path(path: Any, setting: str) -> str:
 def real_target(path: StrPath) -> Path:
     """Return the absolute path of a file, following symbolic links.
 
-    Writing through the real path does not replace a link, and is not affected if the working
-    directory changes later.
+    Writing to this path does not replace a link, and a later change of the working directory has no
+    effect.
 
     Raises:
         ConfigError: The value is not a path.
@@ -71,8 +71,8 @@ def check_output(
         hint: Sentence for the error message if the file exists.
 
     Raises:
-        ConfigError: The value is not a path; it is a folder, or the same file as an input; its
-            folder is missing or read-only; or the file exists and ``overwrite`` is False.
+        ConfigError: The path is invalid, is a folder or an input, or is in a missing or read-only
+            folder. Or the file exists and ``overwrite`` is False.
     """
     shown = check_path(path, "output")
     try:
@@ -106,7 +106,7 @@ def check_output(
 
 
 def is_special(target: Path) -> bool:
-    """Return whether a path is a device or pipe, which must be opened, not replaced.
+    """Return whether a path is a device or pipe, which must not be replaced.
 
     Raises:
         OSError: The path cannot be inspected.
@@ -117,7 +117,7 @@ def is_special(target: Path) -> bool:
 def _is_same(target: Path, source: StrPath) -> bool:
     try:
         return target.samefile(source)
-    except (OSError, ValueError):  # one of them does not exist
+    except (OSError, ValueError):  # one of the files does not exist
         return False
 
 
@@ -198,5 +198,5 @@ def write_whole(path: StrPath, content: str) -> None:
         ConfigError: The file cannot be written. An existing file is kept.
     """
     with whole_file(path) as stream:
-        # Escape file names in the text that are not valid UTF-8.
+        # Escape characters from file names that are not valid UTF-8.
         stream.write(content.encode("utf-8", errors="backslashreplace"))

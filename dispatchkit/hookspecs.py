@@ -19,14 +19,13 @@ No hook runs per step: a step reads a table. Events such as a capture, a swap or
 sent to observers, which are registered with ``dispatchkit_register_observers``.
 
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
-list or tuple of records, which may be empty. Because every dispatcher loads all plugins, and the
-process may be forked afterwards, the hook must not use a device, open files or ports, print, or
-import modules that only a factory needs. If it raises or returns anything else, the whole plugin is
-skipped.
+list or tuple of records, which may be empty. The hook must not use a device, open files or ports,
+print, or import modules that only a factory needs, because every dispatcher loads all plugins and
+the process may be forked later. If it raises or returns anything else, the whole plugin is skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
-``sys.path``: built-in names win unless listed in ``replace``, then plugins passed in as objects,
-then the distribution named ``dispatchkit-<name>``, then the first distribution in alphabetical
+``sys.path``: built-in names come first (unless listed in ``replace``), then plugins passed in as
+objects, the distribution named ``dispatchkit-<name>``, and all other distributions in alphabetical
 order.
 
 A hook function accepts the documented arguments or a subset, by name and without defaults. Hook
@@ -132,7 +131,7 @@ class BackendSpec(Spec):
 
 @attrs.frozen
 class ObserverSpec(Spec):
-    """An observer, whose methods named after events (``on_capture``) receive them.
+    """An observer, which receives events through methods such as ``on_capture``.
 
     See ``dispatchkit.observe.events`` for the events and the rules for callbacks.
     """
@@ -146,8 +145,8 @@ class CommandSpec(Spec):
     """A subcommand of the ``dispatchkit`` command line.
 
     The factory has no options and returns the command's function, whose parameters have typer's
-    annotations and whose docstring is the help text. It imports this function only when called,
-    because typer and rich may not be installed when plugins are loaded. See ``dispatchkit.cli``.
+    annotations and whose docstring is the help text. The factory imports the function only when
+    called, because typer and rich may be missing when plugins are loaded. See ``dispatchkit.cli``.
     """
 
     kind: ClassVar[str] = "command"

@@ -1,9 +1,9 @@
 """Runner settings: frozen records of plain values.
 
-Their repr is the call that creates them. They can be compared and pickled, and are changed with
-``attrs.evolve``. Objects are passed elsewhere: tensors and generators in ``StepState``, policies
-and backends as arguments of ``GraphRunner``, lane policy objects in ``Lanes``, and plugins with the
-policy (``plugins.with_policy()``).
+The repr of a record is the call that creates it. Records can be compared and pickled, and are
+changed with ``attrs.evolve``. Objects are passed elsewhere: tensors and generators in
+``StepState``, policies and backends as arguments of ``GraphRunner``, lane policy objects in
+``Lanes``, and plugins with the policy (``plugins.with_policy()``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _anything(value: Any, name: str) -> Any:
 
 
 def _device(value: Any) -> str | None:
-    # A torch.device, because this module does not import torch, is recognized by its type's name.
+    # A torch.device is recognized by the name of its type, because this module does not import
+    # torch.
     if value is None or isinstance(value, str) or type(value).__name__ == "device":
         return None if value is None else str(value)
     raise ConfigError("device", value, "a torch device, such as 'cuda:0'")
@@ -106,13 +107,13 @@ class CaptureOptions:
 
     Attributes:
         warmups: Number of eager runs before each capture.
-        capture_after: Number of calls that need a key before lazy capture captures it.
+        capture_after: Number of times that a key must be requested before it is captured lazily.
         state_limit_bytes: Maximum bytes of undeclared state to save and restore around warmups.
         prove_rows: Prove for each graph that padding does not change the rows of a batch. If the
-            proof fails, smaller batches run eager. Set it to False only if you are certain that
-            padding has no effect.
-        break_on_unsafe: Whether PIECEWISE captures of a single function also break at operators
-            tagged ``cudagraph_unsafe``, in addition to those of ``declare_support``.
+            proof fails, batches that do not fill the graph run eager. Set to False only if you are
+            certain that padding has no effect.
+        break_on_unsafe: Whether PIECEWISE captures of a single function break at operators tagged
+            ``cudagraph_unsafe``, and not only at operators declared with ``declare_support``.
     """
 
     warmups: int = setting(1, _count(0), SettingInfo("Number of eager runs before each capture."))
@@ -164,9 +165,9 @@ class BufferOptions:
             0-d int64 tensor on the device.
         buffer_rows: Minimum number of rows in static inputs, so that a later swap can use larger
             sizes; by default the rows of the largest size.
-        output_batch_dims: Index of each output's batch dimension, or None if it has no batch
-            dimension: one value for all outputs, or a structure like theirs. ``derived``: compare
-            outputs of runs at two sizes.
+        output_batch_dims: Index of each output's batch dimension, or None for outputs without one.
+            Give one value for all outputs, or a nested structure that matches the outputs.
+            ``derived`` compares the outputs of runs at two sizes.
         share_outputs: Whether graphs copy their outputs to shared memory. False avoids the copy,
             but each graph then keeps its own output memory.
     """
@@ -187,7 +188,7 @@ class LaneOptions:
     Attributes:
         lane_policy: Name of the policy that chooses the lane of each submitted step; by default
             ``round-robin``. Pass a policy object as ``lanes=Lanes(4, policy)``.
-        lane_policy_options: Options of the lane policy.
+        lane_policy_options: Keyword arguments for the factory of the lane policy.
         disjoint_state: Whether concurrent steps change different parts of the state, such as
             different rows of a KV cache. If False, steps that change state run one after another,
             even on different lanes.
@@ -208,7 +209,7 @@ class RunnerOptions:
     Attributes:
         config: Sizes, limits and modes that are not arguments of the runner, such as
             ``DispatchConfig(max_num_seqs=64)``.
-        policy_options: Options for a policy given by name.
+        policy_options: Keyword arguments for the factory of a policy given by name.
         device: Device of the input tensors, such as ``cuda:1``.
         strict: Whether a downgrade to eager raises.
         check: Compare every Nth replay with eager, for tests and debugging (slow); 0 or None:

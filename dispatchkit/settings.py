@@ -314,8 +314,8 @@ class Settings:
     def plugin_filter(self) -> dict[str, Any]:
         """Return keyword arguments for ``load_plugins``.
 
-        If plugin settings are given, they already include the environment, which must not exclude
-        further plugins.
+        Given plugin settings already include the environment. ``load_plugins`` must not apply the
+        environment again.
         """
         found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
         return {**found, "environ": {}} if self.chosen("plugins") else found
@@ -323,8 +323,8 @@ class Settings:
     def disagreements(self) -> tuple[str, ...]:
         """Describe settings whose values in the file and the environment differ.
 
-        A value in the file or the environment may have been forgotten. Values overridden by the
-        call or command line are not described.
+        One of the two values may have been forgotten. Values overridden by the call or command line
+        are not described.
         """
         said = []
         for name, found in self.given.items():

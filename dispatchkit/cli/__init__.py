@@ -114,7 +114,7 @@ __getattr__, __dir__ = lazy_names(__name__, _LAZY_NAMES)
 
 
 _NEEDS = ("typer", "rich")
-# Older versions can be installed with newer versions of click, but then lose arguments.
+# Older versions of typer lose arguments if a newer version of click is installed.
 _OLDEST_TYPER = (0, 20)
 
 
@@ -179,6 +179,6 @@ def _open_missing_streams() -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
+    """Return the major and minor version as a tuple."""
     parts = version.split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)

@@ -140,7 +140,7 @@ class Commands(TyperGroup):
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device, because Python flushes it again at exit."""
+    """Redirect stdout to the null device if flushing fails, because Python flushes it at exit."""
     with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
         number = sys.stdout.fileno()
         try:
@@ -358,7 +358,7 @@ def _reworded(error: Any) -> Exception:
         hint = ""
         before = ctx.find_root().command
         if any(error.option_name in one.opts for one in before.get_params(ctx.find_root())):
-            hint = f"Put it before the command: dispatchkit {error.option_name} ..."
+            hint = f"Put the option before the command: dispatchkit {error.option_name} ..."
         return UnknownNameError("option", error.option_name, known, hint)
     text = _with_value(error, " ".join(error.format_message().split()).removesuffix("."))
     hint = f" Next: {ctx.command_path} --help." if ctx is not None else ""

@@ -59,7 +59,7 @@ def show_config(
             "cost_model": cost_model,
         }
     )
-    settings.dispatch_config()  # raises if settings contradict each other
+    settings.dispatch_config()  # raises if two settings contradict each other
     if as_json:
         file = None if settings.file is None else str(settings.file)
         print_json({"file": file, "settings": settings.rows()})
@@ -78,5 +78,5 @@ def show_config(
 
 
 def _short(source: str, settings: Settings) -> str:
-    """Return a source without the path, which is in the first line."""
+    """Return a source without the path of the settings file, which the command prints above."""
     return source.replace(f"{settings.file} ", "") if settings.file is not None else source

@@ -57,7 +57,7 @@ class Finding:
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check torch, driver, device and plugins, and report problems with their remedies.
+    """Check torch, driver, device and plugins, and suggest fixes for problems.
 
     Exit code 1 if a component is broken; slow components do not count.
     """
@@ -198,15 +198,15 @@ def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             Level.PROBLEM if asked else Level.NOTE,
             "VLLM_PLUGINS",
-            f"It is {allowed!r}, so vLLM does not load dispatchkit"
-            + (f", and {', '.join(asked)} has no effect." if asked else "."),
+            f"The value {allowed!r} prevents vLLM from loading dispatchkit"
+            + (f", so {', '.join(asked)} has no effect." if asked else "."),
             f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'dispatchkit']))}, or unset it.",
         )
         return
     says = (
-        f"It loads dispatchkit, because {', '.join(asked)} is set; see its startup log."
+        f"vLLM loads dispatchkit, because {', '.join(asked)} is set; see its startup log."
         if asked
-        else "It loads dispatchkit if DISPATCHKIT_POLICY is set."
+        else "vLLM loads dispatchkit if DISPATCHKIT_POLICY is set."
     )
     yield Finding(Level.OK, "vLLM", f"{version}. {says}")
 
@@ -307,8 +307,8 @@ def _devices(torch: Any) -> Any:
             yield Finding(
                 Level.SLOW,
                 f"cuda:{index} memory",
-                "Less than 10% of the memory is free, so captures of large sizes may fail. Their "
-                "steps then run eager.",
+                "Less than 10% of the memory is free. Captures of large sizes may fail, and steps "
+                "of these sizes then run eager.",
                 "free memory, or capture fewer sizes.",
             )
     return True
@@ -363,7 +363,7 @@ def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | N
     backend.warmup(chain, stream=stream)
     graph = backend.capture(chain, stream=stream, pool=pool)
     try:
-        number.fill_(3.0)  # different values from those during the capture
+        number.fill_(3.0)  # values that differ from those at the capture
         graph.replay()
         backend.synchronize()
         if not torch.equal(graph.outputs, chain()):

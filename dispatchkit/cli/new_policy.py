@@ -42,7 +42,7 @@ _RULE = {
         "test_learning_policy.py.in": "tests/test_policy.py",
     },
 }
-#: The summary of the rule and its methods, by whether the policy learns.
+#: The rule's summary and the methods that implement it, by whether the policy learns.
 _DESCRIPTIONS = {
     False: ("Smallest graph that covers the batch", "`decide`"),
     True: ("Smallest graph, or eager if that is faster", "`decide` and `observe`"),

@@ -175,7 +175,7 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
 
 
 def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
-    """Return a dispatcher of the chosen policy, which treats all declared graphs as captured."""
+    """Return a dispatcher that treats all graphs of the chosen policy as captured."""
     from dispatchkit.dispatch import Dispatcher
 
     plugins = load_installed_plugins(settings)
@@ -205,7 +205,7 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
 def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool) -> PluginSet:
     from dispatchkit.plugins import load_plugins
 
-    # The command line reports problems itself: in one line, or in detail by `plugins`.
+    # Commands report problems themselves: in one line, or in detail (`plugins`).
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False

@@ -150,9 +150,8 @@ def _report(
         console().print(Text(f"{counted(steps, 'step')} written to {output}."))
     if left_out:
         print_stderr(
-            f"Note: omitted {counted(sum(left_out.values()), 'step')}, whose axes "
-            f"({', '.join(left_out)}) differ from those of the first step, and a trace has one "
-            "set of columns."
+            f"Note: omitted {counted(sum(left_out.values()), 'step')} with other axes "
+            f"({', '.join(left_out)}) than the first step, because a trace has one set of columns."
         )
 
 

@@ -1,12 +1,12 @@
 """A small decoder with a key/value cache.
 
-Decode steps (FULL) are captured as one graph. Captures of mixed steps (PIECEWISE) break at
-attention, which is marked to run eager, so that graphs and attention alternate.
+Decode steps (FULL) are captured as one graph. Mixed steps (PIECEWISE) are captured in pieces:
+attention is marked to run eager, between the graphs.
 
 All shapes depend only on the number of tokens, not on the values of positions or slots, so
-attention can also be captured. For this, each token reads its request's complete cache and masks
-later positions. A serving engine uses a special kernel; plain operations keep this model readable
-and equal on all devices.
+attention can also be captured. To keep shapes fixed, each token attends over its request's complete
+cache, and later positions are masked. A serving engine uses a special attention kernel. Plain
+operations keep this model readable and run on every device.
 
 Shape legend: T tokens of the step, E embedding width, H heads, D head width, L cache rows of
 one request, S request slots, V vocabulary.
@@ -61,12 +61,12 @@ class DecoderShape:
 
 
 class KVCache:
-    """The keys and values of all requests, as flat tensors with rows for each layer.
+    """The keys and values of all requests, in one flat tensor per layer.
 
-    Row ``slot * cache_len + position`` contains that position of the request in the slot.
+    Row ``slot * cache_len + position`` belongs to that position of the request in that slot.
 
     Attributes:
-        keys: Tensor ((S + 1) * L, D) for each layer.
+        keys: One tensor of shape ((S + 1) * L, D) per layer.
         values: Likewise.
     """
 
@@ -222,10 +222,10 @@ class Decoder(nn.Module):
         slots: Tensor,
         cache: KVCache,
     ) -> Tensor:
-        """Write this step's keys and values, then attend over each token's request.
+        """Write this step's keys and values to the cache, and return the attention output.
 
-        Tokens of the same request attend to each other through the cache, up to their own position.
-        Several padding rows may write the same row of the padding slot, which no request reads.
+        Each token attends to its request's cache, up to its own position. Several padding rows may
+        write the same row of the padding slot, which no request reads.
 
         Shapes: query (T, H, D), key and value (T, D) -> (T, E).
         """
@@ -246,8 +246,8 @@ class Decoder(nn.Module):
     def attend_into(self, out: Tensor, *args: Any) -> None:
         """Attend, and write the result (T, E) to a tensor of the step.
 
-        It returns nothing, so a replay has no result to compare, and the cache need not be saved
-        and restored.
+        Because this eager call returns nothing, a replay has no result to compare and need not save
+        and restore the cache.
         """
         out.copy_(self.attend(*args))
 
@@ -256,10 +256,10 @@ class Decoder(nn.Module):
         return nn.functional.linear(self.norm(hidden), self.head)
 
     def step(self, cache: KVCache) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the model on one cache, as a step for a ``GraphRunner``.
+        """Return a step for a ``GraphRunner`` that runs the model on one cache.
 
         Args:
-            cache: The cache to write, which must be declared as state of the runner.
+            cache: The cache that the step writes. Declare its tensors as state of the runner.
         """
 
         def step(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
-#: Distributed over the sizes of a serving loop, denser for frequent sizes.
+#: Batch sizes of a serving loop, with more sizes where batches are frequent.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _TAPE_SIZES = (1, 2, 4, 8, 16)
 
@@ -41,9 +41,9 @@ def decoder(
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
         shape: Sizes of the model; by default chosen for the device.
         sizes: Capture sizes.
-        max_num_tokens: Maximum tokens per step; by default the largest size on the tape, 2048 on a
-            GPU.
-        options: Options of the runner; configuration and device are replaced.
+        max_num_tokens: Maximum tokens per step. The default is 2048 on a GPU and the largest
+            capture size on the tape.
+        options: Options of the runner. The other arguments replace its configuration and device.
         settings: Additional arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
@@ -88,9 +88,9 @@ def mlp(
         num_layers: Number of linear layers, each followed by a ReLU.
         width: Width of all layers; by default chosen for the device.
         sizes: Capture sizes.
-        max_num_tokens: Maximum tokens per step; by default the largest size on the tape, 2048 on a
-            GPU.
-        options: Options of the runner; configuration and device are replaced.
+        max_num_tokens: Maximum tokens per step. The default is 2048 on a GPU and the largest
+            capture size on the tape.
+        options: Options of the runner. The other arguments replace its configuration and device.
         settings: Additional arguments of the runner.
     """
     place, is_gpu, backend = _place(device)

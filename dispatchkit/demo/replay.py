@@ -36,14 +36,15 @@ from dispatchkit.settings import Settings
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-#: The order of summation depends on the batch size. float32 has about seven digits, and a result is
-#: the sum of a few hundred terms. Measured differences are less than a tenth of this.
+#: Tolerances: the order of summation depends on the batch size. float32 has about seven digits, and
+#: a result is the sum of a few hundred terms. Measured differences are less than a tenth of these
+#: tolerances.
 ATOL, RTOL = 1e-3, 1e-3
 MIN_SLOTS, MAX_SLOTS = 8, 512
 DEVICES = ("auto", "tape", "cpu", "cuda")
 
-#: Small enough to finish in a minute on two cores, and large enough on a GPU for launches to
-#: matter.
+#: The tape's model is small enough to finish in a minute on two cores. The GPU's model is large
+#: enough for launch overhead to matter.
 TAPE_SHAPE = DecoderShape()
 CUDA_SHAPE = DecoderShape(num_layers=8, num_heads=8, head_dim=32)
 
@@ -125,7 +126,8 @@ def run_demo(
             total.
 
     Returns:
-        The report. Incorrect results do not raise; see ``report.comparison``.
+        Times and comparison of both runs. Incorrect results do not raise; see
+        ``DemoReport.comparison``.
 
     Raises:
         TraceError: The trace cannot be read.
@@ -247,7 +249,7 @@ def make_runner(
         },
         policy=policy if plugins is None else plugins.with_policy(policy),
         backend="cuda" if device.type == "cuda" else "tape",
-        # Each result is read before the next step.
+        # Views suffice, because each result is read before the next step.
         outputs=settings["outputs"] if settings.is_given("outputs") else "view",
         state=cache.tensors,
         lazy=settings["lazy"],
@@ -392,7 +394,7 @@ def _uniform(config: DispatchConfig, query_len: int) -> int:
 
 
 def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
-    """Return the mode and computed tokens of the step between two readings."""
+    """Return the mode and computed tokens of the single step between two readings of the stats."""
     mode = next(
         mode for mode, count in after.steps_by_mode.items() if count > before.steps_by_mode[mode]
     )
@@ -400,7 +402,7 @@ def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
 
 
 def _eager_reasons(before: RunnerStats, after: RunnerStats) -> dict[str, int]:
-    """Return the number of eager steps by reason between two readings."""
+    """Return the number of eager steps by reason between two readings of the stats."""
     return {
         reason: count - before.eager_by_reason.get(reason, 0)
         for reason, count in after.eager_by_reason.items()
@@ -432,7 +434,7 @@ def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
 
 
 def _read_file(path: Path) -> StepTrace:
-    """Return the steps in a file, which dispatchkit-plan may also read from counts and logs."""
+    """Return the steps in a trace file; with dispatchkit-plan, also from a histogram or log."""
     try:
         read: Callable[[Path], StepTrace] = load_attribute("read_steps")
     except MissingDistributionError as missing:

@@ -3,14 +3,14 @@
 A step trace contains the numbers of tokens and requests of each step, but not the requests
 themselves. The demo generates requests deterministically:
 
-- each request of a step gets one token; the others go to as few requests as possible, each with at
-  most ``max_query_len`` in total. These are prompts, and a prompt belongs to a new request;
+- each request of a step gets one token. The remaining tokens go to as few requests as possible,
+  each with at most ``max_query_len`` tokens. These requests are new, and their tokens are prompts;
 - if a step needs a slot, or has fewer requests than the previous step, the oldest requests end;
 - a request whose cache is full ends, and a new request replaces it.
 
-Positions, slots and token ids follow from that. Prompts that exceed the cache, requests without a
-slot, and tokens above the maximum per step are omitted and counted. Steps without tokens are
-skipped.
+Positions, slots and token ids follow from these rules. Prompts that exceed the cache, requests
+without a slot, and tokens above the maximum per step are omitted and counted. Steps without tokens
+are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attrs
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace
 
-#: Default number of steps: many of both kinds, in half a minute on a CPU.
+#: Default number of steps: enough decode and mixed steps, in half a minute on a CPU.
 DEFAULT_STEPS = 200
 
 

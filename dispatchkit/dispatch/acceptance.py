@@ -27,8 +27,8 @@ class Proposal:
 
     Attributes:
         parts: The policy and its optional parts.
-        config: The configuration that the policy decides under.
-        origin: Where it comes from, for messages.
+        config: The configuration under which the policy decides.
+        origin: Source of the policy, for error messages.
         keys: The keys that the policy declares, in order. If the policy does not declare axes, each
             key is repeated for every combination of buckets.
         adds_axes: Whether axes are added to the policy's keys, because the policy does not declare
@@ -58,17 +58,17 @@ def trial_keys(
     """Try a policy on batches around its declared sizes; return its keys.
 
     Args:
-        policy: The policy. No reference to it is kept.
-        config: The configuration that the policy decides under.
-        origin: Where it comes from, for messages.
+        policy: Policy to try; no reference to it is kept.
+        config: The configuration under which the policy decides.
+        origin: Source of the policy, for error messages.
         modes: Runtime modes that the executor supports.
         may_split: Whether mixed batches may be split over several graphs.
 
     Raises:
-        ConfigError: The policy has none of a policy's methods, or the configuration is not a
+        ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
             ``DispatchConfig``.
         PolicyError: A method is missing or raises, a declared key is invalid, or a decision breaks
-            a hard constraint although all declared graphs count as captured.
+            a hard constraint. The trial treats all declared graphs as captured.
     """
     hint = "Write DispatchConfig(sizes=[8, 16]), for example."
     check_instance(config, DispatchConfig, "config", hint)

@@ -1,7 +1,7 @@
 """Adapt policies that do not support axes to configurations with axes.
 
-Such a policy declares keys and decides as if there were no axes. Each of its keys is declared for
-every combination of buckets. When it decides, it sees only the keys with the buckets of the batch.
+A policy without axes declares keys and decides as if there were none. Each of its keys is declared
+for every combination of buckets. Its ``decide`` sees only the keys with the buckets of the batch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 Cell = tuple[int, int, int, int]
 
 _MORE_TOKENS = (
-    "Raise max_num_tokens for larger batches; those above the largest capture size run eager."
+    "Raise max_num_tokens for larger batches; batches above the largest capture size run eager."
 )
 _MORE_LORAS = "Raise max_loras for more adapters."
 #: Next steps only for numbers above a limit.

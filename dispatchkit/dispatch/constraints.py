@@ -55,7 +55,7 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
     if not graphs.may_split:
         return (
             f"split a batch into {shown}, but its rows are not declared independent. Split only "
-            "if GraphView.may_split; RunnerOptions(rows_independent=True) sets it."
+            "if GraphView.may_split is true; RunnerOptions(rows_independent=True) enables splits."
         )
     if not may_be_split(batch):
         return f"split {batch}; only mixed batches may be split."

@@ -1,7 +1,8 @@
 """The protocol of cost models, and the cost of a decision.
 
 Any object that implements ``CostModel`` is accepted. dispatchkit-plan measures cost models
-(``dispatchkit calibrate``), stores them in files, and includes measured ones.
+(``dispatchkit calibrate``), stores them in files, and includes models that were measured on an
+H100.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CostModel(Protocol):
         ...
 
     def covers(self, num_tokens: int) -> bool:
-        """Return whether the model was measured up to a size, not extrapolated."""
+        """Return whether a number of tokens is within the measured range of the model."""
         ...
 
 
@@ -52,7 +53,8 @@ class StepCost:
         eager_us: Time of the same step run eager, in microseconds.
         lost_us: Time in microseconds that a graph of exactly the step's size would save; at least
             0.
-        measured: Whether the model was measured up to this size, not extrapolated.
+        measured: Whether the size is within the measured range of the model; if not, the times are
+            extrapolated.
     """
 
     model: str
@@ -63,10 +65,10 @@ class StepCost:
 
     @classmethod
     def of(cls, model: CostModel, decision: Decision, num_tokens: int) -> StepCost:
-        """Return the cost of a decided step, eager, and with an exact-size graph.
+        """Return the cost of a decided step, with its eager and exact-size alternatives.
 
         Args:
-            model: The cost model.
+            model: Cost model that returns the times.
             decision: The decision for the step.
             num_tokens: Number of tokens of the step; a step of 0 tokens costs nothing.
         """

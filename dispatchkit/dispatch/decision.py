@@ -39,7 +39,7 @@ class Reason(enum.StrEnum):
     POLICY_ERROR = "policy_error"
     #: The key has not been requested often enough to be captured.
     CAPTURE_PENDING = "capture_pending"
-    #: The step runs inside a capture begun by other code, which records it.
+    #: Other code is capturing the stream, and its capture records the step.
     INSIDE_CAPTURE = "inside_capture"
     #: The replay failed without any effect.
     REPLAY_FAILED = "replay_failed"
@@ -61,7 +61,7 @@ class Reason(enum.StrEnum):
     CONTAINER_WRITTEN = "container_written"
     #: Real rows of a padded step depend on the padding.
     ROWS_DEPEND = "rows_depend"
-    #: Outputs of a padded step have other rows than those of the batch.
+    #: An output of a padded step does not have one row per row of the bucket.
     ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
     #: The batch was not split because its rows depend on each other, or independence is not proven.
     ROWS_NOT_INDEPENDENT = "rows_not_independent"
@@ -93,7 +93,7 @@ def _check_reason(reason: Any) -> str:
     return str(reason)
 
 
-# Limit of decisions that hold for any number of requests.
+# ``max_num_reqs`` of decisions that hold for any number of requests.
 ANY_NUM_REQS = 1 << 62
 
 
@@ -137,12 +137,12 @@ class Decision:
     """A choice to replay one or several graphs or to run eager, with the reason.
 
     Policies create decisions with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``.
-    The dispatcher binds each to a cell of its table and sets the remaining fields.
+    The dispatcher binds each decision to a cell of its table and sets the remaining fields.
 
     Attributes:
         mode: Runtime mode to run in.
         key: Key of the graph to replay, or of the first graph of a split batch; None for eager.
-        reason: The reason, under which counters count the step.
+        reason: Cause of the decision; steps are counted by reason.
         timed: Whether to measure the device time of the step.
         num_tokens: Unpadded number of tokens of the decision's cell.
         max_num_reqs: Largest number of requests for which the decision holds.
@@ -192,7 +192,7 @@ class Decision:
         Args:
             parts: At least two graphs of the same mode, larger graphs first, each with the number
                 of rows it serves. The numbers must add up to the rows of the batch.
-            reason: The reason, under which counters count the step.
+            reason: Cause of the decision; steps are counted by reason.
             timed: Whether to measure the device time of the whole step.
 
         Raises:
@@ -291,15 +291,15 @@ class Outcome:
         elapsed_us: Time on the stream in microseconds, or None if not measured.
         clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
         queued: Whether earlier work was pending on the stream at the launch.
-        completed: Whether the step completed; policies must not learn from steps that did not.
+        completed: Whether the step completed; policies must not learn from incomplete steps.
         won: False if another policy's decision ran instead, inside a composite policy.
         step: Number of steps so far, measured or not, including this step; 0 if unknown.
-        is_first: Whether this is the first known eager run of its size. Libraries choose kernels in
-            the first run of a size, which may take as long as many steps.
+        is_first: Whether this is the first known eager run with this number of tokens. In this run,
+            libraries choose kernels, which may take as long as many steps.
         host_us: Host time of the submission in microseconds, without waiting for the device; None
             if unknown.
-        device_us: Device time in microseconds of a step that was submitted completely before the
-            device reached it, so that the host did not delay it; None for other steps.
+        device_us: Device time in microseconds without delays by the host. None unless the whole
+            step was submitted before the device started it.
     """
 
     batch: Batch
@@ -324,12 +324,12 @@ class CellUpdate:
         decision: The new decision; None to call ``decide`` again at the next use of the cell.
         one_shot: Whether the decision holds for one step, after which the steady decision applies
             again. Without a decision, the waiting one-shot decisions of the cell are dropped.
-        up_to: Largest number of tokens: without a decision, ``decide`` is called again for all
-            otherwise equal batches from the size of ``batch`` to this size. 0 for this batch only.
+        up_to: Without a decision, also empty the cells of larger batches up to this number of
+            tokens that otherwise equal ``batch``; 0 for ``batch`` alone.
 
     Raises:
-        DescriptorError: ``up_to`` is not a whole number of at least 0, or is given with a decision;
-            or another value has the wrong type.
+        DescriptorError: A value has the wrong type, ``up_to`` is negative, or ``up_to`` is given
+            with a decision.
     """
 
     batch: Batch = attrs.field()
@@ -369,7 +369,7 @@ class CalibrationRun:
 
     Attributes:
         batch: The batch to run, with any inputs of its size.
-        decision: The decision to run under; the runs are measured even if it is not ``timed``.
+        decision: The decision for the runs, which are measured even if ``decision.timed`` is False.
         runs: Number of runs, at least 1. ``observe`` receives each outcome.
     """
 

@@ -62,7 +62,7 @@ _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class Dispatcher:
-    """Choose, for each batch, the graph to replay or eager.
+    """Looks up the decision for each batch: a graph to replay, or eager.
 
     Args:
         policy: Any object with ``declare`` and ``decide``.
@@ -78,8 +78,8 @@ class Dispatcher:
         bind: Function with which the executor prepares a step. It is called once for each decision
             put into the table, and its result becomes ``Decision.plan``. It may also be set as an
             attribute before the first ``dispatch``.
-        on_swap: Function called after a swap, with the policy's name, the previous policy's name
-            (None for the first policy) and the epoch. No lock is held.
+        on_swap: Function called after a swap, without holding a lock. Its arguments are the
+            policy's name, the previous policy's name (None for the first policy) and the epoch.
         on_fault: Function called with a fault of the policy, the number of tokens of the batch
             (None without a batch) and the epoch. It is called before the affected call returns or
             raises, without holding a lock of the dispatcher.
@@ -121,7 +121,8 @@ class Dispatcher:
         self._modes = parse_modes(modes)
         self._readiness = Readiness(lazy=check_flag(lazy, "lazy"))
         self.bind, self._on_swap = bind, on_swap
-        # Shared with the registry, which calls listeners under its lock, and which a swap modifies.
+        # The registry's lock, because the registry calls listeners under it and a swap changes the
+        # registry.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=check_flag(strict, "strict"), on_fault=on_fault)
@@ -193,12 +194,12 @@ class Dispatcher:
     ) -> Decision:
         """Empty the cell of a batch, and return a new decision.
 
-        For cells with outdated decisions. A change empties the cells it affects, but if it is
-        interrupted, some may stay filled.
+        A change empties the affected cells. If the change is interrupted, some cells keep outdated
+        decisions, which this method replaces.
 
         Raises:
-            DescriptorError: As ``dispatch``.
-            NoGraphError: As ``dispatch``.
+            DescriptorError: As for ``dispatch``.
+            NoGraphError: As for ``dispatch``.
         """
         with self._lock:
             if num_tokens <= self.config.max_num_tokens:
@@ -293,7 +294,8 @@ class Dispatcher:
             with self._lock:
                 if 0 < outcome.decision.revision < self._epoch.first_revision:
                     return
-                # Updates for a batch outside the limits, possible since a swap, could not apply.
+                # A swap may have lowered the limits, and no update applies to a batch outside the
+                # limits.
                 if self._is_within(outcome.batch):
                     self._learn(outcome)
         finally:
@@ -334,9 +336,9 @@ class Dispatcher:
         An update sets the steady decision or a one-shot decision of a cell, or empties a range of
         cells so that the policy decides again.
 
-        A steady decision is used after waiting one-shot decisions. A decision that cannot run any
-        more, for example because its graph was evicted, is not a fault: if it is steady, the policy
-        decides again; if it is one-shot, it is dropped.
+        A steady decision is used after waiting one-shot decisions. A decision that can no longer
+        run, for example because its graph was evicted, is not a fault. If it is steady, the policy
+        decides again. If it is one-shot, it is dropped.
 
         Raises:
             DescriptorError: The batch is invalid or outside the configured limits.
@@ -400,7 +402,7 @@ class Dispatcher:
         policy must not be the object in force.
 
         Raises:
-            ConfigError: The policy is not an object with its methods, or the configuration is not a
+            ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
                 ``DispatchConfig``.
             PolicyError: The policy did not pass the trial.
         """
@@ -472,7 +474,7 @@ class Dispatcher:
 
     @property
     def pace(self) -> int:
-        """The factor, at least 1, by which fewer steps are measured than usual.
+        """Divisor of the number of measured steps, at least 1; 2 halves the number.
 
         Raises:
             PolicyError: In strict mode, the policy's ``pace`` is invalid.
@@ -625,7 +627,7 @@ class Dispatcher:
         return decision
 
     def _reason_for_all(self, batch: Batch) -> str:
-        """Return why a batch runs eager under any policy, which is not asked; empty if it is."""
+        """Return why a batch runs eager under any policy; empty if the policy decides."""
         if batch.num_tokens == 0:
             return Reason.EMPTY_BATCH
         if not self.config.has_token_limit and self._is_above_table(batch.num_tokens):
@@ -722,8 +724,8 @@ class Dispatcher:
 def _most_reqs(parts: Iterable[Part]) -> int:
     """Return the largest number of requests for which a split holds.
 
-    A part has at most as many requests as rows, so it sets a limit only if its graph was captured
-    for fewer requests.
+    A part has at most as many requests as rows. It sets a limit only if its graph was captured for
+    fewer requests than the part has rows.
     """
     limits = (
         part.key.descriptor.num_reqs

@@ -79,7 +79,7 @@ class Epochs:
         policy must not be the object in force.
 
         Raises:
-            ConfigError: The policy is not an object with its methods, or the configuration is not a
+            ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
                 ``DispatchConfig``.
             PolicyError: The policy did not pass the trial.
         """

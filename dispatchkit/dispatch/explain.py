@@ -69,7 +69,8 @@ class Explanation:
         problem: Cause of the decision if the batch exceeds ``max_num_tokens``, or if the smallest
             graph that covers it is outdated or its capture failed; otherwise empty.
         cost: Cost of the step, if a cost model is given.
-        times: Times that a runner measured for such steps; None if steps are not measured.
+        times: Times that a runner measured for steps with the same decision; None if steps are not
+            measured.
         axes: Bucket of each axis by name; None for a value outside all buckets.
         note: Further information from a runner; may be empty.
         error: Error that the step would raise; empty if the step would run.

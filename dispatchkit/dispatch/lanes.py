@@ -1,7 +1,7 @@
 """Lane policies, which choose the lane of each submitted step.
 
 A lane is a stream with its own memory pool, static inputs and graphs. A lane policy chooses where a
-step runs, and works with any policy, which decides what the step replays.
+step runs; the runner's policy decides what the step replays. Any two can be combined.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class KeyedLanePolicy(Protocol):
 
     @property
     def needs_key(self) -> bool:
-        """Whether steps have keys, which costs one more table lookup per step."""
+        """Whether ``choose`` receives steps with keys; each key costs a table lookup."""
         ...
 
 
@@ -90,7 +90,7 @@ class KeyPlacementPolicy(Protocol):
     """A lane policy that chooses the lanes on which a key is captured (default: all)."""
 
     def lanes_for_key(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
-        """Return the indices of the key's lanes: at least one, and always the same."""
+        """Return the indices of the key's lanes: at least one, and the same for each call."""
         ...
 
 
@@ -226,7 +226,7 @@ def lane_priorities(
     """Return the priority of each lane's stream: 0 is normal, larger is more urgent.
 
     Raises:
-        PolicyError: The lane policy raised or returned something else.
+        PolicyError: The lane policy raised, or did not return one integer of at least 0 per lane.
     """
     if not isinstance(policy, PrioritizedLanePolicy):
         return (0,) * num_lanes

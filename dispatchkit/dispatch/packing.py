@@ -40,8 +40,8 @@ class Packer(Protocol):
     ) -> Iterable[Sequence[int]]:  # pragma: no cover - a protocol
         """Return the items of each bin, as indices into ``lengths``.
 
-        Each item must be in exactly one bin. A bin has at most ``limits.max_tokens`` tokens, unless
-        it has a single item, and at most ``limits.max_items`` items.
+        Each item must be in exactly one bin. A bin has at most ``limits.max_items`` items. A bin of
+        several items has at most ``limits.max_tokens`` tokens.
 
         Args:
             lengths: Number of tokens of each item, at least 1.

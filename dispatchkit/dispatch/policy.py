@@ -50,7 +50,8 @@ class GraphView:
         config: The configuration in force.
         hidden: Keys of the registry that the view does not show: keys captured in advance for the
             next policy, and keys of the previous policy that are about to be removed.
-        num_changes: Number of changes of the runnable keys that are not changes of the registry.
+        num_changes: Number of changes that affect which keys can run but are not in the registry,
+            such as switching lazy capture on.
         may_split: Whether a mixed batch may be split over several graphs because its rows are
             independent. Graphs smaller than the batch can then be used, too.
     """
@@ -193,7 +194,7 @@ class PacedPolicy(LearningPolicy, Protocol):
 
     @property
     def pace(self) -> int:
-        """Factor, at least 1, by which fewer steps are measured than usual.
+        """Divisor of the number of measured steps, at least 1; 2 halves the number.
 
         The property is read at each measured step, so it may change while serving.
         """
@@ -218,8 +219,8 @@ class PolicyParts:
         name: The policy's ``name``, or its class name.
         traits: The traits that the policy claims.
         observe: The method ``observe``; None if the policy does not learn.
-        calibration_runs: The method ``calibration_runs``; None if the policy has none.
-        explain: The method ``explain``; None if the policy has none.
+        calibration_runs: The method ``calibration_runs``; None if the policy does not define it.
+        explain: The method ``explain``; None if the policy does not define it.
     """
 
     policy: Policy

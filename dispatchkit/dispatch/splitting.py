@@ -11,7 +11,7 @@ from dispatchkit.dispatch.policy import GraphView
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
-#: Most parts of a split by default, because each part costs a launch and copies.
+#: Default maximum number of parts, because each part costs a launch and copies.
 MAX_PARTS = 8
 
 
@@ -21,8 +21,8 @@ def greedy_parts(
     """Split a batch over full graphs and one graph for the remaining rows.
 
     The full graphs have the largest size that the batch fills, and the last graph is the smallest
-    that covers the remaining rows. Only graphs that can run now are used. This minimizes launches,
-    not padding.
+    that covers the remaining rows. Only graphs that can run now are used. This rule minimizes
+    launches, not padding.
 
     Args:
         batch: The batch to split.

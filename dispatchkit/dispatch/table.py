@@ -167,12 +167,13 @@ class Table:
 
         Args:
             cell: The first cell, with the fewest tokens.
-            up_to: Number of tokens of the last cell; if smaller, only the first cell is emptied.
+            up_to: Number of tokens of the last cell. Below the tokens of ``cell``, only ``cell`` is
+                emptied.
         """
         if up_to <= cell[3]:
             self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
             self.steady.pop(cell, None)
-            self._empty_row_cell(cell)  # no effect for a cell with waiting decisions
+            self._empty_row_cell(cell)  # no effect if one-shot decisions are waiting
             return
         first, in_range = cell[3], _in_range(cell, up_to)
         for one in filter(in_range, list(self.steady)):

@@ -37,9 +37,9 @@ class Axis:
     Attributes:
         name: The name that callers and the step use.
         buckets: Values to capture graphs for, ascending.
-        exact: Whether a graph serves only the exact value of its bucket. Otherwise it also serves
-            smaller values, down to the next smaller bucket, and inputs that have the axis as a
-            dimension are padded.
+        exact: Whether a graph serves only the exact value of its bucket. Otherwise the graph also
+            serves smaller values, down to the next smaller bucket. Inputs that have the axis as a
+            dimension are then padded.
 
     Raises:
         ConfigError: The name is not an identifier, there are no buckets, or a bucket is not a whole
@@ -140,7 +140,7 @@ class Variants:
                 not a bucket of its axis.
         """
         if not self.axes:
-            return loras  # axes set by the caller stay in the batch
+            return loras  # without configured axes, any buckets are ignored
         loras = self._checked(loras)
         if len(buckets) != len(self.axes):
             names = ", ".join(axis.name for axis in self.axes)
@@ -172,8 +172,8 @@ class Variants:
     def values(self, variant: int) -> tuple[int, ...]:
         """Return the value of each axis, or a value with the same bucket.
 
-        A plain int does not contain the values. Its buckets are returned instead, and the largest
-        bucket plus 1 for a value outside all buckets.
+        A plain int lacks the values, so each bucket is returned instead. For a value outside all
+        buckets, that is the largest bucket plus 1.
         """
         if isinstance(variant, Variant):
             return variant.values

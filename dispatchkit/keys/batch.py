@@ -17,8 +17,8 @@ _Count = tuple[str, int, bool]
 def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
     """Convert the whole numbers of a record to ints.
 
-    Integers of numpy and torch are accepted. One call converts all fields, because a dispatcher
-    creates a batch for each cell that it fills.
+    Integers of numpy and torch are accepted. All fields are converted in one call for speed: a
+    dispatcher creates a batch for each cell.
 
     Raises:
         DescriptorError: A value is not a whole number, or is too small.
@@ -39,7 +39,7 @@ def _read_axes(record: Any) -> None:
     """Convert the values of axes to a tuple.
 
     Raises:
-        DescriptorError: They are not a tuple or list of hashable values.
+        DescriptorError: The axes are not a tuple or list of hashable values.
     """
     value = record.axes
     if value == ():
@@ -79,15 +79,15 @@ class BatchDescriptor:
 
     Attributes:
         num_tokens: Padded number of tokens; the graph serves batches up to this size.
-        num_reqs: Number of requests that the graph was captured with, and the most it serves; None
-            if the number does not matter (piecewise graphs).
+        num_reqs: Number of requests that the graph was captured with, which is also the maximum
+            that it serves; None if the number does not matter (piecewise graphs).
         uniform: Whether the graph serves uniform decode only: every request is past its prompt and
             has exactly ``query_len`` tokens.
-        num_active_loras: Number of adapters that the graph was captured with, and the most it
-            serves.
+        num_active_loras: Number of adapters that the graph was captured with, which is also the
+            maximum that it serves.
         query_len: Tokens per request of a uniform graph, 1 by default; 0 for mixed batches.
-        max_query_len: Most tokens per request for a decode graph that accepts varying query
-            lengths; None for no limit.
+        max_query_len: Maximum number of tokens per request, for a decode graph that accepts varying
+            query lengths; None for no limit.
         axes: Buckets of the configured axes, in order.
 
     Raises:

@@ -1,8 +1,8 @@
 """Validate and derive capture sizes, and build the padding table.
 
-Sizes are derived in two ways. ``default_capture_sizes`` is the project's own, and always includes
-the given maximum. ``derive_capture_sizes`` reproduces vLLM's configuration layer; its generations
-differ in ``SIZE_RULES``.
+Sizes are derived in two ways. ``default_capture_sizes`` follows dispatchkit's own rule, and its
+result always includes the given maximum. ``derive_capture_sizes`` follows the rules of a generation
+of vLLM, which are in ``SIZE_RULES``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 _COARSE_FROM = 256  # From this size on, the step between sizes doubles.
 MAX_CAPTURE_SIZE = 1 << 22
-"""Largest capture size, because tables have an entry for each number of tokens."""
+"""Largest capture size allowed, because tables have an entry per number of tokens."""
 
 
 class CaptureSizeWarning(UserWarning):
@@ -214,7 +214,7 @@ _RULES_0_11 = SizeRules(
 SIZE_RULES: Mapping[str, SizeRules] = MappingProxyType(
     {"0.11": _RULES_0_11, "0.13": _RULES_0_13, "0.33": _RULES_0_33, "newest": _RULES_0_33}
 )
-#: The generations for rounding, which was added in 0.11.1.
+#: The generations by name, for rounding. 0.11.1 is separate because it introduced rounding.
 _ROUNDING_RULES: Mapping[str, SizeRules] = MappingProxyType(
     {
         **SIZE_RULES,
@@ -273,7 +273,7 @@ def derive_capture_sizes(
         query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
         enforce_eager: Whether graphs are switched off.
         tensor_parallel_size: Ranks that share one layer.
-        sequence_parallel: Sequence parallelism is on.
+        sequence_parallel: Whether sequence parallelism is on.
         ceiling: Upper limit of the default maximum; 0.33 uses 1024 on data-center Blackwell GPUs.
         small_steps: Whether every size up to 32 is captured (0.33's "interactivity" mode).
 
@@ -357,7 +357,7 @@ def round_sizes_for_query_len(
         generation: The generation of vLLM whose rules apply.
         max_size: Largest size allowed; None means the largest of ``sizes``.
         tensor_parallel_size: Ranks that share one layer.
-        sequence_parallel: Sequence parallelism is on.
+        sequence_parallel: Whether sequence parallelism is on.
 
     Raises:
         ConfigError: No rounded size fits the maximum, or the query length is neither a multiple nor

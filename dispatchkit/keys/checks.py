@@ -88,12 +88,12 @@ def check_counts(values: Any, setting: str, *, minimum: int = 1) -> tuple[int, .
     """Validate a list of whole numbers given for a setting, and return them as ints.
 
     Args:
-        values: The numbers, in any iterable; or one number.
-        setting: Name of the setting, for the error message, which names the item at fault.
+        values: An iterable of numbers, or one number.
+        setting: Name of the setting. The error message adds the index of the item at fault.
         minimum: Smallest number allowed.
 
     Raises:
-        ConfigError: An item is not such a number.
+        ConfigError: An item is not a whole number of at least ``minimum``.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
         return (check_count(values, setting, minimum=minimum),)
@@ -127,8 +127,8 @@ def check_instance(value: Any, kind: type[_T], setting: str, hint: str = "") -> 
     """Validate the type of an object given for a setting, and return the object.
 
     Args:
-        value: The object.
-        kind: Its required type.
+        value: Object to check.
+        kind: Required type of the object.
         setting: Name of the setting, for the error message.
         hint: Next step, for the error message.
 
@@ -145,7 +145,7 @@ def read_flag(value: Any, setting: str) -> bool:
     """Return a flag read from a file, the environment or the command line.
 
     Raises:
-        ConfigError: The value is not a flag, and not a word such as ``yes``, ``off`` or ``1``.
+        ConfigError: The value is neither a flag nor a word such as ``yes``, ``off`` or ``1``.
     """
     if is_flag(value):
         return bool(value)
@@ -156,22 +156,23 @@ def read_flag(value: Any, setting: str) -> bool:
 
 
 def refuses_unknown_names(kind: type[_T]) -> type[_T]:
-    """Decorate a class to name unknown and missing arguments, as ``naming_unknown`` does."""
+    """Decorate a class with ``naming_unknown``, so that its constructor names unknown arguments."""
     made: Any = kind
     made.__init__ = naming_unknown(made.__init__, kind.__name__)
     return kind
 
 
 def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
-    """Return a function that names missing arguments, and the closest names to unknown ones.
+    """Wrap a function to raise errors that name missing and unknown arguments.
 
     Args:
-        function: The function.
-        owner: Whose settings its arguments are, for the message.
+        function: Function to wrap.
+        owner: Name of the class that has the arguments as settings, for the message.
 
     Raises:
-        UnknownNameError: Raised by the function returned, for an unknown keyword argument.
-        ConfigError: Raised by it for a missing argument, or too many positional ones.
+        UnknownNameError: The wrapper got an unknown keyword argument. The message lists the closest
+            names.
+        ConfigError: The wrapper got too few or too many positional arguments.
     """
 
     @functools.wraps(function)
@@ -187,7 +188,7 @@ def naming_unknown(function: Callable[_P, _T], owner: str) -> Callable[_P, _T]:
                     raise UnknownNameError(f"setting of {owner}", name, known) from None
             try:
                 bound = signature.bind_partial(*args, **kwargs).arguments
-            except TypeError:  # too many positional arguments, or one given twice
+            except TypeError:  # too many positional arguments, or an argument given twice
                 names = ", ".join(sorted(known))
                 given = args["self" in parameters :]
                 allowed = f"given by name: {names}"

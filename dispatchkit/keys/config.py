@@ -62,8 +62,8 @@ class DispatchConfig:
             vLLM.
         sizes: Numbers of tokens to capture, ascending. By default they are derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
-        max_num_tokens: Largest batch in tokens; larger batches raise. The default is the largest
-            capture size, and larger batches then run eager instead of raising.
+        max_num_tokens: Largest batch in tokens; a larger batch raises DescriptorError. If omitted,
+            the limit is the largest capture size, and larger batches run eager.
         max_num_seqs: Maximum number of requests in a batch. The default is ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches, in which every request is past its
             prompt and has exactly this many tokens. Several lengths are possible, for example if
@@ -164,8 +164,8 @@ class DispatchConfig:
     sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
-    # Lists of sizes already compared with a limit, which warns if they end below it. attrs.evolve
-    # copies this field, so the copy does not warn again.
+    # Lists of sizes for which the warning about sizes below the limit was considered. attrs.evolve
+    # copies this field, so copies do not warn again.
     _checked: frozenset[tuple[str, Any, Any]] = attrs.field(
         default=frozenset(), alias="_checked", eq=False, repr=False
     )
@@ -222,12 +222,12 @@ class DispatchConfig:
 
     @property
     def has_token_limit(self) -> bool:
-        """Whether a batch of more than ``max_num_tokens`` raises."""
+        """Whether a batch of more than ``max_num_tokens`` raises an error."""
         return self._max_num_tokens is not None
 
     @property
     def has_request_limit(self) -> bool:
-        """Whether ``max_num_seqs`` was given, so that batches of more requests raise."""
+        """Whether ``max_num_seqs`` was given; if so, a batch of more requests raises an error."""
         return self._max_num_seqs is not None
 
     @property

@@ -2,8 +2,8 @@
 
 A *runtime mode* is the way a batch runs: eager (NONE), PIECEWISE or FULL. A *configured mode* may
 be a pair: one mode for uniform decode batches and one for all other batches. ``CUDAGraphMode`` has
-the names, values and methods of vLLM's enum (0.33), so code written for that enum also works with
-it.
+the names, values and methods of vLLM's enum (0.33), so code written for vLLM's enum also works with
+this enum.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CUDAGraphMode(enum.Enum):
                 ``"full_and_piecewise"``, or the value of a member.
 
         Raises:
-            UnknownNameError: No mode has that name; the message lists the closest ones.
+            UnknownNameError: No mode has that name; the message lists the closest names.
         """
         if isinstance(value, cls):
             return value
@@ -159,7 +159,7 @@ class CUDAGraphMode(enum.Enum):
         return self.requires_piecewise_compilation()
 
     def separate_routine(self) -> bool:
-        """Return whether uniform decode batches have a mode of their own."""
+        """Return whether decode and mixed batches have separate modes."""
         return isinstance(self.value, tuple)
 
     def without_piecewise(self) -> CUDAGraphMode:
@@ -208,8 +208,8 @@ def parse_modes(modes: Any, setting: str = "modes") -> frozenset[RuntimeMode]:
     """Return runtime modes given as members, names or values.
 
     Raises:
-        ConfigError: They are not a list.
-        UnknownNameError: No mode has one of the names.
+        ConfigError: The modes are not a list.
+        UnknownNameError: A name is not the name of a mode.
     """
     if isinstance(modes, str) or not isinstance(modes, Iterable):
         hint = "For a single mode, write [RuntimeMode.FULL]."
@@ -278,7 +278,7 @@ class AttentionSupport(enum.IntEnum):
         return cls[name]
 
 
-#: The same levels under the name that users of graph runners look for.
+#: Alias with the prefix that ``CUDAGraphMode`` has.
 CUDAGraphSupport = AttentionSupport
 
 
@@ -319,12 +319,12 @@ def resolve_mode(
         fully_compiled: Whether the pieces are compiled or otherwise ready to be captured.
         captures_piecewise: Whether pieces can be captured; False for a runner without pieces.
         rounds_sizes: Whether the caller uses one list of sizes for all modes, which requires
-            rounding for query lengths above one. vLLM's second model runner does not.
+            rounding for query lengths above one. False for vLLM's second model runner.
 
     Raises:
         ConfigError: FULL was requested for mixed batches, but attention is never captured.
 
-    Source: the behaviour of vLLM 0.33 before it initializes its keys.
+    Source: the behavior of vLLM 0.33 before it initializes its keys.
     """
     resolved = wanted = CUDAGraphMode.parse(mode)
     levels = (

@@ -55,7 +55,7 @@ def read_flag(value: Any, name: str) -> bool:
     """Return a flag, converting words such as ``yes`` and ``off``.
 
     Raises:
-        ConfigError: The value is neither a flag nor such a word.
+        ConfigError: The value is neither a flag nor a known word.
     """
     try:
         return checks.read_flag(value, name)

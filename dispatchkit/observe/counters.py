@@ -143,8 +143,8 @@ class RunnerStats:
     Attributes:
         steps: Number of steps that returned a result.
         steps_by_mode: Number of steps by runtime mode.
-        hits: Number of replays by key, as a string. A split step counts once, under the names of
-            all its graphs.
+        hits: Number of replays by key, as a string. A split step counts once, under the joined
+            names of its graphs.
         hit_tokens: Tokens of these replays before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.
         differing_calls: Number of replays that stopped because an eager call between segments

@@ -1,7 +1,7 @@
 """StepRecorder: record steps in a ring buffer, and return them as a step trace.
 
 Recording a step writes six integers, plus one per axis, into preallocated memory. When the ring is
-full, new steps overwrite the oldest steps, which are counted.
+full, new steps overwrite the oldest steps. Overwritten steps are counted.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StepRecorder:
                 longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))
-        # For a step without tokens, both are 0.
+        # A step without tokens has no requests, so 0 is known.
         has_reqs = all(step[3] or not step[2] for step in steps)
         has_longest = all(step[4] is not None for step in steps)
         return StepTrace.from_steps(

@@ -133,7 +133,7 @@ class TraceWriter:
         """Append one step.
 
         Args:
-            step: A step, or its number of tokens. If the step has no number, it gets the next one.
+            step: A step, or its number of tokens. A step without a number gets the next number.
 
         Raises:
             TraceError: The step lacks a value for a column, or is impossible.

@@ -78,7 +78,7 @@ def discover() -> Iterator[Candidate]:
     for distribution in distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
-            # Skip most distributions without parsing their entry points.
+            # Most distributions are skipped without parsing their entry points.
             if not any(map(_resembles_group, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
             metadata = distribution.metadata  # parsed again on each access
@@ -95,7 +95,7 @@ def discover() -> Iterator[Candidate]:
             yield Candidate(Origin("?", where), FOUND, _failing_loader(reason))
 
 
-@functools.cache  # few groups are in the metadata of all distributions
+@functools.cache  # all installed distributions together have few groups
 def _resembles_group(group: str) -> bool:
     """Return whether a group is ``dispatchkit`` or probably a misspelling of it."""
     letters = re.sub(r"[^a-z]", "", group.lower())
@@ -123,7 +123,7 @@ def _failing_loader(reason: str) -> Callable[[], object]:
 
 @attrs.frozen
 class Filter:
-    """The plugins that may be loaded, by name of the entry point or distribution.
+    """A filter for plugins, by name of the entry point or distribution.
 
     Attributes:
         allowed: A set of names for each given list (argument, environment). A plugin must be in

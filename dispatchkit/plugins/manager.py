@@ -36,8 +36,8 @@ class Hooks(types.SimpleNamespace):
 class HookManager(pluggy.PluginManager):
     """A plugin manager with the hook specifications, initially without plugins."""
 
-    # pluggy would store a bound method in each hook. In this reference cycle, only the garbage
-    # collector would free the plugins of a runner.
+    # pluggy would store a bound method in each hook. The reference cycle would keep the plugins of
+    # a runner alive until a garbage collection.
     _hookexec = staticmethod(_multicall)  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -93,7 +93,8 @@ class HookManager(pluggy.PluginManager):
 def _hooks_of(plugin: object) -> Hooks:
     functions: dict[str, Callable[..., Any]] = {}
     if not inspect.isclass(plugin):
-        # A plain module has no other attributes. Static lookup: getattr would evaluate properties.
+        # All attributes of a plain module are in vars(). Others are looked up statically, because
+        # getattr would evaluate properties.
         own = vars(plugin) if type(plugin) is types.ModuleType else None
         for name in object.__dir__(plugin) if own is None else list(own):
             function = inspect.getattr_static(plugin, name, None) if own is None else own[name]

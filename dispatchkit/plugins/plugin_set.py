@@ -45,7 +45,7 @@ class PolicyWithPlugins:
     Created by ``PluginSet.with_policy``.
 
     Attributes:
-        plugins: The plugins. They also provide backends and lane policies given by name, and their
+        plugins: Plugins that provide the policy, backend and lane policy given by name. Their
             observers receive the runner's events.
         policy: Name of the policy, or an object; None for the policy that the plugins select.
     """
@@ -67,7 +67,7 @@ class PluginSet:
         max_faults: Number of consecutive exceptions after which an observer's callback is disabled.
 
     Attributes:
-        notifier: The notifier of observers.
+        notifier: Notifier that passes events to the observers.
         problems: Errors that occurred while plugins were loaded.
     """
 
@@ -193,9 +193,9 @@ class PluginSet:
     def create_observer(self, name: str, /, **options: Any) -> Any:
         """Create an observer and attach it to the notifier.
 
-        Each event calls the method with its name, such as ``on_capture``. Exceptions raised by
-        these methods are logged. Arguments and errors are those of ``create_policy``, with
-        PluginError instead of PolicyError.
+        Each event calls the observer's method that is named after the event, such as
+        ``on_capture``. Exceptions raised by these methods are logged. Arguments and errors are
+        those of ``create_policy``, with PluginError instead of PolicyError.
         """
         observer = self._catalog.create("observer", name, options)
         origin = self.observers[name].origin

@@ -29,7 +29,7 @@ class GraphEntry:
     """A key and its graph; immutable, so each transition creates a new entry.
 
     Attributes:
-        key: The key.
+        key: Key of the graph.
         state: The state of its graph.
         graph: The executor's graph object, with everything it reads; opaque to the registry.
         num_bytes: Memory attributed to the graph; 0 if it shares the memory of another graph.

@@ -42,11 +42,11 @@ class RegistryEvent:
     """A change of a key or its state.
 
     Attributes:
-        key: The key.
-        before: Its previous state; None if the key is new.
-        after: Its current state; None if the key was removed, and unchanged if it was enabled or
-            disabled.
-        reason: The reason in its entry; ``enabled`` or ``disabled`` after ``set_enabled``.
+        key: Key that changed.
+        before: Previous state of the key; None if the key is new.
+        after: Current state of the key; None if the key was removed. Enabling or disabling a key
+            does not change its state.
+        reason: The reason in the key's entry; ``enabled`` or ``disabled`` after ``set_enabled``.
         by_mode: Whether the mode of the key was enabled or disabled instead of the key.
     """
 
@@ -244,8 +244,8 @@ class GraphRegistry:
     # -- internals --------------------------------------------------------------------
 
     def _largest_first(self) -> list[GraphKey]:
-        # The event of a key empties all cells that the key could serve. With the largest key first,
-        # few cells remain for the events of smaller keys.
+        # The event of a key empties all cells that the key could serve. If the largest key is
+        # first, it empties most cells, and later events are cheap.
         return sorted(self._entries, key=lambda key: -key.num_tokens)
 
     def _require(self, key: GraphKey, *states: KeyState) -> GraphEntry:

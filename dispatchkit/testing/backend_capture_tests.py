@@ -25,7 +25,7 @@ class CaptureTests:
     # -- attributes ---------------------------------------------------------------------
 
     def test_it_names_itself_and_its_device(self, rig: Rig) -> None:
-        """Reports and lookups by name require both."""
+        """Reports and lookups by name require the name and the device of a backend."""
         assert rig.backend.name
         assert rig.zeros(1).device == rig.torch.device(rig.backend.torch_device)
         assert isinstance(rig.backend.capabilities, BackendCapabilities)
@@ -59,7 +59,7 @@ class CaptureTests:
                 rig.torch.testing.assert_close(rig.replayed(graph), expected, rtol=1e-5, atol=1e-5)
 
     def test_outputs_keep_their_addresses(self, rig: Rig) -> None:
-        """Otherwise, precomputed views of the outputs would become invalid."""
+        """Precomputed views of the outputs must stay valid."""
         x = rig.randn(4, 8)
         graph = rig.capture(lambda: (x * 2, [x + 1]))
         outputs = graph.outputs
@@ -323,7 +323,7 @@ class CaptureTests:
         assert rig.read(graph.outputs) == expected
 
     def test_running_statistics_are_left_alone_by_a_capture(self, rig: Rig) -> None:
-        """Batch norm writes its running statistics, although its schema does not declare it."""
+        """Batch norm writes running statistics that its schema does not declare as written."""
         torch = rig.torch
         norm = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)
         twin = torch.nn.BatchNorm1d(8).to(rig.backend.torch_device)

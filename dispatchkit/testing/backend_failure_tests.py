@@ -212,7 +212,7 @@ class FailureTests:
         assert seen == [False], "The garbage collector was enabled during the capture."
 
     def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
-        """Wrappers check it, and call the wrapped function directly inside a capture."""
+        """Wrappers call ``is_capturing`` to run the wrapped function directly inside a capture."""
         seen: list[bool] = []
 
         def run() -> Any:

@@ -50,7 +50,7 @@ class OptionalTests:
     # -- rehearsals -----------------------------------------------------------------------
 
     def test_a_rehearsal_measures_the_growth_of_the_pool(self, rig: Rig) -> None:
-        """Memory budgets use this number before the memory is allocated."""
+        """Memory budgets need the growth of the pool before a capture allocates memory."""
         rehearsals = offered(rig, "rehearsals")
         x = rig.zeros(1 << 18)
 
@@ -71,7 +71,7 @@ class OptionalTests:
     # -- meters ---------------------------------------------------------------------------
 
     def test_a_meter_sees_what_graphs_take(self, rig: Rig) -> None:
-        """Memory reports must include pools in the memory in use."""
+        """Reports of the memory in use must include pools."""
         meter = offered(rig, "meters")
         x = rig.zeros(1 << 20)
         run = lambda: ((x + 1) * 2).sum() + x  # noqa: E731
@@ -240,7 +240,7 @@ class OptionalTests:
     # -- copy nodes -----------------------------------------------------------------------
 
     def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
-        """A graph reads the rows of the current batch and then fill, never earlier rows."""
+        """A graph reads the current rows, then the fill value, and no rows of earlier batches."""
         torch = rig.torch
         x, host = rig.zeros(8, 4), rig.zeros(8)
         node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
@@ -310,7 +310,7 @@ class OptionalTests:
         rig.torch.testing.assert_close(rig.replayed(graph), (x @ weight).relu() + 1)
 
     def test_a_watched_graph_holds_what_it_reads_until_release(self, rig: Rig) -> None:
-        """The graph still reads the address of a weight after the model has replaced it."""
+        """A graph still reads the memory of a weight that the model has replaced."""
         offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
         graph: Any = rig.warm_capture(lambda: x + weights[0])
@@ -319,7 +319,7 @@ class OptionalTests:
         assert graph.holds == [], "A released graph still holds memory."
 
     def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
-        """With notes, the first capture of a step needs no watch."""
+        """Notes of a warmup replace watching the operations of the first capture."""
         unwatched = offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
 

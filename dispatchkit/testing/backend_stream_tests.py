@@ -32,7 +32,7 @@ class StreamTests:
     # -- release --------------------------------------------------------------------------
 
     def test_a_released_graph_refuses_to_replay(self, rig: Rig) -> None:
-        """The replay would use memory that may belong to other graphs."""
+        """The memory of a released graph may belong to other graphs."""
         x = rig.zeros(2)
         graph, other = rig.capture(lambda: x + 1), rig.capture(lambda: x + 2)
         graph.replay()
@@ -73,7 +73,7 @@ class StreamTests:
     # -- pools ----------------------------------------------------------------------------
 
     def test_a_pool_counts_what_it_reserves(self, rig: Rig) -> None:
-        """Budgets rely on this number."""
+        """Memory budgets rely on ``pool_bytes``."""
         assert rig.backend.pool_bytes(rig.pool) == 0
         x = rig.zeros(1 << 16)
         graph = rig.capture(lambda: (x + 1) * 2)
@@ -185,7 +185,7 @@ class StreamTests:
         ]
 
     def test_events_order_two_streams(self, rig: Rig) -> None:
-        """The event is recorded on one stream, the other waits for it, and it is reused."""
+        """Work after ``wait_event`` follows the recorded work, also if the event is reused."""
         backend = rig.backend
         other, event = backend.new_stream(), backend.new_event()
         x = rig.zeros(1 << 12)
@@ -213,7 +213,7 @@ class StreamTests:
         assert rig.stream.query()
 
     def test_timing_events_measure(self, rig: Rig) -> None:
-        """The time is in microseconds."""
+        """``elapsed_us`` returns the microseconds between two events."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         x = rig.zeros(1 << 16)
         start.record()

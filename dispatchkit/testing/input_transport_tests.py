@@ -153,7 +153,7 @@ class InputTransportTests:
     # -- values that graphs read ----------------------------------------------------------
 
     def test_the_path_is_the_one_under_test(self, bench: Bench) -> None:
-        """Otherwise, the other tests would test a different transport."""
+        """Each graph uses the transport that the other tests assume."""
         runner = bench.runner()
         for size in SIZES:
             path = runner.controls.input_path(bench.key(size))
@@ -162,7 +162,7 @@ class InputTransportTests:
             )
 
     def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
-        """This holds for every kind of step after a larger step of any kind."""
+        """Steps of every kind run after a larger step of every kind."""
         kinds = ["call", "strided", "negated", "in place", "eager"]
         if bench.way.node in ("used", "short"):
             kinds += ["refused", "refused in place"]
@@ -177,7 +177,7 @@ class InputTransportTests:
         assert set(reasons) <= {"ceiling"}, f"Steps ran eager: {reasons}."
 
     def test_larger_graphs_fill_further(self, bench: Bench) -> None:
-        """The same rows run in increasingly larger buckets, then in smaller ones."""
+        """The same number of rows runs in buckets of different sizes, in varying order."""
         runner = bench.runner()
         runner_keys = [bench.key(size) for size in SIZES]
         for number, smallest in enumerate((0, 2, 1, 2, 0)):
@@ -296,7 +296,7 @@ class InputTransportTests:
         assert runner.stats().eager_by_reason == {}
 
     def test_a_node_that_cannot_be_set_is_made_up_for(self, bench: Bench) -> None:
-        """The inputs are copied by torch instead, only once, and the path reports it."""
+        """If a node cannot be set, torch copies the inputs and ``input_path`` reports this."""
         if bench.way.node not in ("used", "short"):
             pytest.skip("The graphs have no copy node.")
         runner = bench.runner()
@@ -398,7 +398,7 @@ class Bench:
         return made
 
     def given(self, values: Mapping[str, torch.Tensor], kind: str = "call") -> dict[str, Any]:
-        """Return the arguments of a call for the values."""
+        """Return the values as arguments of a call of a kind."""
         made: dict[str, Any] = {}
         for index, (name, value) in enumerate(values.items()):
             given: Any = value
@@ -416,7 +416,7 @@ class Bench:
     def wanted(
         self, values: Mapping[str, torch.Tensor], rows: int, bucket: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the expected inputs of a graph: the values, then fill up to the bucket."""
+        """Return the inputs that a graph should read: values, then fill up to the bucket."""
         if bucket is None:
             bucket = next(size for size in SIZES if size >= rows)
         made = {}

@@ -274,7 +274,7 @@ class LanePolicyTests:
                 self._fail(f"used lanes {sorted(used)} in {32 * number} steps, but never {idle}")
 
     def test_trait_sticky_keeps_a_key_on_its_lanes(self) -> None:
-        """If a lane has the graph of a key, the step runs on such a lane even if it is busy."""
+        """Steps run on lanes that have the graph of their key, even if these lanes are busy."""
         self._skip_unless("sticky")
         for schedule in self._schedules():
             for step, lane, lanes in self._play(self.make_lane_policy(), schedule):

@@ -176,7 +176,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert num_reqs <= served.max_num_reqs
         assert served.padded_num_tokens >= num_tokens
         if not one_shot:
-            # Without a change, the same object is served; after a change, a larger revision.
+            # Without a change, the same object is served. A changed decision has a larger revision.
             before = self.served.get((cell, num_reqs))
             if before is not None and before is not served:
                 assert served.revision > before.revision
@@ -193,8 +193,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         learnt = self.learnt.get(cell)
         if learnt is not None and self._holds(learnt, num_reqs):
             return learnt, False
-        # The table first calls the policy without a number of requests. If the number is beyond the
-        # bound of this decision, it calls the policy again with the number.
+        # The table first calls the policy without a number of requests. If the batch has more
+        # requests than the decision allows, the table calls the policy again with the number.
         known = attrs.evolve(batch, num_reqs=None)
         anew = self.dispatcher.decide(known)
         if learnt is not None or not self._holds(anew, num_reqs):

@@ -80,8 +80,8 @@ class PolicyTests(CaseRunner):
         """Keys fit the configured buffers, requests, adapters, query lengths and mode.
 
         The configuration determines the size of static inputs. The capture of a larger key would
-        read past their end. In a mode that is not configured, the attention backend may not support
-        capture. (``max_loras`` + 1 adapters are allowed, because the base model counts as one.)
+        read past their end. The attention backend may be unable to capture in a mode that is not
+        configured. (``max_loras`` + 1 adapters are allowed, because the base model counts as one.)
         """
         config, mode = case.config, case.config.mode
         for key in case.keys:
@@ -123,9 +123,9 @@ class PolicyTests(CaseRunner):
     def test_every_batch_gets_an_answer(self, case: Case) -> None:
         """For batches within the limits, ``decide`` does not raise and returns a valid type.
 
-        The dispatcher calls it while serving. If it raises for a batch, every step with an equal
-        batch runs eager. It must not change the registry, because the executor controls which keys
-        can be dispatched.
+        The dispatcher calls ``decide`` while serving. If ``decide`` raises for a batch, every step
+        with an equal batch runs eager. It must not change the registry, because the executor
+        controls which keys can be dispatched.
         """
         before = dict(case.registry.entries)
         for batch in case.batches():
@@ -141,8 +141,8 @@ class PolicyTests(CaseRunner):
         """``decide`` chooses only declared keys.
 
         One function should create the keys for ``declare`` and ``decide``. If two pieces of code
-        compute them, they drift apart: the graph captured for a batch is never found, and the step
-        always runs eager without an error.
+        compute the keys, they drift apart. The graph captured for a batch is then never found, and
+        the step always runs eager without an error.
         """
         known = set(case.keys)
         for batch in case.batches():
@@ -485,8 +485,8 @@ class PolicyTests(CaseRunner):
     def test_calibration_ends_and_keeps_the_constraints(self, case: Case) -> None:
         """``calibration_runs`` requests only steps that can run, and eventually returns no runs.
 
-        After each capture, a runner calls it until it returns no runs. Until then, the runner
-        measures no other steps.
+        After each capture, a runner calls the method until it returns no runs. Until then, the
+        runner measures no other steps.
         """
         ask = PolicyParts.of(case.policy).calibration_runs
         if ask is None:
@@ -584,7 +584,7 @@ class PolicyTests(CaseRunner):
     def test_trait_order(self, case: Case) -> None:
         """FULL is preferred to PIECEWISE, and PIECEWISE to eager.
 
-        If more modes are allowed for a batch, it never runs in a lower mode than before.
+        Allowing more modes for a batch never lowers the mode in which it runs.
         """
         for batch in case.batches():
             chosen = case.decide(batch).mode

@@ -59,9 +59,9 @@ class SmallestPolicy:
 class OneBucketPolicy(SmallestPolicy):
     """A policy that chooses only the smallest bucket for the batch, never a larger bucket.
 
-    Use it in tests of graph states. If the graph is not captured, failed or evicted, the step runs
-    PIECEWISE, or eager with this state as the reason. Each mode has one key per capture size, for
-    mixed and uniform batches with any number of requests.
+    Use it in tests of graph states. If the graph of this bucket is missing, failed or evicted, the
+    step runs PIECEWISE, or eager with the state of the graph as the reason. Each mode has one key
+    per capture size, for mixed and uniform batches with any number of requests.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:

@@ -210,7 +210,7 @@ def changes(
 
 
 def apply_change(registry: GraphRegistry, change: Change) -> bool:
-    """Apply a change if the state of its key allows it, and return whether it did."""
+    """Apply a change if the state of its key allows it; return whether the change was applied."""
     key, kind = change.key, change.kind
     entry = registry.get(key)
     if entry is None:
