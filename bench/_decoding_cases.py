@@ -268,7 +268,7 @@ DYNAMIC = {"batch": None, "auto": None, "yes": True, "no": False}
 
 
 def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
-    """Return torch.compile of the same step, with the cache marked as static addresses."""
+    """Return the step compiled by torch.compile, with the cache at static addresses."""
     step, memory = plain_step(model, args)
     for one in memory.tensors:
         _dynamo.mark_static_address(one)

@@ -296,7 +296,7 @@ def _of_lengths(module: nn.Module, device: torch.device) -> Model:
 
 
 def _gcn(device: torch.device) -> Model:
-    """Return batches of node features of one fixed graph."""
+    """Return a graph convolution network with batches of node features of one fixed graph."""
     convolution = _import("torch_geometric.nn").GCNConv
     edges = torch.randint(0, 200, (2, 800), device=device)
 

@@ -26,7 +26,7 @@ ARRAYS = 3
 
 
 def measure(name: str, group: str, step: Callable[[], Any], rounds: int, wrong: int | None) -> None:
-    """Print the host time per step of a single step and of ten consecutive steps."""
+    """Print the host time per step, for single steps and for ten consecutive steps."""
     for together in (1, 10):
         samples = []
         for _ in range(rounds + 5):

@@ -15,9 +15,9 @@
 
 Cases take turns in one process and start without graphs. The ratio is the median of the ratios
 within a round, and ``best`` the minimum over rounds. ``pool`` lines contain the bytes that torch
-reserved for graphs and their shared outputs; ``device`` lines the decrease of free device memory,
-which includes launchable graphs. Without a CUDA device, the tape captures a small decoder at the
-smallest sizes without a loop by hand, which tests the script only.
+reserved for graphs and their shared outputs. ``device`` lines contain the decrease of free device
+memory, which includes launchable graphs. Without a CUDA device, the tape captures a small decoder
+at the smallest sizes without a loop by hand, which tests the script only.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class EveryCountPolicy(SmallestPolicy):
 
 
 class DictOfTuples:
-    """The same checks in front of one dictionary of decisions."""
+    """A dispatcher with the same checks, in front of one dictionary of decisions."""
 
     def __init__(self, dispatcher: Dispatcher, steps: Iterable[Step]) -> None:
         self.table = {
@@ -99,7 +99,9 @@ class PlainDescriptor:
 
 
 class DescriptorPerProbe:
-    """Pads, builds a descriptor, looks it up in sets of keys, relaxes it, and repeats."""
+    """A dispatcher that pads, builds a descriptor, looks it up in sets of keys, and relaxes it
+    until a key is found.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.padding = padding_table(dispatcher.config.sizes)

@@ -46,7 +46,7 @@ dynamic, as by GraphDecoder with ``compile=True``. With ``auto``, torch.compile 
 first size and generalizes at the second. ``yes`` and ``no`` are its settings of these names.
 
 ``--fill-cache`` only compiles; later measurements then find the kernels on disk. Models and cases
-can use separate processes:
+can be compiled in separate processes:
 
     export TORCHINDUCTOR_CACHE_DIR=/tmp/kernels
     for one in gpt2 llama-small llama-1b; do
@@ -54,8 +54,8 @@ can use separate processes:
     done; wait
     python bench/decoding.py
 
-Models with other kinds of layers (windows, linear attention, state space, encoder-decoder), each
-within a minute:
+Models with other kinds of layers (windows, linear attention, state space, encoder-decoder); each
+takes less than a minute:
 
     four="gemma3 qwen3.5 mamba whisper"
     python bench/decoding.py --models $four --parts fixed --steps 30 --most 64 \

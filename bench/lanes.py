@@ -13,9 +13,9 @@ round. All cases take turns in one process:
   lanes, views``: ``submit`` with results that are not cloned.
 
 ``small`` graphs leave most of the device idle, ``filling`` graphs occupy all of it. Steps are
-launched one after another, so the last lane begins late in each round, also by hand; more steps per
-round reduce the effect. Without a GPU, the tape is measured: the host time of ``submit`` compared
-with a call of the same graph.
+launched one after another, so the last lane begins late in each round, with the runner and by hand.
+More steps per round reduce the effect. Without a GPU, the tape is measured: the host time of
+``submit`` compared with a call of the same graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dispatchkit import (
 BENCH = "lanes"
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
-#: Kinds of graphs: rows, width and layers of the network, and its duration in steps of the small
+#: Kinds of graphs: rows, width and layers of the network, and the step time relative to the small
 #: kind.
 KINDS = {"small": (16, 512, 100, 1), "filling": (8192, 8192, 4, 4)}
 

@@ -12,9 +12,9 @@ in 16 measured, and no device or plan. Times are CPU times of this thread:
     python bench/learning.py --steps 2000 --models lm --json
 
 With ``--device``, two runners of a small MLP take turns. One uses ``vllm``, the other a policy that
-learns but chooses like ``vllm``. ``more`` is their difference in microseconds per step, between the
-medians of blocks. ``parts`` attributes it to ``events`` (start, end and reading of measured steps),
-``observe``, and ``fill`` with its plan. ``most`` is the most expensive step.
+learns but chooses like ``vllm``. ``more`` is the difference between their median block times, in
+microseconds per step. ``parts`` attributes it to ``events`` (start, end and reading of measured
+steps), ``observe``, and ``fill`` with its plan. ``most`` is the most expensive step.
 
     python bench/learning.py --device cuda            # about 20 seconds
     python bench/learning.py --device cpu --steps 2000

@@ -13,9 +13,9 @@
 - ``sleep``: memory released by ``memory.sleep()``, the times of sleep, wake, first replay and of
   new captures, and whether the first replays are bit for bit the same as before.
 - ``concurrent``: step times of one thread while another thread captures 51 graphs. The captures run
-  in the background (steps run between the parts of a capture), in the background with steps between
-  operators too, or by ``capture()`` under the lock; one case has no captures. Each case runs with
-  much free memory, and with little more than the captures need.
+  in the background, with steps between the parts of a capture; in the background, with steps also
+  between operators; or by ``capture()`` under the lock. A further case has no captures. Each case
+  runs with much free memory, and with little more than the captures need.
 - ``dropped``: host and device memory after runners are created, captured and dropped with garbage
   collection disabled.
 

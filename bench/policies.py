@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
     )
     add("--policies", default="vllm,adaptive")
     add("--seeds", type=int, default=10)
-    add("--sample-every", type=int, default=1, help="measure one of this many regular steps")
+    add("--sample-every", type=int, default=1, help="measure one in this many regular steps")
     add("--delay", type=int, default=0, help="steps until an outcome is reported")
     add("--slow-eager", type=float, default=1.0, help="factor on eager times from halfway on")
     add("--json", action="store_true", help="print one JSON object per line")

@@ -180,7 +180,7 @@ def parse() -> argparse.Namespace:
         help="`uniform` or names in tests/data/traces, comma-separated",
     )
     add("--steps", type=int, help="default: 12000 (mlp), 2000 (decoder); a trace repeats")
-    add("--sample-every", type=int, default=16, help="measure one of this many regular steps")
+    add("--sample-every", type=int, default=16, help="measure one in this many regular steps")
     add("--details", default="build/policies_gpu", help="folder for the complete results")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
@@ -199,7 +199,7 @@ class Times:
     eager: dict[int, float]
 
     def of(self, size: int, graph: int) -> float:
-        """Return the milliseconds of a batch in a graph, or in eager if ``graph`` is 0."""
+        """Return the milliseconds of a batch: in a graph, or eager if ``graph`` is 0."""
         return self.graphs[graph] if graph else self.eager_ms(size)
 
     def eager_ms(self, size: int) -> float:

@@ -6,8 +6,9 @@
 
 In ``bench/policies.py``, each arm has a single time. On a GPU, a step takes host time for its
 launches and device time for its kernels. Which of the two counts depends on the other steps: if the
-host is ahead of the device, its time is hidden; otherwise, the device waits. Here both clocks run,
-with noisy times measured on an H200 and hosts of different speeds.
+host is ahead of the device, its time is hidden; otherwise, the device waits. Here, host and device
+have separate clocks. Times were measured on an H200; noise and hosts of different speeds are
+simulated.
 
 The policy receives outcomes as from a runner: one regular step in 16 is measured, and its outcome
 is reported at a later measured step after the device has finished. The host time of outcomes, of
@@ -173,7 +174,7 @@ class Clocks:
 
         Returns:
             Start and end on the device, whether other work was queued, and the host time without
-            waits for the device.
+            waits for the device. All times are in microseconds.
         """
         model = self.model
         launches = 1 if graph else model.launches

@@ -7,14 +7,14 @@
     calibrated, the trace is simulated with the measured costs, and then its steps run through the
     runner, with the same sizes and numbers of requests on prepared inputs. ``queued`` synchronizes
     once, at the end of the trace; ``waited`` synchronizes after each step, like a loop that reads
-    its results. ``median`` is the total of the replay, and ``ratio`` the simulated total divided by
-    it: 1 is exact, 0.95 to 1.05 is the target. The numbers of steps by mode must be equal in
-    simulation and runner (``same_modes``).
+    its results. ``median`` is the measured total, and ``ratio`` the simulated total divided by the
+    measured total: 1 is exact, 0.95 to 1.05 is the target. The numbers of steps by mode must be
+    equal in simulation and runner (``same_modes``).
 
 ``memory``: for five models, the forecast from a few captured sizes is compared with the memory of
     graphs of all sizes. ``median`` is the measured memory, and ``ratio`` the forecast upper bound
-    divided by it: 1 to 1.1 is the target. ``driver`` is the memory allocated by the driver outside
-    torch, which torch's statistics do not include.
+    divided by the measured memory: 1 to 1.1 is the target. ``driver`` is the memory allocated by
+    the driver outside torch, which torch's statistics do not include.
 
 Without a GPU, small models run on the tape, which tests the script only.
 """

@@ -8,8 +8,9 @@
   512 and 128; ``exact``: one replay of a graph of exactly 600 rows.
 
 ``encoder``: a service for sentences with an encoder of BERT-base's shape. A call has 1 to 200
-    sentences, with the lengths of paragraphs of manual pages (tests/data/calls). Measures complete
-    calls, from sentences in host memory to vectors on the device, summed over all calls, in turns:
+    sentences, with the lengths of paragraphs of manual pages (tests/data/calls). Complete calls are
+    measured in turns, from sentences in host memory to vectors on the device, and the times of all
+    calls are summed:
 
 - ``eager``: padded to the longest sentence; ``bucket``: one replay of batch size x longest bucket;
 - ``split``: batches split over graphs of fewer sentences, with little padding of their number;
@@ -311,7 +312,7 @@ def padded(sentences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
-    """Measure a service for sentences."""
+    """Measure an encoder that serves calls of several sentences."""
     width, layers, heads = (32, 1, 2) if small else (768, 12, 12)
     torch.manual_seed(0)
     model = Encoder(width, layers, heads).to(DEVICE, DTYPE).eval().requires_grad_(False)

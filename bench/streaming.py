@@ -261,7 +261,7 @@ def main() -> None:
     wanted = torch.stack([alone(model, audio[:, session]) for session in few], 1)
     for name, found in results.items():
         if "coming and going" in name:
-            continue  # its sessions change at each hop
+            continue  # the sessions of this case change at each hop
         largest = float((torch.stack(found)[:, list(few)] - wanted).abs().max())
         case = f"largest difference, {name}"
         emit(BENCH, case, largest * 1e6, "1e-6", len(few), sessions=number)

@@ -94,7 +94,7 @@ Function = tuple[str, str, int]  # file, qualified name, first line
 
 @attrs.frozen
 class Task:
-    """A mutant of a file, and the name of its result."""
+    """A mutant of a file, and the name under which its result is stored."""
 
     name: str
     path: Path
@@ -189,7 +189,7 @@ class FailFast:
     """Pytest plugin that ends the process at the first failure."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Exit without tracebacks and teardown."""
+        """Exit without tracebacks or teardown."""
         if report.failed:
             os._exit(pytest.ExitCode.TESTS_FAILED)
 
@@ -232,7 +232,7 @@ class MutantRunner:
                 try:
                     for function in live[task.function]:
                         function.__code__ = new
-                except (KeyError, ValueError):  # code not in use, or other free variables
+                except (KeyError, ValueError):  # no such function, or other free variables
                     return NOT_REPLACEABLE
                 session.config.pluginmanager.register(FailFast())
                 for item in chosen:
@@ -391,7 +391,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="number of random mutants, from all files")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument(
-        "--only", default="", help="test only mutants whose name (file and change) contains this"
+        "--only",
+        default="",
+        help="test only mutants whose name (file and change) contains this text",
     )
     parser.add_argument(
         "--results", type=Path, help="file to which a JSON line per mutant is appended"

@@ -74,7 +74,7 @@ class Bucket:
         limit: Number of tokens up to which eager is used.
         sizes: Smallest and largest number of tokens among the batches decided so far.
         stale: Range of tokens whose cells may still hold an earlier decision; None if no cell does.
-        waiting: Probes without an outcome yet: number of tokens to batch and arm.
+        waiting: Probes without an outcome yet: the batch and the arm, by number of tokens.
         needless: Numbers of tokens in ``waiting`` whose arm has since been measured by another
             probe.
         last_probe: Step of the last probe with an outcome; 0 if there was none.

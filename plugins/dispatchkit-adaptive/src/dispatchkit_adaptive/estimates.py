@@ -137,7 +137,7 @@ class Estimate:
         return math.sqrt(self._var_level + off * (2.0 * self._covariance + off * self._var_slope))
 
     def weight(self, num_tokens: float) -> float:
-        """Return how many samples at a number of tokens would be as precise as the estimate."""
+        """Return the number of samples at a size that would be as precise as the estimate."""
         return (self.noise / self.error(num_tokens)) ** 2
 
     def largest(self, log_us: float) -> float:

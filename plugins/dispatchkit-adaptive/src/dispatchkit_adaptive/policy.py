@@ -92,7 +92,7 @@ class AdaptivePolicy:
 
     Attributes:
         ledger: The account of time saved and lost against the base.
-        pace: One in this many of the usually measured steps is measured now. The pace exceeds 1 if
+        pace: Factor by which fewer steps than usual are measured at the moment. It exceeds 1 if
             nothing has changed for a while and the time saved covers the loss until a change is
             noticed.
 
@@ -636,8 +636,8 @@ class AdaptivePolicy:
                 if (_UNKNOWN_COST - 1.0) * now_us <= account:
                     return bucket.send_probe(batch, arm)
                 continue
-            # Wait longer before the next probe the more precise the arm's estimate is, and the more
-            # probes have no outcome yet.
+            # The wait between probes grows with the precision of the arm's estimate, and with the
+            # number of probes that have no outcome yet.
             wait = max(2.0, estimate.weight(size)) * (1 + len(bucket.waiting))
             if self._step - estimate.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue

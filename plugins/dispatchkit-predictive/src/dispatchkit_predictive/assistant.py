@@ -121,8 +121,8 @@ class Predictive:
         """Capture missed or expected keys in idle time, then upload the next graph.
 
         Args:
-            max_captures: Maximum number of captures, each of which may take a large part of a
-                second.
+            max_captures: Maximum number of captures. A single capture may take several hundred
+                milliseconds.
 
         Returns:
             The keys that were captured.

@@ -178,7 +178,7 @@ class Notes:
         found: list[_T] = []
 
         def run() -> None:
-            # The store raises only RuntimeErrors; the caller then gets no result.
+            # The store raises only RuntimeErrors; the result is then None.
             with contextlib.suppress(RuntimeError):
                 found.append(call())
 

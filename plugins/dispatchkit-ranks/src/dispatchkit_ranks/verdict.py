@@ -18,8 +18,7 @@ class Note:
         step: Last step that the rank agreed on.
         text: The error message.
         seconds: Time that the rank had waited when its exchange failed.
-        timed_out: Whether the exchange failed because of its time limit and not because a
-            connection broke.
+        timed_out: Whether the exchange exceeded its time limit; False if a connection broke.
     """
 
     kind: str

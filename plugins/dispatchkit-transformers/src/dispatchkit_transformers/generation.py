@@ -454,7 +454,7 @@ def check_mask(attention_mask: Any, input_ids: torch.Tensor) -> None:
     """Check that an attention mask has the shape of its prompts.
 
     Raises:
-        InputError: It has a different shape, or is not a tensor.
+        InputError: The mask has a different shape, or is not a tensor.
     """
     shape = getattr(attention_mask, "shape", None)
     if shape != input_ids.shape:

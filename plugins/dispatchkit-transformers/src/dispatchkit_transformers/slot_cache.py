@@ -219,7 +219,7 @@ class SlotCache:
 
         Args:
             start: The first slot.
-            cross: Layers of a transformers cross-attention cache after the sources.
+            cross: Layers of a transformers cross-attention cache, computed from the sources.
             mask: True where a source has a position (B, T).
         """
         rows, length = mask.shape

@@ -69,7 +69,7 @@ class Probe:
     """A description of how a model must be called.
 
     Attributes:
-        model: The model.
+        model: The transformers model.
         layers: Layers of the model's cache after a prompt of one token.
         cross: Layers of the model's cross-attention cache; empty for decoder-only models.
         dtype: The dtype of the parameters.
@@ -227,7 +227,7 @@ def probe(model: Any, max_length: int) -> Probe:
     A few tokens run both as prompts and as steps, and the results are compared.
 
     Args:
-        model: The model.
+        model: The transformers model.
         max_length: Maximum number of positions of a sequence.
 
     Raises:

@@ -64,7 +64,8 @@ def write_prompts(
         slots: One slot per row (B, heads, capacity + 1, head size).
         states: The tensor of transformers (B, heads, T, head size).
         paddings: Number of padding positions at the start of each row.
-        width: Number of positions of each row, padding included. ``states`` contains the last T.
+        width: Number of positions of each row, padding included. ``states`` contains the last T of
+            these positions.
     """
     if not any(paddings):
         _write_rows(slots, states, width)

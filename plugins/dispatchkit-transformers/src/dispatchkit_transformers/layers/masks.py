@@ -31,7 +31,8 @@ class StepMask:
     Attributes:
         length: Number of positions that the layers read.
         capacity: Number of positions that the layers store.
-        window: Number of latest positions that a token may attend to; None for all stored.
+        window: Number of latest positions that a token may attend to; None for all stored
+            positions.
         chunk: Size of attention chunks: a token attends to positions from the last multiple of
             this number. None without such chunks.
     """
