@@ -501,7 +501,7 @@ def copies_and_launch(rounds: int) -> None:
     stream = V(side.cuda_stream)
     try:
         function, problem = compiled(), ""
-    except Exception as error:  # noqa: BLE001 - reported in the lines of the kernel's ways
+    except Exception as error:  # noqa: BLE001 - reported when the kernel is measured
         function, problem = V(), f"{type(error).__name__}: {error}"
 
     def with_kernel(make: Callable[[V], Step]) -> Step:

@@ -27,7 +27,7 @@ def measured_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def planned_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the capture sizes planned on the steps after the measured ones."""
+    """Return the capture sizes planned from the steps after the measured steps."""
     later = _batches(args, slice(args.trace_steps, None)) or trace_sizes(args)
     most = min(args.graphs, args.most)
     plan = plan_sizes(StepTrace({"num_tokens": later}), graphs=most, max_size=args.most)

@@ -24,7 +24,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 64)
 def encoder(device: str) -> tuple[torch.nn.Module, dict[str, StaticInput]]:
     width = 768 if device == "cuda" else 64
     layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
-    # Disable the fused path, which uses its own layout.
+    # Disable the fused path, which uses a different layout.
     model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     return model, {"src": StaticInput((None, 16, width), "float32")}
 

@@ -4,12 +4,12 @@
                                  [--only simulate|memory] [--models NAME,NAME]
 
 ``simulate``: a decoder (FULL for decode steps, PIECEWISE for mixed steps) and an MLP are
-    calibrated, the trace is simulated with the measured costs, and then its steps run through the
-    runner, with the same sizes and numbers of requests on prepared inputs. ``queued`` synchronizes
-    once, at the end of the trace; ``waited`` synchronizes after each step, like a loop that reads
-    its results. ``median`` is the measured total, and ``ratio`` the simulated total divided by the
-    measured total: 1 is exact, 0.95 to 1.05 is the target. The numbers of steps by mode must be
-    equal in simulation and runner (``same_modes``).
+    calibrated, and the trace is simulated with the measured costs. Then the steps of the trace run
+    through the runner, with the same sizes and numbers of requests, on prepared inputs. ``queued``
+    synchronizes once, at the end of the trace; ``waited`` synchronizes after each step, like a loop
+    that reads its results. ``median`` is the measured total, and ``ratio`` the simulated total
+    divided by the measured total: 1 is exact, 0.95 to 1.05 is the target. The numbers of steps by
+    mode must be equal in simulation and runner (``same_modes``).
 
 ``memory``: for five models, the forecast from a few captured sizes is compared with the memory of
     graphs of all sizes. ``median`` is the measured memory, and ``ratio`` the forecast upper bound

@@ -299,7 +299,7 @@ def imported(task: Task, tests: list[TestReach]) -> str:
 
 
 def run_pytest(*plugins: object) -> int:
-    """Run pytest on the tests of the folders, with additional plugins."""
+    """Run pytest on the tests of the mutated folders, with additional plugins."""
     arguments = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not slow and not gpu"]
     return int(pytest.main([*arguments, *ALL], plugins=[*plugins]))

@@ -81,7 +81,8 @@ def main() -> None:
         options=RunnerOptions(device=device),
     )
     facts = {"model": "two layers", "weights": 0}
-    # If a rank raises an error in this block, the other ranks stop with an error that names it.
+    # If a rank raises an error in this block, the other ranks stop with an error that names the
+    # rank.
     with RankAgreement(timeout=30.0, facts=facts) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, epoch_steps=10)
         lost = ranked.capture()

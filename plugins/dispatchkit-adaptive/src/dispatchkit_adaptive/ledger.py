@@ -40,7 +40,8 @@ class Ledger:
         base_us: Time that the choices of the base policy would have taken.
         lead_us: Time saved compared with the base; negative if time was lost.
         probes_us: Time that probes took beyond that of the arms in use.
-        differing: Moving share of outcomes, other than one-shot, that did not use the base's arm.
+        differing: Moving average of the share of outcomes, except one-shot, that did not use the
+            base's arm.
         spacing: Average number of steps from one measured step to the next.
     """
 

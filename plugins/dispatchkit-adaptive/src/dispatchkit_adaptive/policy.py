@@ -45,7 +45,7 @@ __all__ = ["CALIBRATION", "AdaptivePolicy"]
 PROBE_US = 25.0
 #: Regime of device times of steps submitted before the device reached them, if host time is hidden.
 ALONE: Regime = ("device alone", True)
-#: Regime of the same steps if host time counts: their times include it.
+#: Regime of the same steps if host time counts; step times then include it.
 BUSY: Regime = ("device", True)
 #: Reason of the decisions in calibration runs.
 CALIBRATION = "calibration"
@@ -514,8 +514,8 @@ class AdaptivePolicy:
             self._choose_later(arm)
         if not arm.is_eager:
             return jump != 0.0
-        # A cause that slows eager in one bucket (a busier host, a lower clock) slows it in all.
-        # Small changes, within the noise assumed at first, concern only one band.
+        # A cause that slows eager in one bucket (a busier host, a lower clock) slows eager in all
+        # buckets. Small changes, within the noise assumed at first, concern only one band.
         watch = self._eager_watches.setdefault(regime, Watch())
         shared, count = watch.add(estimate.evidence(FIRST_NOISE), estimate.surprise)
         if not count:

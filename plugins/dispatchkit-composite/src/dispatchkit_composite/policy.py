@@ -47,9 +47,9 @@ class CompositePolicy:
     contain the name of the member that made them.
 
     Args:
-        members: List of Members, tables with their attributes, or strings
-            (``name[=policy][:priority]``); or one string with members separated by commas. By
-            default, only ``vllm``.
+        members: List of ``Member`` records, tables with their attributes, or strings
+            (``name[=policy][:priority]``). A single string may list members separated by commas. By
+            default, the only member is ``vllm``.
         pyproject: Path of a TOML file that lists the members, instead of ``members``.
         max_faults: Number of consecutive faults after which a member is suspended.
         plugins: Plugins that provide policies by name; by default, the installed ones.

@@ -146,7 +146,7 @@ class EngineExport:
             try:
                 self._write()
             except OSError:
-                continue  # for example, because the disk is full; the next write tries again
+                continue  # such as a full disk; the next write tries again
 
     def _write(self) -> None:
         write_to_textfile(str(self.path), self.registry)

@@ -76,7 +76,7 @@ class AxisFacts(Facts):
         ceiling: int,
         switches: int = 0,
     ) -> AgreedBatch:
-        """Return the facts of this rank as the agreed batch, if ranks cannot differ."""
+        """Return this rank's facts as the agreed batch; valid if all ranks have the same batch."""
         agreed = AgreedBatch(num_tokens, num_reqs, uniform, loras, ceiling, switches)
         return agreed._replace(axes=self._variants.values(loras)) if num_tokens else agreed
 

@@ -142,7 +142,7 @@ class SpeculativeDecoder:
 
         Raises:
             DescriptorError: A row is at the end of the cache, or there are no rows.
-            InputError: The rows of the decoder were changed by calling it directly.
+            InputError: The rows of the decoder were changed by direct calls of the decoder.
         """
         decoder = self.decoder
         if decoder.row_lengths != self._lengths:

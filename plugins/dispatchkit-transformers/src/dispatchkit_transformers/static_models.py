@@ -21,7 +21,8 @@ from dispatchkit_transformers.slot_cache import SlotCache
 
 # Attention implementations that accept a separate mask for each row.
 _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
-#: Names of the cache argument: from about 5.20, before that, and in earlier Mamba models.
+#: Names of the cache argument: in transformers from about 5.20 on, in earlier releases, and in
+#: their Mamba models.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _ADVICE = "Call the model's own generate()."
 
