@@ -30,7 +30,7 @@ def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     occurred; see ``clear_traceback``.
 
     Args:
-        error: The error of the capture.
+        error: Error that the capture raised.
         handled: The exception that the caller was handling when the capture began
             (``sys.exception()``). It is in the error's context and must not change.
     """
@@ -45,7 +45,7 @@ def clear_traceback(error: BaseException, handled: BaseException | None) -> None
     (CPython 3.11 and later), and the callable may keep the exception alive.
 
     Args:
-        error: The error of the capture.
+        error: Error that the capture raised.
         handled: As for ``clear_frames``.
     """
     for one in _chain(error, handled):

@@ -167,7 +167,7 @@ class UnwatchedCaptureBackend(Protocol):
         """Capture as ``GraphBackend.capture`` does.
 
         Args:
-            run: The callable.
+            run: Callable to capture.
             stream: A stream from ``new_stream()``.
             pool: The pool for the graph's memory.
             generators: Random generators, except the default generator.
@@ -252,7 +252,7 @@ class SegmentingBackend(Protocol):
         apply.
 
         Args:
-            run: The callable.
+            run: Callable to capture, which ends and begins segments through its argument.
             stream: A stream from ``new_stream()``, which must be current when a segment ends.
             pool: The pool for the memory of all segments.
             generators: Random generators, except the default generator.

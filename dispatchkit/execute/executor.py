@@ -53,12 +53,12 @@ class Workload:
     """The step and its inputs, shared by all lanes of a runner.
 
     Attributes:
-        spec: The specification of the runner.
-        backend: The backend of the device.
+        spec: The arguments of the runner.
+        backend: The backend on which steps run.
         inputs: The static inputs; with axes, the inputs of the smallest buckets.
         axes: The inputs for all axis buckets; None without axes.
         slots: Name of the input with slots, and the state of the slots; None without slots.
-        step: The step, with its modules and pieces.
+        step: The step, with its pieces and the inputs that each piece receives.
         guard: Reader of the modes that affect a capture (autocast, training).
         config: Sizes, limits and modes. The mode may be a downgrade of the requested mode.
         mode_reasons: Reasons for the downgrade of the mode; empty without a downgrade.
@@ -122,19 +122,19 @@ class Executor:
         spec: The specification of the runner; a swap replaces it.
         mode_reasons: Reasons for a downgrade of the mode; a swap replaces them.
         plugins: The plugins that provide policies by name; loaded on demand.
-        notices: The sender of events.
+        notices: The sender of events to plugins.
         dispatcher: The dispatcher that decides steps.
         decide: ``dispatcher.dispatch``, or a wrapper that records or watches steps.
         registry: The keys and the states of their graphs.
         lane: The stream, memory pool and static inputs.
-        counters: The step counters.
-        timings: The measurements of steps.
+        counters: The step counters, by graph and by reason for running eager.
+        timings: The measured times of steps.
         warmups: The warmups, with the facts that they found about the step.
         lifecycle: The captures and evictions of graphs.
         checker: The checker of replays; None without check mode.
-        eager: The runner of eager steps.
-        planner: The planner of decisions.
-        calibration: The calibration runs of learning policies.
+        eager: The runner of steps without a graph.
+        planner: The creator of plans for decisions.
+        calibration: The runs that measure graphs for learning policies.
     """
 
     decide: Callable[..., Decision]

@@ -35,11 +35,11 @@ MAX_CACHING_PLANS = 2048
 class Chain:
     """The order of steps on several lanes that access the same memory.
 
-    It contains steps that change state and graphs that draw random numbers. The latter share the
-    device memory to which their seed and offset are written before each replay.
+    Steps that change state and graphs that draw random numbers are part of the chain. These graphs
+    share the device memory to which their seed and offset are written before each replay.
 
     Args:
-        backend: The backend of the device.
+        backend: The backend on which the lanes run.
         disjoint_state: Whether concurrent steps change different parts of the state.
     """
 
@@ -265,7 +265,7 @@ class Lane:
             self._rows = num_rows
 
     def add_caching_plan(self, plan: Any) -> None:
-        """Record that a plan caches views; above the limit, drop the views of the oldest plan."""
+        """Record a plan that caches views; above ``MAX_CACHING_PLANS``, drop the oldest views."""
         self._ready.append(weakref.ref(plan))
         if len(self._ready) > MAX_CACHING_PLANS:
             self._forget_oldest()

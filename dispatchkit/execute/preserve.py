@@ -20,7 +20,8 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
     device.
 
     Args:
-        runner: The runner of the step. Undeclared writes are detected only for captured graphs.
+        runner: The runner whose steps run in the block. Undeclared writes are detected only for
+            captured graphs.
     """
     state = runner.spec.state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)

@@ -71,7 +71,7 @@ class GraphRunner:
         outputs: ``owned`` returns new tensors from each call. ``view`` returns results that are
             valid until the runner's next call, or for submitted steps, until the lane's next step.
         state: Tensors that the step changes, such as a KV cache, or a ``StepState`` with tensors,
-            scratch tensors and generators. They are restored after warmups.
+            scratch tensors and generators. The state is restored after warmups.
         lazy: Whether to capture a key when a call first needs it.
         lanes: Number of lanes for ``submit``: streams with separate buffers, graphs, tables and
             budgets. ``Lanes(4, policy)`` sets a lane policy, ``Lanes(memory=memory)`` a
@@ -79,7 +79,7 @@ class GraphRunner:
         options: All other settings.
 
     Attributes:
-        backend: The backend of the device.
+        backend: The backend on which steps run.
         buffers: The static inputs by name, for callers that write to them; see ``run_in_place``.
         controls: Operations on graphs, such as capture, freeze and evict.
         lanes: The lanes; each is an executor with its own dispatcher, graphs and counters.

@@ -259,9 +259,9 @@ def check_slot_state(
 
     Args:
         name: Name of the input with slots.
-        state: The state of the slots.
+        state: The state to check.
         device: Device on which steps run.
-        options: Options of the runner.
+        options: Options of the runner, which may split batches.
 
     Raises:
         ConfigError: The state has ``RawBank`` banks, is on another device, or is compact although

@@ -356,8 +356,9 @@ class CudaBackend:
             pool: The pool for the graph's memory.
             generators: Random generators, except the default generator.
             watched: Whether to watch each operation, which takes several microseconds per
-                operation. It is not required if an earlier capture watched the same operations.
-                Unwatched operations that cannot be captured fail with the driver's error.
+                operation. A watch is not required if an earlier capture watched the same
+                operations. Unwatched operations that cannot be captured fail with the driver's
+                error.
             notes: Notes of a warmup of the same operations, which replace the watch.
             compiled: Whether the callable calls functions wrapped in torch.compile. If True, no
                 function mode is used, because it would cause recompilation.

@@ -33,12 +33,12 @@ class CaptureAttempt:
         stream: The stream, which must be the current stream.
         pool: The pool for the graph's memory.
         generators: Random generators to register, except the default generator.
-        mode: The capture error mode.
+        mode: torch's ``capture_error_mode``.
         begin_by: Function that calls its argument, torch's ``capture_begin``. None to call
             ``capture_begin`` directly.
 
     Attributes:
-        graph: torch's graph.
+        graph: torch's object for the graph.
         handle: torch's handle of the pool; None before ``begin``.
     """
 

@@ -19,8 +19,8 @@ class PendingDestroy(NamedTuple):
     """A released graph that is not destroyed yet.
 
     Attributes:
-        graph: torch's graph.
-        pool: Pool of the graph.
+        graph: torch's object for the graph.
+        pool: Pool to which the graph's memory returns.
         handle: torch's handle of the pool.
         order: DrawOrder of the device; None if the graph draws no random numbers.
     """

@@ -50,8 +50,8 @@ class DrawOrder:
         capturing, at the next launch.
 
         Raises:
-            ReplayError: The current stream is capturing. It cannot wait for work outside the
-                capture, and the seed and offset would become part of the graph.
+            ReplayError: The current stream is capturing. A capturing stream cannot wait for work
+                outside the capture, and the seed and offset would become part of the graph.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ReplayError(
@@ -71,8 +71,8 @@ class DrawOrder:
         """Run a capture on the current stream, after all earlier launches and captures.
 
         Args:
-            stream: The current stream.
-            run: Function that captures.
+            stream: The current stream, which captures.
+            run: Function that captures, and returns the result.
         """
         with self._lock:
             self._switch_to(stream)

@@ -74,11 +74,11 @@ def repair(
     """Clean up after a capture that could not be ended, and return the state of its pool.
 
     Args:
-        graph: The graph of the capture.
+        graph: torch's object for the graph.
         stream: The stream of the capture, which must be the current stream.
         handle: torch's handle of the pool.
         generators: The registered generators, excluding the default generator.
-        mode: The capture error mode.
+        mode: torch's ``capture_error_mode`` of the capture.
     """
     try:
         leave_stream_capture(stream.cuda_stream)

@@ -31,7 +31,7 @@ class CudaSegments:
         stream: The stream of the capture.
         new_attempt: Function that creates the capture attempt of a segment.
         make_graph: Function that returns the graph of a successful attempt.
-        watch: The watch of operations, or None.
+        watch: Watch of the captured operations; None if they are not watched.
         memory: Function that returns the memory segments of the pool.
     """
 

@@ -30,10 +30,10 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
     """Allocate this thread's workspaces for a stream from the stream's pool.
 
     Call it before other uses of cuBLAS on the stream, including captures, because torch may have
-    freed earlier workspaces. It queues a tiny matrix product, which takes tens of microseconds. The
-    first call in a process also loads cuBLAS. Inside a ``torch.cuda.use_mem_pool`` block of the
-    caller, the memory comes from the block's pool. Only torch's native allocator has pools; with
-    other allocators, the call has no effect.
+    freed earlier workspaces. The function queues a tiny matrix product, which takes tens of
+    microseconds. The first call in a process also loads cuBLAS. Inside a
+    ``torch.cuda.use_mem_pool`` block of the caller, the memory comes from the block's pool. Only
+    torch's native allocator has pools; with other allocators, the call has no effect.
 
     Args:
         stream: The stream, which must be the current stream.

@@ -3,8 +3,8 @@
 By default, submitted work runs before the call returns, so the order of work is always correct and
 recorded events are always done.
 
-In deferred mode (with a seed), work is queued. It runs when the host or the default stream waits
-for it, or when the scheduler advances its stream. The scheduler interleaves work of different
+In deferred mode (with a seed), work is queued. Queued work runs when the host or the default stream
+waits for it, or when the scheduler advances its stream. The scheduler interleaves work of different
 streams as far as waits allow, so a missing wait exposes old or poisoned data. Equal seeds produce
 equal interleavings.
 

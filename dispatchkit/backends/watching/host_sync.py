@@ -137,8 +137,8 @@ class HostSyncGuard(TorchFunctionMode):
     """Refuses calls that copy device data to the host.
 
     Args:
-        watch: Watch of the capture, which records each refused call. It must not reference the
-            guard, because only the garbage collector would free the reference cycle.
+        watch: Watch of the capture, which records each refused call. The watch must not reference
+            the guard, because only the garbage collector would free the reference cycle.
         device_type: Device type of the tensors that the host must not read.
     """
 

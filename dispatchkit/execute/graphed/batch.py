@@ -1,10 +1,10 @@
 """Guess the batch dimension of each tensor of a call.
 
 By default, the batch dimension is dimension 0 of the first tensor, and of each tensor with the same
-size there. It is dimension 1 of recurrent states, whose dimension 0 counts layers. If no other
-tensor shares dimension 0 of the first tensor, but some share its dimension 1, the first tensor is
-taken as a time-first sequence. The batch dimension of all tensors is then dimension 1. A guess may
-be wrong, so captures prove it.
+size there. Recurrent states, whose dimension 0 counts layers, have dimension 1 as batch dimension.
+If no other tensor shares dimension 0 of the first tensor, but some share its dimension 1, the first
+tensor is taken as a time-first sequence. The batch dimension of all tensors is then dimension 1. A
+guess may be wrong, so captures prove it.
 """
 
 from __future__ import annotations

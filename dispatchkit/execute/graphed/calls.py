@@ -123,7 +123,7 @@ class _Route:
 
     Attributes:
         form: Form of the calls.
-        sizes: Size of each axis.
+        sizes: Size of the calls along each axis, by name.
         num_rows: Number of rows of the batch.
         kind: Kind of the calls, as for ``_GradientProbe``.
         names: Keywords of the calls, in the order of the form's inputs.
@@ -154,10 +154,10 @@ class GraphedCalls:
     """The calls of one module or function, with a runner for each form.
 
     Args:
-        target: Module or function.
+        target: Module or function to run.
         batch_dims: Batch dimension by parameter name, or one dimension for all tensors; derived by
             default.
-        settings: Settings of the runners.
+        settings: Arguments of the runners, by name.
 
     Attributes:
         target: As given.

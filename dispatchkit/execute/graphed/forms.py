@@ -55,14 +55,14 @@ class Form:
     """A form of calls, with its runner.
 
     Args:
-        target: Module or function.
-        settings: Settings of the runner.
+        target: Module or function that the step calls.
+        settings: Arguments of the runner, by name.
         grows: Whether sizes are undeclared, so that they grow with the largest batch.
         args: Arguments of the first call.
         kwargs: Keyword arguments of the first call.
         shapes: Shape of each tensor, in order, with None for the batch and a name for an axis.
         fills: Padding value of each tensor.
-        names: Name of each tensor.
+        names: Input name of each tensor.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Form:
         Args:
             runner: Runner from ``runner_for``.
             tensors: Tensors of the call.
-            sizes: Size of each axis.
+            sizes: Size of the call along each axis, by name.
             args: Arguments of the call.
             kwargs: Keyword arguments of the call.
         """

@@ -55,7 +55,7 @@ class PlainSteps:
         """Run a call, or return AGAIN if the call must go through the runner.
 
         Args:
-            call: Module or function.
+            call: Module or function to call.
             args: Arguments of the call.
             kwargs: Keyword arguments of the call.
         """

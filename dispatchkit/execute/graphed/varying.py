@@ -27,7 +27,7 @@ import torch
 from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.io.structure import flatten, is_same_value
 
-#: Size of each dimension of each tensor of a call; None for the batch.
+#: For each tensor of a call, the sizes of all dimensions; None for the batch.
 Shapes = tuple[tuple[int | None, ...], ...]
 
 #: Allowed difference between kernels: relative to the norm of an output, and absolute per element.
@@ -65,8 +65,8 @@ class Axes:
 
         Args:
             tensor: Tensor of a call.
-            index: Number of the tensor in the call.
-            sizes: Size of each axis.
+            index: Position of the tensor among the tensors of the call.
+            sizes: Size to keep along each axis, by name.
         """
         for dim, name in enumerate(self.shapes[index]):
             if isinstance(name, str):
@@ -158,7 +158,7 @@ class _Fill:
     """A candidate padding value of a tensor.
 
     Attributes:
-        value: Padding value.
+        value: Number to fill the padding with.
         hides: Whether the value may hide positions of a mask, so that values of the call cannot be
             used as padding.
     """

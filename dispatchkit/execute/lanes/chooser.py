@@ -19,7 +19,7 @@ class LaneChooser:
     """The chooser of a lane for each step.
 
     Args:
-        policy: Lane policy.
+        policy: Lane policy that chooses.
         origin: Source of the lane policy, for error messages.
         router: For lane policies that need keys: a dispatcher that decides as if every declared
             graph were captured. Its keys are used only to choose lanes.

@@ -53,8 +53,8 @@ class StepFuture:
 
     Args:
         result: Return value of the step, whose data is available when the step is done.
-        in_flight: Record of the step in flight.
-        lane: Index of the lane.
+        in_flight: The step, with the event that is recorded after it.
+        lane: Index of the lane that runs the step.
         is_device: Whether the tensors of the result are on a CUDA device.
         memory: Reference to the lane if its next step may overwrite the result, otherwise None.
 
@@ -136,7 +136,7 @@ class LaneStats:
     """Statistics of a lane.
 
     Attributes:
-        index: Index of the lane.
+        index: Index of the lane in its runner.
         num_steps: Number of submitted steps.
         num_tokens: Number of tokens of submitted steps.
         num_unfinished: Number of submitted steps that have not finished.
@@ -178,7 +178,7 @@ class InFlight:
 
     Args:
         done: Event recorded after the step.
-        num_tokens: Number of tokens.
+        num_tokens: Number of tokens of the step, before padding.
         tensors: Tensors that the step reads; released when the step has finished.
         unused: List to which the event is returned for reuse.
     """
@@ -197,8 +197,8 @@ class LaneQueue:
     """The unfinished steps of a lane; implements ``LaneState``.
 
     Args:
-        index: Index of the lane.
-        executor: Executor of the lane.
+        index: Index of the lane in its runner.
+        executor: Executor that runs the lane's steps.
     """
 
     def __init__(self, index: int, executor: Executor) -> None:

@@ -21,7 +21,7 @@ class DecisionRunner:
     """A runner that decides steps first and runs them later.
 
     Args:
-        executor: The executor of the steps.
+        executor: The executor that decides and runs the steps.
         reader: Reader that binds and validates inputs.
         taps: Recorder, listener and watcher of steps.
         lock: The lock that every step holds.

@@ -44,8 +44,8 @@ class SwapReport:
         epoch: Number of the epoch in force.
         policy: Name of the policy in force.
         previous: Name of the previous policy.
-        added: New keys.
-        captured: New keys that have a graph.
+        added: Keys that the swap added.
+        captured: Added keys that have a graph.
         removed: Keys that were removed together with their graphs.
         seconds: Duration of the swap, in seconds.
         paused_s: Seconds during which no step could run, excluding captures.
@@ -74,9 +74,9 @@ class Swapper:
     """The part of a runner that performs swaps.
 
     Args:
-        executor: The executor of the runner.
+        executor: The executor whose policy and limits are swapped.
         taps: Recorder, listener and watcher of steps.
-        num_lanes: Number of lanes of the runner.
+        num_lanes: Number of lanes of the runner; a swap requires a single lane.
         lock: The lock that every step holds.
     """
 

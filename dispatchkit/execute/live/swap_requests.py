@@ -43,9 +43,9 @@ class SwapRequests:
     """The validator of a runner's swap requests.
 
     Args:
-        executor: The executor of the runner.
+        executor: The executor whose policy and limits will be swapped.
         taps: Recorder, listener and watcher of steps.
-        num_lanes: Number of lanes of the runner.
+        num_lanes: Number of lanes of the runner; a swap requires a single lane.
     """
 
     def __init__(self, executor: Executor, taps: StepTaps, num_lanes: int) -> None:

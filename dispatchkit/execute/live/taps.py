@@ -34,7 +34,7 @@ class StepTaps:
     ``Dispatcher.dispatch``.
 
     Args:
-        executors: The executors of the steps.
+        executors: The executors whose ``decide`` is replaced.
         lock: The lock that every step holds; also held while wrappers are replaced.
 
     Attributes:
@@ -65,10 +65,10 @@ class StepTaps:
             self._connect()
 
     def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
-        """Set a function to call with each step's decision before the step runs, or None.
+        """Set a function to call with the decision of each step before the step runs.
 
-        The function is called under the runner's lock and must be fast. Its exceptions propagate to
-        the caller of the step.
+        None removes the function. It is called under the runner's lock and must be fast. Its
+        exceptions propagate to the caller of the step.
 
         Raises:
             ConfigError: The listener is neither a function nor None.
@@ -80,7 +80,7 @@ class StepTaps:
             self._connect()
 
     def watch_steps(self, watcher: StepWatcher | None) -> None:
-        """Set the watcher of each step, or None.
+        """Set the watcher of each step; None removes the watcher.
 
         Args:
             watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or any object with ``enter``

@@ -241,7 +241,7 @@ class GraphMemory:
         """Record the memory that the driver allocates or frees inside a ``with`` block.
 
         Args:
-            backend: Backend of the device.
+            backend: Backend whose device is measured.
             part: Part of the account: ``driver`` during captures, ``library`` during warmups.
         """
         device = self._devices[backend.torch_device]
@@ -409,7 +409,7 @@ class _Device:
     """The memory used on one device.
 
     Args:
-        backend: Backend of the device.
+        backend: Backend that reports the device's memory.
     """
 
     def __init__(self, backend: GraphBackend) -> None:

@@ -123,7 +123,7 @@ class PoolGroup:
     """A pool, the stream for its captures, and the lanes with graphs in it.
 
     Args:
-        backend: Backend of the device.
+        backend: Backend that creates the pool and the stream.
         lock: Lock that each step of the lanes holds.
         name: Name in accounts.
         memory: Shared budget that the pool counts toward, or None.
