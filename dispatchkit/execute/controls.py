@@ -124,9 +124,9 @@ class Controls:
         Waiting steps run between the phases of each capture: the warmup, the capture itself, the
         instantiation by the driver, and each replay of the row proof. Pauses longer than
         ``max_pause_us`` are listed in ``pauses`` with their phase. Warmup and capture form a single
-        phase if the step changes state, draws random numbers, consists of pieces or calls functions
-        compiled by ``torch.compile``, or if the runner has several lanes. In a lazy runner, calls
-        that would capture run eager meanwhile, with reason ``capture_pending``.
+        phase if the runner has several lanes. They also do so if the step changes state, draws
+        random numbers, consists of pieces or calls functions wrapped in ``torch.compile``. In a
+        lazy runner, calls that would capture run eager meanwhile, with reason ``capture_pending``.
 
         Args:
             keys: The keys; by default all declared keys. As in ``capture``, the largest is captured

@@ -41,9 +41,9 @@ class PackedRunner:
             all outputs, or a sequence with a value for each output.
 
     Raises:
-        ConfigError: The runner is not a GraphRunner (a RankedRunner is not supported), has axes
-            other than ``items``, returns views, or has an input whose rows are neither tokens nor
-            items; or ``results`` is invalid.
+        ConfigError: The runner is not a GraphRunner with owned outputs and the single axis
+            ``items``. (A RankedRunner is not supported.) Or the rows of an input are neither tokens
+            nor items, or ``results`` is invalid.
 
     Thread safety: as for the runner.
     """

@@ -392,10 +392,11 @@ class GraphRunner:
     ) -> Explanation:
         """Explain what a step of a batch would do now, without running it.
 
-        The explanation is for the first lane and for the modes of this thread (autocast), which a
-        step compares with those of the capture. The explanation cannot predict failures that occur
-        only when the step runs, such as a failed replay. It includes measured times of equal steps
-        if the policy requested measurements and ``drain`` has read them.
+        The explanation is for the first lane. It assumes that the step runs in the modes of this
+        thread (autocast), because a graph serves only the modes of its capture. The explanation
+        cannot predict failures that occur only when the step runs, such as a failed replay.
+        Measured times of equal steps are included if the policy requested measurements and
+        ``drain`` has read them.
 
         Args:
             num_tokens: Number of tokens in the batch.

@@ -171,7 +171,7 @@ class SlotRows:
         watch: Watch of the step's writes to the rows, or None.
 
     Attributes:
-        index: As given. To write parts of rows, use it with ``bank``:
+        index: As given. To write parts of rows, use ``index`` with ``bank``:
             ``rows.bank("keys")[rows.index, :, positions] = keys``.
     """
 

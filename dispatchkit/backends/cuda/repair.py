@@ -111,7 +111,7 @@ def abandon(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None
     """Keep a graph until the process exits, because its capture could not begin or end."""
     _undestroyable.append(graph)
     # While torch considers a capture open, it does not free memory that two streams use. This call
-    # ends the capture's allocations, or raises.
+    # ends the allocations of the capture, but may raise.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, handle)
 

@@ -16,7 +16,7 @@ def segments_of(handle: Iterable[int]) -> list[Segment]:
     """Return the segments that torch reserves for a pool; empty if the pool is unknown.
 
     Only this pool is queried, because the time of a full snapshot grows with the number of live
-    tensors. torch 2.11 to 2.13 drops a reference that it does not own to each int of the query
+    tensors. For each int of the query, torch 2.11 to 2.13 drops a reference that it does not own
     (pytorch/pytorch#196366). Repeated queries would destroy ints in use elsewhere, so this function
     restores the references.
 

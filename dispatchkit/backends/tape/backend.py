@@ -50,7 +50,7 @@ from dispatchkit.keys.checks import check_count
 
 _T = TypeVar("_T")
 
-# As for CUDA: torch has 32 streams per priority.
+# As on CUDA, where torch has 32 streams per priority.
 DEFAULT_MAX_STREAMS = 32
 # Maximum number of parts of a graph on a deferred tape. Other work can run between the parts.
 MAX_PARTS = 8

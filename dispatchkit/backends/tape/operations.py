@@ -72,9 +72,9 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Run an operation, and return the called function and its result.
 
-    In-place operations are called through torch's public method or function if possible, which
-    takes about a third of the time of calling the operator object. torch's public functions reject
-    unsupported arguments before they run.
+    In-place operations are called through torch's public method or function if possible. This takes
+    about a third of the time of calling the operator object. Unsupported arguments are rejected
+    before the operation runs.
     """
     name = func._schema.name.split("::")[1]
     if func.namespace == "aten" and name.endswith("_") and not kwargs and args:

@@ -117,8 +117,9 @@ class TapePool:
     def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
         """Return a function that overwrites the outputs of later captures.
 
-        Replays of the recording call it, because on a device their intermediates may share memory
-        with these outputs. Returns None if the recording has no intermediates.
+        Replays of the recording call the function, because on a device, the recording's
+        intermediates may share memory with these outputs. Returns None if the recording has no
+        intermediates.
         """
         if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
             return None

@@ -636,7 +636,7 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int | None:
-    """Return the common batch size of all batched tensors, or None if they differ."""
+    """Return the common batch size of all batched tensors, or None if sizes differ."""
     rows = None
     for one, dim in zip(tensors, dims, strict=True):
         if dim is not None:

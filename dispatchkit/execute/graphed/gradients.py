@@ -63,5 +63,7 @@ def _held_tensors(target: Callable[..., Any]) -> Iterator[torch.Tensor]:
     state = PythonState({"step": target})
     yield from state.tensors
     for module in state.modules:
-        if isinstance(module, torch.jit.ScriptModule):  # its parameters are not Python attributes
+        if isinstance(
+            module, torch.jit.ScriptModule
+        ):  # parameters of script modules are not Python attributes
             yield from module.parameters()

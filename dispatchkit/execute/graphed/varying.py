@@ -103,7 +103,7 @@ class PaddingProof:
 
     Attributes:
         fills: Padding value of each tensor, or None if padding changes results.
-        problem: Description of the change; empty if there is none.
+        problem: Description of the change; empty if padding changes nothing.
     """
 
     fills: tuple[float, ...] | None

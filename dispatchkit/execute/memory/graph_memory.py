@@ -186,8 +186,8 @@ class GraphMemory:
     def expected_bytes(self, group: PoolGroup) -> int:
         """Return the driver memory in bytes that a capture may need.
 
-        This is the maximum of earlier captures on the group's device, because the driver sometimes
-        allocates a whole block.
+        The result is the maximum of earlier captures on the group's device, because the driver
+        sometimes allocates a whole block.
         """
         return self._devices[group.backend.torch_device].driver_step
 
