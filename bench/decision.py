@@ -99,8 +99,8 @@ class PlainDescriptor:
 
 
 class DescriptorPerProbe:
-    """A dispatcher that pads, builds a descriptor, looks it up in sets of keys, and relaxes it
-    until a key is found.
+    """A dispatcher that builds a padded descriptor, and looks it up in sets of keys, exact and then
+    relaxed.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:

@@ -208,7 +208,7 @@ class Clocks:
 
 
 class Server:
-    """Simulated runner.
+    """A simulated runner, which decides and runs batches on simulated clocks.
 
     Args:
         policy: Policy that chooses the arms.

@@ -109,7 +109,7 @@ class Task:
 
 @attrs.frozen
 class TestReach:
-    """The functions that a test calls, and its duration."""
+    """The functions that a test calls, and the duration of the test."""
 
     test: str
     seconds: float
@@ -120,7 +120,7 @@ class TestReach:
 
 
 class CallRecorder:
-    """Pytest plugin that records the functions called by each test, and outside tests."""
+    """Pytest plugin that records the functions called by each test and outside of tests."""
 
     def __init__(self) -> None:
         self.outside: set[Function] = set()
@@ -168,7 +168,7 @@ def order(tests: Iterable[TestReach], path: Path) -> list[str]:
 
 
 class TestSelection:
-    """Pytest plugin that selects and orders the given tests, or all fast ones by default."""
+    """Pytest plugin that selects and orders the given tests; by default, all fast tests."""
 
     def __init__(self, chosen: list[str] | None = None) -> None:
         self.chosen = chosen

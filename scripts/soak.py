@@ -265,7 +265,7 @@ class Soak:
             self.swaps += 1
         elif self.runner.num_bytes:
             if self.rng.random() < 0.5:
-                self.runner.clear()  # the limit must also hold without graphs
+                self.runner.clear()  # then limit the memory that remains without graphs
             self.runner.swap(max_bytes=int(self.runner.num_bytes * 0.9))
             self.swaps += 1
         self.check()

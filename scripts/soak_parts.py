@@ -324,7 +324,7 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
     module.dispatchkit_register_policies = dispatchkit_register_policies
 
     class Raising:
-        """Observer of every event that sometimes raises."""
+        """Observer of all events, which sometimes raises."""
 
         def __init__(self) -> None:
             for event in EVENTS:

@@ -59,7 +59,7 @@ class Arm:
         return found
 
     def decision(self, num_tokens: int, reason: str) -> Decision:
-        """Return a measured decision that runs a batch with this arm."""
+        """Return the decision to run a batch with this arm and to measure the step."""
         if not isinstance(self.ident, tuple):
             return Decision.eager(reason, timed=True)
         *full, last = self.ident

@@ -4,8 +4,9 @@ An arm is a way to run a step: a graph, or eager within one band of sizes. Its t
 of the number of tokens, ``log us = level + slope * log(tokens / top)``; a graph has no slope. The
 noise is a few per cent, but occasionally a step takes many times as long as usual. A sample that
 differs from the estimate by ``CLIP`` standard errors or more therefore does not move it. The level
-is modeled as a random walk, so old samples lose weight. ``Watch`` detects jumps of the level from
-the mean of the latest surprises.
+is modeled as a random walk, so old samples lose weight. A *surprise* is the logarithm of the ratio
+of a sample to the expected time. ``Watch`` detects jumps of the level from the mean of the latest
+surprises.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["KNOWN", "Estimate", "Watch"]
 
 #: Number of samples from which an arm counts as known; the filter starts at their median.
 KNOWN = 3
-#: Standard errors from which a sample counts as an outlier and does not move the estimate.
+#: A sample at least this many standard errors from the estimate does not move the estimate.
 CLIP = 3.0
 #: Initial relative noise, which has the weight of ``KNOWN`` samples, and the lower bound of noise.
 FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
@@ -31,7 +32,7 @@ FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 8, 16, 32, 64))
 LIMIT = 4.5
 #: A sample that differs from the estimate by a factor above 2.5 is usually an outlier. Its surprise
-#: counts as ``OUTLIER_EVIDENCE`` standard errors, so only four in a row are a jump.
+#: counts as ``OUTLIER_EVIDENCE`` standard errors, so a jump is detected after four in a row.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
 #: Variance of the median of normal samples, relative to the variance of their mean.
 MEDIAN_VARIANCE = math.pi / 2.0
@@ -48,7 +49,7 @@ RANGES = {
 
 
 class Watch:
-    """Detect jumps of a level from its latest surprises, with a likelihood ratio test.
+    """A detector of jumps of a level, by a likelihood ratio test on its latest surprises.
 
     The mean of the last ``m`` standardized surprises has a standard error of ``1 / sqrt(m)``. If
     the mean over one of the ``WINDOWS`` is more than ``LIMIT`` standard errors from 0, the level

@@ -1,10 +1,10 @@
 """Detect whether the time of the host is hidden behind that of the device.
 
-A host that submits steps well before the device reaches them does not delay the device, so only the
-device time of a step counts. If it does, the policy prefers the arm with the least device time.
-That arm is often eager and slow to submit, and the host may then fall behind. Therefore both times
-are averaged for the arms with the least device time, whichever arms are in use. The answer then
-does not depend on an earlier answer.
+A host that submits steps well before the device reaches them does not delay the device. Only the
+device time of a step counts then, so the policy prefers the arm with the least device time. That
+arm is often eager and slow to submit, which may let the host fall behind. Therefore host and device
+time are averaged for the arms with the least device time, whichever arms are in use, so that the
+answer does not depend on earlier answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MEMORY, _SHORT_MEMORY = 32, 8
 #: Thresholds: host time relative to device time, and share of steps not submitted ahead. The host
 #: becomes hidden below both of the first pair, and visible above either of the second pair.
 _HIDDEN, _VISIBLE = (0.8, 0.2), (0.95, 0.5)
-#: Number of steps between two changes of the answer; doubled when a hidden host becomes visible.
+#: Minimum number of steps between changes of the answer; doubled when a hidden host becomes
+#: visible.
 _PATIENCE = 16
 
 

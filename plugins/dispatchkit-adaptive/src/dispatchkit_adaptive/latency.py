@@ -19,7 +19,7 @@ MAX_KEYS = 4096
 
 
 class LatencyPolicy:
-    """Prefer the mode that was fastest for a key; retry the others occasionally.
+    """A policy that prefers the fastest mode for a key, and occasionally retries the others.
 
     Keys and modes may be any hashable values. A mode is eager if its name is ``EAGER`` or
     ``NONE``.

@@ -34,7 +34,7 @@ class Ledger:
     """The known costs of the steps so far, in microseconds.
 
     Attributes:
-        promise: Largest share of time that may be lost against the base.
+        promise: Largest share of time that may be lost compared with the base.
         explore: Share of all time that probes may cost.
         steps: Number of steps accounted for.
         base_us: Time that the choices of the base policy would have taken.
@@ -105,9 +105,9 @@ class Stakes:
     """The conditions for changing the choice of a bucket.
 
     Attributes:
-        margin: Smallest relative gain for which the choice is changed, before any lead.
-        room_us: Time that each step may lose until a change is noticed; if 0 or less, the base is
-            used.
+        margin: Smallest relative gain for which the choice is changed if there is no lead.
+        room_us: Microseconds that each step may lose until a change is noticed. The base is used if
+            this is 0 or less.
         lead_us: The part of ``room_us`` that comes from time saved earlier.
     """
 

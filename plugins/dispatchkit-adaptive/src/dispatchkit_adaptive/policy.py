@@ -43,7 +43,7 @@ __all__ = ["CALIBRATION", "AdaptivePolicy"]
 
 #: Additional host time of a probe (creating a plan, events and an outcome), in microseconds.
 PROBE_US = 25.0
-#: Regime of device times of steps submitted before the device reached them, if host time is hidden.
+#: Regime of device times, used if host time is hidden: steps were submitted ahead of the device.
 ALONE: Regime = ("device alone", True)
 #: Regime of the same steps if host time counts; step times then include it.
 BUSY: Regime = ("device", True)
@@ -73,7 +73,7 @@ _UNKNOWN_COST = 3.0
 
 
 class AdaptivePolicy:
-    """Choose between eager and each graph by measured time, never far behind a base policy.
+    """A policy that chooses eager or a graph by measured time, never far behind a base policy.
 
     Args:
         base: The policy to start from and compare with: an object or a registered name.

@@ -216,7 +216,7 @@ def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set
 
 
 class _WriteRecorder(DispatchMode):
-    """Record the storages that operations write."""
+    """A dispatch mode that records the storages that operations write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

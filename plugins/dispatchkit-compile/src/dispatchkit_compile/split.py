@@ -202,7 +202,7 @@ def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
 
 
 class _Builder:
-    """Build the pieces of a split step from its parts."""
+    """A builder of the pieces of a split step, from its parts."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class PredictiveStats:
 
 
 class Predictive:
-    """An assistant of a runner that captures and uploads graphs in idle time.
+    """An assistant that captures and uploads the graphs of a runner in idle time.
 
     Attach it to a runner and call ``idle`` whenever there is time. Between these calls, it only
     records keys. If a step has the same key as the previous step, this costs one comparison.

@@ -13,7 +13,8 @@ need a single capture. There are four forecasts:
 Each forecast is a probability distribution over the keys. Its weight is multiplied by the
 probability that it assigned to the actual key (a Bayesian mixture). At each change, part of the
 total weight is redistributed evenly, so that a forecast recovers quickly after a long series of
-misses. Each new count reduces the earlier counts of the same forecast, so old traffic is forgotten.
+misses. Each new count reduces earlier counts of the same context or move, so old traffic is
+forgotten.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class MaskSpec(Protocol):
 
 @attrs.frozen
 class StepMask:
-    """The mask of a step for layers with these properties.
+    """The mask of a step, for layers with the following properties.
 
     Attributes:
         length: Number of positions that the layers read.
