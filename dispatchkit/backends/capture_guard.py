@@ -1,4 +1,4 @@
-"""Process-wide state of captures on all devices, without torch.
+"""Process-wide state of captures on all devices.
 
 Only one capture per device runs at a time, and captures in a thread cannot be nested. The garbage
 collector is disabled during captures. It could destroy an old graph, which the driver does not

@@ -1,4 +1,4 @@
-"""Warmup on a stream, shared by all backends, without torch."""
+"""Run a warmup on a stream, for all backends."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TapePool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of segments, live outputs and tensors of ``allocate``, even while asleep."""
+        """Bytes of segments, live outputs and tensors from ``allocate``, even while asleep."""
         with self._lock:
             return self._graph_bytes() + sum(one.nbytes() for one in _alive(self._adopted))
 
@@ -57,7 +57,7 @@ class TapePool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of live outputs and live tensors of ``allocate``."""
+        """Bytes of live outputs and live tensors from ``allocate``."""
         with self._lock:
             adopted = sum(one.nbytes() for one in _alive(self._adopted))
             return adopted + sum(

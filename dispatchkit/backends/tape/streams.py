@@ -1,4 +1,4 @@
-"""Streams and events of the tape, which run work immediately or deferred.
+"""Streams and events of the tape, with immediate or deferred work.
 
 By default, submitted work runs before the call returns, so the order of work is always correct and
 recorded events are always done.

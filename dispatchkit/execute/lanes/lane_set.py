@@ -103,8 +103,8 @@ class StepFuture:
         """Make the current stream wait for the step, and return its result.
 
         The result can be used immediately on the current stream. To use it on another stream, call
-        ``wait`` with that stream. With ``outputs="view"``, it is valid until the next step of the
-        lane.
+        ``wait`` with that stream. With ``outputs="view"``, the result is valid until the next step
+        of the lane.
 
         Raises:
             ReplayError: With ``outputs="view"``, a later step was submitted to the lane.
