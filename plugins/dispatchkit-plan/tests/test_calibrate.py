@@ -468,7 +468,7 @@ def test_inputs_of_the_callers_own_get_the_value_of_the_axis():
 
 
 def test_several_axes_cannot_be_measured_along():
-    with pytest.raises(ConfigError, match="at most one axis to measure along"):
+    with pytest.raises(ConfigError, match="at most one axis, because costs"):
         calibrate(
             lambda rows, one, two: rows + one + two,
             inputs=INPUTS,

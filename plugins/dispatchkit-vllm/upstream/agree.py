@@ -1,6 +1,6 @@
 """Compare a published dispatcher with its facade and with the policy ``vllm``.
 
-Used by ``release.py``, with the sources of a release first on the path.
+Used by ``release.py``, with the sources of a release first on ``sys.path``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def config(mode: str, query_len: int, max_loras: int) -> Any:
 
 
 def answer(dispatcher: Any, facts: dict[str, Any]) -> Any:
-    """Return a dispatcher's result for one call, opening a step if it has a policy."""
+    """Return a dispatcher's result for one call; if a policy decides, open a step first."""
     if hasattr(dispatcher, "controller"):
         dispatcher.controller.open()
     try:

@@ -91,7 +91,7 @@ class CpuEngine:
         return made
 
     def generate(self, requests: list[tuple[list[int], int]]) -> tuple[float, str, int]:
-        """Run a batch of requests; return seconds, a hash of the tokens, and their number."""
+        """Run requests; return seconds, a hash of the tokens, and the number of tokens."""
         from gpu_engine import Engine
 
         return Engine.generate(self, requests)  # type: ignore[arg-type]

@@ -158,7 +158,7 @@ class Engine:
         self._stop_watching: Callable[[], None] = lambda: setattr(owner, "capture_model", own)
 
     def generate(self, requests: list[tuple[list[int], int]]) -> tuple[float, str, int]:
-        """Run a batch of requests; return seconds, a hash of the tokens, and their number."""
+        """Run requests; return seconds, a hash of the tokens, and the number of tokens."""
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
@@ -464,7 +464,7 @@ def measure_sizes(given: argparse.Namespace) -> None:
 
 
 def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
-    """Measure batches of several engines in turns, in one process.
+    """Measure batches of several engines in turn, in one process.
 
     Separate processes differ in more than sizes.
     """

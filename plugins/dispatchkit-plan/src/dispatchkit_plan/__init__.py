@@ -1,7 +1,7 @@
 """Capture sizes for real traffic: planning, simulation, calibration and reports.
 
 Names are imported on first use. Only calibration imports torch, because it runs a model. Hints,
-cost models and the memory forecast do not import numpy either. Reports are in
+cost models and the memory forecast import neither torch nor numpy. Reports are in
 ``dispatchkit_plan.report``.
 """
 

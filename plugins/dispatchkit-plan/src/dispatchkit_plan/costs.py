@@ -8,9 +8,11 @@ curves are interpolated linearly. It is stored as a JSON file::
      "eager_us": [[1, 4182.0], [64, 6489.0]],
      "graph_us": [[1, 1167.0], [64, 1942.0]]}
 
-Optional fields are ``piecewise_us``, the curve of steps with eager pieces between graphs;
-``graph_bytes`` and ``capture_us``, the memory and the capture time of one more graph; and
-``clock``, which is ``device``, or ``host`` if the times were measured without a device.
+Optional fields:
+
+- ``piecewise_us``: the curve of steps with eager pieces between graphs.
+- ``graph_bytes`` and ``capture_us``: the memory and the capture time of one more graph.
+- ``clock``: ``device``, or ``host`` if the times were measured without a device.
 
 All curves describe whole steps. ``covers`` returns whether a size is in the measured range.
 
@@ -56,8 +58,8 @@ _CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
 class Curve:
     """A curve through measured points, interpolated linearly.
 
-    Sizes below the first point have its value. Above the last point, the last segment is extended,
-    but never downward; a single point is a constant.
+    Sizes below the first point have the value of the first point. Above the last point, the last
+    segment is extended, but never downward; a single point is a constant.
 
     Attributes:
         points: (tokens, value) pairs, sorted by tokens.
@@ -205,8 +207,8 @@ class CostModel:
         """Return the model for a value of the axis, or the model itself if it has no axis.
 
         Curves are interpolated linearly between measured values. Values below the first measured
-        value use its curves. Above the last measured value, the curves of the last two are
-        extrapolated, but never downward.
+        value use the curves of the first. Above the last measured value, the curves of the last two
+        are extrapolated, but never downward.
         """
         along = self.along
         if not along:

@@ -1,7 +1,7 @@
 """Convert a plan to settings of an engine.
 
-Engines count different units in their lists, and each emitter documents its unit: sizes for vLLM
-count tokens of any step, sizes for SGLang and TensorRT-LLM count requests of decode steps. With a
+The lists of engines count different units. Sizes for vLLM count tokens of any step; sizes for
+SGLang and TensorRT-LLM count requests of decode steps. Each emitter documents its unit. With a
 drafter, a step has several tokens per request.
 """
 
@@ -54,7 +54,7 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
         plan: Plan, whose hedged sizes are used, or a sequence of sizes in tokens.
         engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
         query_len: Number of tokens per request in a uniform decode step: 1, or 1 plus the number of
-            draft tokens. For engines that count requests, sizes are divided by it.
+            draft tokens. For engines that count requests, sizes are divided by this number.
 
     Raises:
         UnknownNameError: The engine is unknown.
@@ -76,7 +76,8 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Engi
                 notes = (
                     (
                         "The plan has separate sizes for each kind of step, but this engine "
-                        "accepts one list for all kinds, so it captures more graphs than planned."
+                        "accepts one list for all kinds, so the engine captures more graphs than "
+                        "planned."
                     ),
                 )
     else:

@@ -86,7 +86,7 @@ class _Group:
     uniform: bool | None
     loras: int | None
     curve: SizeCurve
-    costs: FloatArray  # at index k - 1
+    costs: FloatArray  # minimum cost with k sizes at index k - 1
 
 
 @attrs.frozen(eq=False)
@@ -118,7 +118,7 @@ class JointCurve:
                 "graphs",
                 num_graphs,
                 f"from {self.fewest} to {len(self.choices) - 1} when planning by kind of step",
-                "Each kind of step needs at least its largest size.",
+                "Each kind of step needs at least one graph, for its largest size.",
             )
         return [(g.uniform, g.loras, g.curve.sizes(count)) for g, count in chosen]
 
@@ -143,7 +143,7 @@ def joint_curve(
         max_graphs: Maximum total number of graphs.
         lora_overhead: Extra cost of a step per adapter of its graph, as a fraction. At 0.02, a step
             in a graph for 8 adapters costs 16% more.
-        separate_base: Whether steps without adapters never run in graphs captured with adapters.
+        separate_base: Whether steps without adapters run only in graphs captured without adapters.
     """
 
     def group(uniform: bool | None, loras: int | None, members: Sequence[Family]) -> _Group:
@@ -237,6 +237,6 @@ def _plan_for(
     )
     if larger:
         return plans[larger[0][1]]
-    # A family that was not planned for uses the sizes of the largest LoRA count.
+    # Families without a plan use the sizes of the largest LoRA count.
     same = [key for key in plans if key[0] == family.uniform] or list(plans)
     return plans[max(same, key=lambda key: key[1] or 0)]

@@ -1,9 +1,9 @@
 """Plan capture sizes and the buckets of one axis together, from a trace.
 
-A batch of n rows whose longest item has v positions runs in the smallest bucket of the axis that
-holds v, with the smallest capture size of that bucket that holds n. Sizes and buckets could be
-planned separately, with a graph for each combination. However, short batches tend to differ in size
-from long batches, so each bucket needs its own sizes.
+Consider a batch of n rows whose longest item has v positions. The batch runs in the smallest bucket
+of the axis that is at least v, and at the smallest capture size of this bucket that is at least n.
+Sizes and buckets could be planned separately, with a graph for each combination. However, short
+batches tend to differ in size from long batches, so each bucket needs its own sizes.
 
 ``plan_grid`` uses dynamic programming twice. For every range of values and every number of sizes,
 it finds the best sizes (``optimal``). It then divides the values into ranges, within one budget of
@@ -79,8 +79,8 @@ class GridPlan:
         num_graphs: Total number of graphs, over all buckets.
         waste_pct: Padding on the judged steps within the limits, as a percentage of the real work.
             Work is rows times positions.
-        excess_pct: Excess of the objective over its value with a graph for each exact batch, in
-            percent. Equal to ``waste_pct`` without a cost model.
+        excess_pct: Excess of the objective over its value if every batch had a graph of its exact
+            size and axis value, in percent. Equal to ``waste_pct`` without a cost model.
         gap_pct: Upper bound on the excess over the optimum for the planning steps, in percent of
             the optimum; 0 if the plan is optimal. None if no bound is known, because the plan is
             hedged or larger graphs take less time in the cost model.
@@ -294,7 +294,7 @@ class _Costs:
         return total
 
     def of_exact(self, work: _Batches) -> float:
-        """Return the total cost of the steps with a graph for each exact batch."""
+        """Return the total cost if every step had a graph of its exact size and axis value."""
         total = 0.0
         for value in np.unique(work.values).tolist():
             objective, factor = self.objective(value)
@@ -303,7 +303,7 @@ class _Costs:
         return total
 
     def excess_pct(self, grid: Grid, work: _Batches) -> float:
-        """Return the excess cost of a grid over exact batches, in percent."""
+        """Return the excess cost of a grid over exact graphs for all batches, in percent."""
         exact = self.of_exact(work)
         return 100.0 * (self.of_grid(grid, work) / exact - 1.0) if exact > 0 else 0.0
 
@@ -327,7 +327,7 @@ class _GridPlanner:
     costs: _Costs
 
     def plan(self, hedge: Hedge, future: GridPlan | None) -> GridPlan:
-        """Return the judged plan for one hedge."""
+        """Return the plan for one hedge, with its quality on the judged steps."""
         product = self._product(hedge)
         sizes = _candidates(self.fit.sizes, self.max_size, _MAX_SIZES, product[0])
         values = _candidates(self.fit.values, self.max_value, _MAX_VALUES, product[1])

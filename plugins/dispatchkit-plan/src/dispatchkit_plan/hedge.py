@@ -1,7 +1,7 @@
 """Hedging: plan for traffic similar to the trace instead of exactly the trace.
 
-The optimal sizes of a trace overfit it. With sizes that are planned on one minute and used in the
-next, an unseen size may be padded to the largest graph. The planner therefore optimizes for a
+The optimal sizes of a trace overfit it. If sizes are planned on one minute of traffic, an unseen
+size of the next minute may be padded to the largest graph. The planner therefore optimizes for a
 mixture of three histograms: the trace's histogram, this histogram with each size spread over its
 neighborhood, and a small share of every size, proportional to 1/size.
 
@@ -119,7 +119,7 @@ NO_HEDGE = Hedge(own=1.0)
 """No hedge: plan for exactly the trace."""
 
 FALLBACK_HEDGE = Hedge(own=0.6, spread=((0.25, 0.38),), prior=0.02)
-"""Hedge without validation, for steps in unknown order or too few steps."""
+"""Hedge without validation, for steps of unknown order or traces with too few steps."""
 
 _WIDTHS = (0.12, 0.25, 0.5)
 HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(

@@ -1,7 +1,7 @@
 """Hints for schedulers: the number of tokens that fit into a step at no cost.
 
-A padded step costs the same if real tokens take the place of padding. A scheduler with waiting work
-can ask how many tokens or requests it may add before the step needs a larger bucket.
+A padded step costs the same if real tokens take the place of padding. A hint is the number of
+tokens or requests that a scheduler can add before the step needs a larger bucket.
 """
 
 from __future__ import annotations

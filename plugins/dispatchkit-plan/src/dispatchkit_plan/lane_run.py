@@ -1,4 +1,4 @@
-"""Simulate the steps of one lane with one dispatcher, and count them."""
+"""Simulate and count the steps of one lane, with one dispatcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Steps:
     """Arguments of ``dispatch`` for each step, as arrays of shape (steps,).
 
     If there are axes, ``loras`` contains indices of variants. ``values`` contains the values of the
-    axis that costs depend on, or 0 if there is no such axis.
+    axis that costs depend on, or zeros if costs depend on no axis.
     """
 
     num_tokens: IntArray
@@ -233,8 +233,8 @@ class LaneRun:
     # -- all policies ---------------------------------------------------------------------
 
     def _tally(self, decision: Decision, num_tokens: int, value: int) -> Tally:
-        # Keyed by identity: a bound decision belongs to one cell, so it has one time for each value
-        # of the axis. The tally keeps the object alive, so its id stays unique.
+        # Tallies are keyed by identity: a bound decision belongs to one cell, so it has one time
+        # for each value of the axis. The tally keeps the decision alive, so its id stays unique.
         tally = self.tallies.get((id(decision), value))
         if tally is None:
             key = decision.key  # the keys of all parts have the same bucket of the axis
@@ -276,7 +276,7 @@ class LaneRun:
         return all(key in live for key in keys)
 
     def _use(self, key: GraphKey) -> bool:
-        """Capture a graph after making room for it; return False if it is not due yet."""
+        """Make room for a graph and capture it; return False if the capture is not due yet."""
         scenario, live = self.scenario, self._live
         self._asked[key] += 1
         if self._asked[key] < scenario.capture_after:

@@ -43,13 +43,13 @@ _ENOUGH_BLOCKS = 3
 
 @attrs.frozen
 class MemorySample:
-    """Total memory growth up to one capture, since before the first capture.
+    """Total growth of memory from the first capture up to and including one capture.
 
     Attributes:
         size: Capture size of the graph.
         reserved_bytes: Growth of the pool, in whole segments.
         held_bytes: Part of the growth that is in use while no graph runs; None if unknown.
-        driver_bytes: Memory that the driver allocated in addition.
+        driver_bytes: Memory that the driver allocated in addition to the pool.
     """
 
     size: int
@@ -107,8 +107,9 @@ def forecast_memory(
 
     Args:
         samples: Samples in the order of capture, largest size first. The first sample must have the
-            largest of ``sizes``. Include the smallest size, and sizes about half the previous one:
-            libraries choose other kernels around powers of two, which may grow the pool.
+            largest of ``sizes``. Include the smallest size, and about halve the size from sample to
+            sample: libraries switch kernels around powers of two, and another kernel may grow the
+            pool.
         sizes: All sizes that will be captured.
         segment_bytes: Unit in which the pool and the driver's memory grow.
 
@@ -129,7 +130,7 @@ def forecast_memory(
     first, last = taken[0].reserved_bytes, taken[-1].reserved_bytes
     expected = low = high = float(last)
     if any(size not in wanted for size in grown):
-        low = float(first)  # samples of other sizes may hold memory that these graphs do not need
+        low = float(first)  # samples that are not in ``sizes`` may hold memory
     per_graph, is_guessed = [], False
     for size in wanted[1:]:
         if size in grown:
@@ -140,7 +141,7 @@ def forecast_memory(
         expected, low, high = expected + guess, low + below, high + above
         per_graph.append((size, round(guess)))
     if is_guessed:
-        # The next graph may fit into a segment reserved for this one, or need a new segment.
+        # The graph of an unsampled size may fit into a reserved segment, or need a new segment.
         low = max(float(last if low >= last else first), low - segment_bytes)
         high += segment_bytes
     driver, driver_high = _driver(taken, len(wanted), segment_bytes)
@@ -163,7 +164,7 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
     """Return the expected and the maximum driver memory for ``num_sizes`` sizes.
 
-    The driver allocates whole blocks, each when the current block is full. The fill of the first
+    The driver allocates another whole block when the current block is full. The fill of the first
     block is unknown, so only growth after the next new block shows how fast blocks fill.
     """
     seen = [sample.driver_bytes for sample in taken]
@@ -202,8 +203,8 @@ def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, f
     """Return the minimum, expected and maximum increment of a size without a sample."""
     smaller = [(s, value) for s, value in increments if s < size]
     larger = [(s, value) for s, value in increments if s > size]
-    # Increments should grow with size. If the measured increments do not, the bounds include all of
-    # them.
+    # Increments should grow with size. If the measured increments do not, the bounds include all
+    # measured increments.
     least = min((value for _, value in smaller), default=0)
     most = max((value for _, value in increments), default=0)
     if larger:

@@ -113,7 +113,7 @@ class TimeObjective:
         return self._choose(cost, max_size)
 
     def exact(self, max_size: int) -> FloatArray:
-        """Return the cost of each size, with a graph of that size or eager."""
+        """Return the cost of each size with a graph of that size, or eager if cheaper."""
         graph = np.array(self.model.graph_us.table(max_size))
         eager = np.array(self.model.eager_us.table(max_size))
         exact: FloatArray = np.minimum(graph, eager)

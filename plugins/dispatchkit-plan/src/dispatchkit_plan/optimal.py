@@ -3,9 +3,10 @@
 Batches have many sizes, few sizes can be captured, and a batch runs at the smallest captured size
 that covers it. Which sizes have the lowest cost? Let ``cost[i, j]`` be the cost of all batches that
 candidate i serves if the next smaller captured size is candidate ``j - 1`` (no smaller size if ``j
-= 0``). The best set of k sizes that ends at candidate i consists of i and the best set of k - 1
-sizes that ends at ``j - 1``, for the j with the lowest total cost. The last size is always the
-largest candidate, so that every set covers the same batches.
+= 0``). The best set of k sizes that ends at candidate i consists of i and a best set of k - 1
+smaller sizes. Every end ``j - 1`` of the smaller set is compared, and the set with the lowest total
+cost is kept. The last size is always the largest candidate, so that every set covers the same
+batches.
 
 One pass computes the whole curve for k = 1 to K in K x M^2 / 2 steps for M candidates. If costs
 grow with the padded size, the best ``j`` never decreases along i or k, so most of this work is
@@ -53,7 +54,8 @@ def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
     Returns:
         Matrix of shape (M, M); entry [i, j] is inf for j > i.
     """
-    below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]  # batches <= candidate
+    # Number of batches up to each candidate.
+    below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]
     before = np.concatenate([[0.0], below[:-1]])
     cost: FloatArray = candidates[:, None] * (below[:, None] - before[None, :])
     close_upper(cost)
@@ -139,9 +141,9 @@ def size_curve(
         candidates: Sizes that may be captured, ascending; the last one is in every set. Shape (M,).
         cost: Cost matrix, as returned by ``padding_costs`` or ``served_costs``. Shape (M, M).
         max_sizes: Maximum number of sizes, at most the number of candidates.
-        monotone: Whether a batch never costs less at a larger candidate. In that case, the best
-            predecessor is monotone, and most candidates are skipped. Otherwise, and with required
-            sizes, it must be False.
+        monotone: Whether a batch never costs less at a larger candidate. If True, the best
+            predecessor is monotone, and most candidates are skipped. Pass False with required
+            sizes.
 
     Raises:
         ConfigError: ``max_sizes`` is out of range.
@@ -192,7 +194,7 @@ def best_sizes_within(
         candidates: Sizes that may be captured, ascending; the last one is always included. Shape
             (M,).
         cost: Cost matrix. Shape (M, M).
-        price: Price of the capture of each candidate (bytes, seconds), at least 0. Shape (M,).
+        price: Price of capturing each candidate (bytes or seconds), at least 0. Shape (M,).
         budget: Maximum sum of prices, above 0.
         setting: Name of the budget in error messages.
         units: Number of parts that the budget is divided into.

@@ -1,10 +1,10 @@
 """Choose sizes that deserve their own graph, in addition to existing graphs.
 
 A batch without a graph of its size is padded to a larger size, or runs eager. The time that a graph
-of its exact size saves depends on the traffic (the frequency of the size), the device (the cost of
-padding or eager) and the other chosen graphs, because a graph also serves smaller batches. All
-sizes are therefore chosen together, by the dynamic program in ``optimal``: existing graphs are
-required and free, and batches that no graph may serve run eager.
+of its exact size saves depends on the traffic (the frequency of the size) and on the device (the
+cost of padding or eager). The saving further depends on the other chosen graphs, because a graph
+also serves smaller batches. All sizes are therefore chosen together, by the dynamic program in
+``optimal``: existing graphs are required and free, and batches that no graph may serve run eager.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def plan_own_sizes(
     """Return the sizes of a trace that deserve their own graph, within one budget.
 
     The result is exact if the budget is a number of graphs or if all graphs take the same memory.
-    Otherwise, memory is rounded up to 1/128 of the budget while sizes are chosen, and the rest of
-    the budget is filled with the graphs that save the most time for their memory.
+    Otherwise, sizes are chosen as if the memory of each graph were rounded up to a multiple of
+    1/128 of the budget. The rest of the budget is then filled with the graphs that save the most
+    time for their memory.
 
     Args:
         data: Step trace or histogram.
@@ -259,7 +260,7 @@ class _Steps:
         return np.where(wastes, self.eager_us, self.graph_us(size))
 
     def time_us(self, graphs: set[int]) -> float:
-        """Return the time of all steps, each in the smallest graph that covers it or eager."""
+        """Return the total time of the steps, each in its smallest sufficient graph or eager."""
         ladder = sorted(graphs)
         place = np.searchsorted(np.array(ladder, dtype=np.int64), self.batches)
         size = np.array([*ladder, 0], dtype=np.int64)[place]

@@ -90,13 +90,13 @@ def plan_sizes(
         dispatch: With a cost model, ``always`` to replay, or ``best`` to run eager if that is
             faster.
         align: Divisor of all sizes, in tokens, including ``max_size``.
-        token_budget: Size above ``max_size`` to consider one graph for; ``auto`` for the most
-            frequent size. Its graph replaces another graph if that saves time according to the cost
-            model. It is considered only if the budget is a number of graphs.
+        token_budget: Size above ``max_size`` for which one graph is considered; ``auto`` for the
+            most frequent size. Its graph replaces another graph if that saves time according to the
+            cost model. It is considered only if the budget is a number of graphs.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         capture_s_per_graph: Time of each capture, for ``capture_time_s``.
         lora_overhead: Extra cost of a step per adapter of its graph, as a fraction.
-        separate_base: Whether steps without adapters never run in graphs captured with adapters.
+        separate_base: Whether steps without adapters run only in graphs captured without adapters.
         max_uniform_size: Largest uniform batch in tokens (vLLM: max_num_seqs x query_len); by
             default, ``max_size``. Used only to count the graphs of the lists that a keyed plan is
             compared with.
@@ -174,7 +174,9 @@ def plan_sizes(
         warnings.append(choice.reason)
     if fit_on == "all" and hedge == "auto":
         exact = HedgeChoice(
-            NO_HEDGE, validated=False, reason="The plan is the exact optimum for its own steps."
+            NO_HEDGE,
+            validated=False,
+            reason="The plan is the exact optimum for the planning steps.",
         )
         future = planner.plan(choice, warnings, future=None)
         warnings = [
@@ -233,7 +235,7 @@ def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     if usable < total / 2:
         warnings.append(
             f"{total - usable} of {total} steps have more than {max_size} tokens and run eager "
-            "with any plan. A larger max_size may be worth more than other sizes."
+            "with any plan. A larger max_size may help more than a better choice of sizes."
         )
     return warnings
 
@@ -289,7 +291,7 @@ class _Planner:
     curve_to: int
 
     def plan(self, choice: HedgeChoice, warnings: Sequence[str], *, future: Plan | None) -> Plan:
-        """Return the judged plan for one hedge."""
+        """Return the plan for one hedge, with its quality on the judged steps."""
         warnings = list(warnings)
         tokens: TokenBudget | None = None
         if self.keyed:

@@ -7,9 +7,9 @@ most restrictive mode of any rank. The simulation assumes the following:
 
 * Steps of one trace are assigned to the ranks in turn: consecutive steps, one per rank, form one
   common step.
-* An exchange is a chain of messages, each of which waits for the previous one: ``2 *
-  ceil(log2(ranks))`` for a tree, ``2 * (ranks - 1)`` for a ring, ``hop_us`` each. Its 256 bytes
-  take no additional time.
+* An exchange is a chain of messages of ``hop_us`` each, and every message waits for the previous
+  message. A tree has ``2 * ceil(log2(ranks))`` messages, and a ring has ``2 * (ranks - 1)``. The
+  256 bytes of an exchange take no additional time.
 * Ranks reach the exchange at different times only because their last steps took different times.
   The time that ranks wait is attributed to the slowest rank.
 """

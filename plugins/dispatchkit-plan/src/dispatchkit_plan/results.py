@@ -45,8 +45,8 @@ class RivalResult:
     Attributes:
         num_graphs: Number of graphs that the list requires.
         waste_pct: Padding as a percentage of the real tokens.
-        matched_by: Smallest number of graphs from which on every plan of the curve has at most this
-            padding; None if even the largest plan has more.
+        matched_by: Smallest number of graphs from which on no plan of the curve has more padding
+            than the list; None if the largest plan has more.
     """
 
     num_graphs: int
@@ -74,8 +74,8 @@ class Plan:
         max_size: Largest size that was allowed; larger steps run eager.
         waste_pct: Padding on the judged steps up to ``max_size``, as a percentage of the real
             tokens.
-        excess_pct: Excess of the objective on these steps over its value with a graph for every
-            exact size, in percent. Equal to ``waste_pct`` without a cost model.
+        excess_pct: Excess of the objective on these steps over its value if every step had a graph
+            of its exact size, in percent. Equal to ``waste_pct`` without a cost model.
         curve: (graphs, waste_pct) pairs for every number of graphs, planned and judged in the same
             way.
         rivals: Results of well-known lists on the same steps.

@@ -26,7 +26,7 @@ def vllm_default_sizes(max_size: int = 512) -> tuple[int, ...]:
 def vllm_interactivity_sizes(max_size: int = 512) -> tuple[int, ...]:
     """Return vLLM's list for ``performance_mode="interactivity"``: 76 sizes for 512.
 
-    It contains every size up to 32 instead of 1, 2 and 4.
+    Up to 32, it contains every size; the default list contains 1, 2, 4 and multiples of 8.
     """
     return tuple(sorted({*range(1, min(max_size, 32) + 1)} | _coarse(max_size) | {max_size}))
 

@@ -1,7 +1,7 @@
 """Simulate a trace under a policy, without a device.
 
 The real dispatcher decides; only the device is simulated. Times come from a cost model. A learning
-policy receives them with noise, like measured times, while results contain the exact times.
+policy receives times with noise, as if they were measured; results contain the exact times.
 
 A policy that does not learn is a function of the batch. Each distinct batch is therefore decided
 only once, so a million steps cost no more than a table of batches. With a limit on live graphs,

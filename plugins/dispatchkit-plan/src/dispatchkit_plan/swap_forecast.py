@@ -121,7 +121,7 @@ class SwapForecast:
 def forecast_swap(
     runner: GraphRunner, trace: StepTrace, *, cost_model: CostModel | str, **change: Any
 ) -> SwapForecast:
-    """Forecast the effect of a swap on steps like those of a trace.
+    """Forecast the effect of a swap on steps like the steps of a trace.
 
     Args:
         runner: Serving runner, which is not changed.
@@ -172,7 +172,7 @@ class _Side:
         for key in registry:
             entry = live.get(key)
             if entry is not None and entry.state is KeyState.FAILED:
-                registry.failed(key, entry.reason)  # because its capture would fail again
+                registry.failed(key, entry.reason)  # another capture would fail again
 
 
 def _compared(

@@ -2,9 +2,10 @@
 
 A busy server fills its steps up to the scheduler's token budget. Many steps that are too large for
 all graphs therefore have exactly that size, and a graph of that size serves them without padding.
-It may still cost time: it takes the place of another graph, a large step gains little, and an
-engine that pads every step to the next graph would also pad all steps in between. To compare it
-with eager, a cost model must be measured up to that size; padding alone is not enough.
+The graph may still cost time: it takes the place of another graph, and a large step gains little.
+An engine that pads every step to the next graph would also pad all steps between the largest other
+graph and the token budget. To compare the graph with eager, the cost model must cover its size;
+padding alone is not enough.
 """
 
 from __future__ import annotations
@@ -123,5 +124,5 @@ def weigh_token_budget(
     if after < before:
         return verdict(True, saved, f"It saves {saved:.2f}% of the trace's time.")
     return verdict(
-        False, saved, f"With the same number of graphs, it costs {-saved:.2f}% more time."
+        False, saved, f"A plan that moves one graph to this size takes {-saved:.2f}% more time."
     )

@@ -30,7 +30,7 @@ class Workload:
         num_active_loras: Number of active adapters. Shape (entries,).
         ordered: Whether entries are single steps in the order in which they ran.
         source: Name of the source in messages.
-        axes: Names of axes for which the steps have values; planned sizes do not depend on these.
+        axes: Names of axes for which the steps have values; the values do not affect planned sizes.
     """
 
     num_tokens: IntArray

@@ -1,6 +1,7 @@
 """The generations of vLLM's dispatch rule, as data.
 
-The rule is implemented once, in ``ladder`` and ``policy``. A dialect selects its variations.
+The rule is implemented once, in ``ladder`` and ``policy``. A dialect selects variations of the
+rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's rule: the keys of a configuration, and the keys to try for a batch.
 
 A ``Ladder`` is a dialect applied to a configuration. It is stateless and uses no registry: the
-caller checks which keys exist and can run. Policies and facades share it.
+caller checks which keys exist and can run. Policies and facades use the same ladders.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class Ladder:
         """Yield the keys of the configuration, in the order of declaration.
 
         Args:
-            window_query_len: Query length that bounds the sizes of uniform keys; by default the
-                configured one.
+            window_query_len: Query length that bounds the sizes of uniform keys; by default, the
+                configured query length.
             partial: Whether to skip uniform sizes that are not multiples of the query length, keep
                 them, or raise an error.
 

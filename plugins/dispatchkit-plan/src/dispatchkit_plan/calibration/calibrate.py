@@ -1,6 +1,6 @@
 """Measure the eager and replayed time of a step on this device, for each size.
 
-If the runner has an axis, every size is measured with every bucket of it.
+If the runner has an axis, every size is measured with every bucket of the axis.
 
 The step runs in a new runner with a graph for every size and mode, so the original runner keeps its
 graphs, counters and policy. State that the step changes (a key/value cache) and the state of random
@@ -13,8 +13,8 @@ The time of a step is the time that it adds to a sequence of steps, including ho
 - ``waited``: each step is launched after the previous step has ended, as in a loop that reads
   sampled tokens. The time of a step is the sum of host and device time, minus their overlap.
 
-On a device without timing events (the tape), times are host times, and ``clock`` of the model is
-``host``.
+On a device without timing events (the tape), times are host times, and the ``clock`` of the cost
+model is ``host``.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def calibrate(
             raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
         axes = runner.config.axes
         if len(axes) > 1:
-            allowed = "at most one axis to measure along"
+            allowed = "at most one axis, because costs are measured along one axis"
             raise ConfigError("axes", [axis.name for axis in axes], allowed)
         graphs = {value: _capture(runner, value) for value in _values(runner)}
         eager = sorted(set(asked)) or _eager_sizes(runner)
@@ -248,7 +248,8 @@ class _Graphs:
         failed: Keys without a graph, with the reason.
         bytes_per_graph: (size, bytes) pairs; the memory of a size is divided by its number of
             graphs.
-        us_per_graph: (size, microseconds) pairs, divided in the same way.
+        us_per_graph: (size, microseconds) pairs; the capture time of a size is divided by its
+            number of graphs.
     """
 
     captured: list[GraphKey]

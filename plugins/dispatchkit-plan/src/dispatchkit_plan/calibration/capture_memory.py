@@ -31,7 +31,7 @@ def forecast(
     backend: str | GraphBackend = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> MemoryForecast:
-    """Forecast the memory of the graphs of all sizes, captured by any function.
+    """Forecast the memory of the graphs that a function captures for given sizes.
 
     The largest size, the smallest size and some sizes in between are captured. Their graphs are
     kept until all are measured, and then released. Keep ``high_bytes + driver_high_bytes`` of the
@@ -43,9 +43,9 @@ def forecast(
 
     Args:
         capture: Function that captures the graph of a size and returns an object that keeps the
-            graph and its outputs alive. It is called with the largest size first, which is also the
-            order in which to capture all sizes. All captures may share one pool, because earlier
-            graphs stay alive.
+            graph and its outputs alive. It is called with the largest size first; later, capture
+            all sizes in the same order. All captures may share one pool, because earlier graphs
+            stay alive.
         sizes: All sizes that will be captured, at least two.
         samples: Maximum number of sizes to capture, at least 2.
         warm_up: Function that runs the step at a size. It is called for each sampled size before

@@ -2,7 +2,8 @@
 
 A graph uses memory in three places: the pool that torch reserves, the outputs that graphs share,
 and the driver, which keeps an executable form of each graph. torch does not report the memory of
-the driver, so it is computed as the device's used memory minus the memory reserved by torch.
+the driver. The driver's memory is computed as the device's used memory minus the memory reserved by
+torch.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def make_measured_runner(
 
 @contextmanager
 def suppressed_warnings() -> Iterator[None]:
-    """Suppress warnings about sizes and modes, which are intended in measurements."""
+    """Suppress warnings about unusual sizes and modes, which measurements use on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -193,7 +194,7 @@ class MemoryMeter:
         return max(0, self._in_use() - self._held)
 
     def driver_bytes(self) -> int:
-        """Return the bytes allocated by the driver on the device, by all processes."""
+        """Return the bytes that the driver has allocated on the device, for all processes."""
         return max(0, self._outside_torch() - self._outside)
 
 

@@ -28,7 +28,7 @@ def explain_trace(path: Path, settings: Settings, *, show_all: bool, as_json: bo
     Args:
         path: Path of any file that ``read_steps`` accepts.
         settings: Policy, sizes, limits and cost model.
-        show_all: Whether to print all decisions instead of the most expensive.
+        show_all: Whether to print all decisions instead of only the most expensive.
         as_json: Whether to print JSON.
     """
     account = account_of(read_steps(path), settings, load_cost_model(settings["cost_model"]))
@@ -65,7 +65,7 @@ def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
     unused = [name for name in rows.axes if name not in [axis.name for axis in config.axes]]
     if unused:
         print_stderr(
-            f"Note: {rows.source} has values of {', '.join(unused)}, not declared by --axes."
+            f"Note: {rows.source} has values of {', '.join(unused)}, which --axes does not declare."
         )
 
 

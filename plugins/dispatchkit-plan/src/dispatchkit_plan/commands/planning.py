@@ -1,4 +1,4 @@
-"""The command ``plan``: find capture sizes for a trace. Requires numpy, but no torch."""
+"""The command ``plan``: find capture sizes for a trace. Requires numpy, but not torch."""
 
 from __future__ import annotations
 
@@ -386,8 +386,8 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
     out.print()
     out.print(
         f"Padding {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
-        f"{made.judged_on} ({counted(made.num_steps, 'step')}); {over:.1%} of these are beyond "
-        "the limits and run eager."
+        f"{made.judged_on} ({counted(made.num_steps, 'step')}); {over:.1%} of these steps are "
+        "beyond the limits and run eager."
     )
     out.print(
         f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned separately "

@@ -60,8 +60,8 @@ def report(
 ) -> None:
     """Write a report of padding, modes, times and reasons as one HTML file.
 
-    The file is self-contained: it needs no network and no scripts, and adapts to light and dark
-    themes and to narrow screens.
+    The file is self-contained: it needs neither network access nor scripts. It adapts to light and
+    dark themes and to narrow screens.
 
     Example: dispatchkit report trace.csv.gz --policy vllm -o report.html
     """
@@ -85,7 +85,7 @@ def report(
 
         account = account_of(found, settings, load_cost_model(settings["cost_model"]))
         largest = account.config.max_capture_size
-        curve = waste_plan(found, largest) if largest else "There are no capture sizes."
+        curve = waste_plan(found, largest) if largest else "The configuration has no capture sizes."
         made = report_of_account(account, plan=curve)
     write_report(made, output, figure=figure)
     if as_json:
@@ -108,7 +108,7 @@ def report(
 def _of_document(
     document: dict[str, Any] | list[Any], source: Path, given: dict[str, Any]
 ) -> Report:
-    """Return the report of a JSON document."""
+    """Return a report of the simulations or live statistics in a JSON document."""
     from dispatchkit_plan.report import report_of_simulations, report_of_statistics
     from dispatchkit_plan.report.live import STATISTICS_FORMAT
 

@@ -150,7 +150,7 @@ class Account:
         return 100.0 * self.padding / self.real_tokens if self.real_tokens else 0.0
 
     def by(self, what: Callable[[AccountedDecision], Any]) -> dict[Any, list[AccountedDecision]]:
-        """Return the decisions grouped by a function, groups with most steps first."""
+        """Group the decisions by a function; groups with the most steps come first."""
         groups: dict[Any, list[AccountedDecision]] = {}
         for one in self.decisions:
             groups.setdefault(what(one), []).append(one)
@@ -216,7 +216,8 @@ def account_for(
     learns = dispatcher.policy_parts.learns
     num_bins = min(MAX_BINS, len(rows))
     bins = [AccountBin() for _ in range(num_bins)]
-    # Keyed by identity: a bound decision belongs to one cell. The tally keeps the object alive.
+    # Tallies are keyed by identity: a bound decision belongs to one cell. A tally keeps its
+    # decision alive.
     tallies: dict[int, list[Any]] = {}
     for index, (tokens, reqs, uniform, loras) in enumerate(rows):
         decision = dispatcher.dispatch(tokens, reqs, uniform, loras)
@@ -265,7 +266,7 @@ def account_for(
 
 
 def _merged(decisions: Iterable[AccountedDecision]) -> Iterable[AccountedDecision]:
-    """Merge decisions that differ only in their binding number."""
+    """Merge decisions with the same batch, graph and reason."""
     merged: dict[Any, AccountedDecision] = {}
     for one in decisions:
         made = one.decision

@@ -1,8 +1,8 @@
 """Draw plots as SVG text, without scripts or other files.
 
-Each plot is drawn for a given width and height in CSS pixels. A page contains it twice, for wide
-and narrow screens, so that text is readable on both. Colors are CSS classes, which the page defines
-for light and dark color schemes. All text from data is escaped here.
+Each plot is drawn for a given width and height in CSS pixels. A page contains every plot twice, for
+wide and narrow screens, so that text is readable on both. Colors are CSS classes, which the page
+defines for light and dark color schemes. All text from data is escaped here.
 """
 
 from __future__ import annotations

@@ -82,10 +82,9 @@ def waste_figure(
     return Figure(
         "waste",
         title,
-        f"Padding as a percentage of the real tokens, for steps of at most {max_size} tokens and "
-        "one list of sizes for all kinds of steps. The line shows the least padding possible "
-        "with each number of sizes; for a point above the line, other sizes would have less "
-        "padding.",
+        f"Padding as a percentage of the real tokens, for steps of at most {max_size} tokens. All "
+        "kinds of steps share one list of sizes. The line shows the least padding that is possible "
+        "with each number of sizes; a list above the line has more padding than necessary.",
         Lines(
             label=title,
             lines=lines,

@@ -34,7 +34,8 @@ class LiveStatistics:
     """Samples of a runner's counters over time.
 
     Sampling adds no work to steps. A server may sample for weeks: beyond ``MAX_SAMPLES``, every
-    second sample is dropped. Because counters only grow, this reduces only the resolution in time.
+    second sample is dropped. Because counters only grow, dropping samples reduces only the
+    resolution in time.
 
     Example::
 
@@ -60,7 +61,7 @@ class LiveStatistics:
         self.memory: dict[str, dict[str, int]] = {}
 
     def sample(self, runner: Any) -> None:
-        """Append the current counters of a ``GraphRunner``, and read what its policy learned."""
+        """Append the counters of a ``GraphRunner``, and update its policy's measurements."""
         self.policy = runner.dispatcher.policy_name
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:

@@ -57,7 +57,7 @@ def write_report(
     The file is written completely or not at all.
 
     Args:
-        source: Account, live statistics or simulations to report; or a finished report.
+        source: Account, live statistics, simulations, or a finished report.
         path: File to write.
         figure: Name of the figure to write, such as ``"waste"``; None for the whole report.
 

@@ -1,7 +1,7 @@
 """Read counts of steps: vLLM's CUDA graph statistics, and histograms.
 
 Both contain the frequency of each batch size, but not the order of steps. Plans can be made from
-them, but validation requires the order, which only step traces record.
+these counts, but validation requires the order, which only step traces record.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from dispatchkit.observe import Blocks, StepTrace
 
 __all__ = ["IterationLog"]
 
-# Source: vLLM 0.14 to 0.33. The name of an engine may precede it, and memory figures may follow.
+# Source: vLLM 0.14 to 0.33. The name of an engine may precede the text, and memory figures may
+# follow.
 _LINE = re.compile(
     r"Iteration\(\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
     r"(\d{1,9}) generation requests, (\d{1,9}) generation tokens, "
@@ -22,7 +23,7 @@ _LINE = re.compile(
 
 
 class IterationLog:
-    """Collector of the steps in a log, which reads along with another reader.
+    """Collector of the steps in a log, which passes every block on to the next reader.
 
     A step is uniform decode if it has no prompts and one token per request. Dummy iterations and
     iterations without tokens are skipped. Times include only the time in steps.

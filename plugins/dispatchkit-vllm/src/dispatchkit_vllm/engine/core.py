@@ -1,8 +1,8 @@
 """A policy that decides before one of vLLM's dispatchers.
 
-vLLM's own class manages keys, captures and replays. A policy only chooses among its graphs. vLLM's
-class decides if the policy may not decide, raises an error or chooses a graph that cannot run. A
-failing policy therefore never stops the engine.
+vLLM's own class manages keys, captures and replays. A policy only chooses among the graphs of this
+class. vLLM's class decides a step itself if the policy is not asked, raises an error, or chooses a
+graph that cannot run. A failing policy therefore never stops the engine.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class PolicyCore:
         return Answer(result, decision, batch)
 
     def fill(self) -> int:
-        """Fill every cell that a step can use, and return their number.
+        """Fill every cell that a step can use, and return the number of filled cells.
 
         Steps then never wait for the policy.
         """

@@ -41,7 +41,7 @@ def unsupported_reason(original: Any) -> str:
         return f"its {DISPATCHER} has no {' and no '.join(missing)}"
     takes = set(inspect.signature(original.dispatch).parameters)
     if "num_tokens" not in takes:
-        return f"its {DISPATCHER}.dispatch takes a padded descriptor, like releases before 0.12"
+        return f"its {DISPATCHER}.dispatch takes a padded descriptor, as in releases before 0.12"
     ways = [flag for flag in _FLAGS if flag in takes] + [*(["sets"] if takes >= _SETS else [])]
     unknown = takes - _COMMON_ARGUMENTS - _SETS - set(_FLAGS)
     if unknown or len(ways) != 1:

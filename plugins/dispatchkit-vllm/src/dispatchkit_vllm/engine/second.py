@@ -36,7 +36,7 @@ def unsupported_reason(module: ModuleType) -> str:
     original = getattr(module, MANAGER, None)
     original = getattr(original, "replaces", original)
     if original is None or not callable(getattr(original, "dispatch", None)):
-        return "its graph manager has no dispatch, like releases before 0.20"
+        return "its graph manager has no dispatch, as in releases before 0.20"
     takes = set(inspect.signature(original.dispatch).parameters) - {"self"}
     if not _NEEDED <= takes or takes - _NEEDED - _LATER:
         shown = ", ".join(sorted(takes))
@@ -98,7 +98,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             return found
 
         def _apply_policy(self) -> None:
-            """Cache the active policy's answers, and measure eager steps if it learns."""
+            """Cache the active policy's answers, and measure eager steps if the policy learns."""
             controller, timer = self.controller, self.controller.timer
             # With varying query lengths, the arguments of `dispatch` do not identify a row.
             if controller.core is not None and not self._varies:
@@ -154,7 +154,7 @@ def manager_class(original: type[Any]) -> type[Any]:
                             return answer.result
                         return self._eager(num_tokens, num_reqs, answer.batch.num_active_loras)
                 elif not num_active_loras:
-                    # vLLM would return the same after a search.
+                    # vLLM would return the same result after a search.
                     return self._eager(num_tokens, num_reqs, 0)
             facts = (num_active_loras, max_query_len, num_ubatches)
             return self._dispatch_own(num_reqs, num_tokens, uniform_token_count, *facts)

@@ -53,7 +53,7 @@ class EngineSettings:
 
     Attributes:
         policy: Name of the policy that decides; empty for vLLM's own dispatcher.
-        policy_options: Options of the policy.
+        policy_options: Options that the policy is created with.
         strict: Whether to fail at start-up if the configured policy cannot act. Otherwise, a
             warning is logged.
         trace: File to record steps to; empty to disable recording.

@@ -27,7 +27,7 @@ Row = tuple[int, int, int, bool, int]
 
 
 def path_of_rank(path: str, rank: int, world_size: int) -> Path:
-    """Return the path of a rank's file; with several ranks, it includes the rank."""
+    """Return the path of a rank's file, which includes the rank if there are several."""
     whole = Path(path)
     if world_size == 1:
         return whole
@@ -36,7 +36,7 @@ def path_of_rank(path: str, rank: int, world_size: int) -> Path:
 
 
 class StepLog:
-    """A recorder of steps to a trace file.
+    """Recorder that writes steps to a trace file.
 
     Args:
         path: Path of the file, which is compressed if the name ends in ``.gz``. An existing file

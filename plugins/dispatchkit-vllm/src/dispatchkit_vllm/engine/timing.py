@@ -144,8 +144,8 @@ class StepTimer:
         """Mark the start of a forward pass if it is due for measurement.
 
         Args:
-            answer: The policy's answer for this step; None if vLLM decided, in which case the step
-                is not measured.
+            answer: The policy's answer for this step. If vLLM decided, pass None, and the step is
+                not measured.
         """
         if answer is None:
             return

@@ -65,7 +65,7 @@ class TableDispatcher(PaddingDispatcher):
         return self._max_loras()
 
     def get_capture_descs(self) -> list[tuple[Any, list[Any]]]:
-        """Return the descriptors to capture by mode: PIECEWISE first, largest sizes first."""
+        """Return the descriptors to capture, by mode: PIECEWISE first, largest sizes first."""
         if not self.keys_initialized or self._mode_is_none():
             return []
         groups = []

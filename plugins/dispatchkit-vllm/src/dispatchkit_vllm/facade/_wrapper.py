@@ -38,8 +38,8 @@ def use_device(device: Any) -> None:
     """Set the device for wrappers created after this call.
 
     Args:
-        device: A backend, its name (``"cuda"``, ``"tape"``) or a WrapperDevice. All wrappers
-            created with it share its pool.
+        device: A backend, its name (``"cuda"``, ``"tape"``) or a WrapperDevice. All wrappers of a
+            device share its pool.
     """
     _device[:] = [device if hasattr(device, "weak_ref") else BackendDevice(device)]
 
@@ -117,7 +117,7 @@ class CUDAGraphWrapper(GraphWrapper):
 
     @property
     def cudagraph_wrapper(self) -> CUDAGraphWrapper:
-        """This wrapper, for code that accesses it through a wrapped attribute."""
+        """This wrapper itself; vLLM reads it through objects that forward attributes."""
         return self
 
 
@@ -140,7 +140,8 @@ class OldCUDAGraphWrapper(CUDAGraphWrapper):
 
 
 _FOREIGN_CONTEXT = (
-    "vLLM's forward context is set, but this wrapper reads only its own. Run the step inside "
+    "vLLM's forward context is set, but this wrapper reads only dispatchkit's context. Run the "
+    "step inside"
     "dispatchkit_vllm.wrapper.set_forward_context; without it, the callable runs without a graph."
 )
 

@@ -122,7 +122,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
 
 @attrs.define
 class DispatchStats:
-    """Numbers of batches by how they ran."""
+    """Counts of batches, by the way that they ran."""
 
     num_full: int = 0
     num_piecewise: int = 0
@@ -219,7 +219,7 @@ class GraphEntry:
 
 
 class CudagraphDispatcher:
-    """A cache of graphs, which replays the graph of a key or runs the batch eager.
+    """Dispatcher that replays the cached graph of a key, or runs the batch eager.
 
     Args:
         eager_runner: Called with the key of a batch that has no graph.
@@ -245,7 +245,7 @@ class CudagraphDispatcher:
 
     @property
     def stats(self) -> DispatchStats:
-        """Numbers of batches by how they ran."""
+        """Counts of batches, by the way that they ran."""
         return self._stats
 
     def register_graph(
@@ -398,7 +398,7 @@ class CompositeDispatcher:
         self._members.sort(key=lambda member: member[:2])
 
     def dispatch(self, key: DispatchKey) -> Any:
-        """Run a batch in the first dispatcher with a graph for it, and return the result.
+        """Run a batch in the first dispatcher that has a graph for it, and return the result.
 
         Exceptions from the batch propagate to the caller: no batch runs twice.
 
@@ -406,7 +406,9 @@ class CompositeDispatcher:
             ConfigError: There are no dispatchers.
         """
         if not self._members:
-            raise ConfigError("dispatchers", 0, "at least one", "Call add_dispatcher() first.")
+            raise ConfigError(
+                "dispatchers", 0, "at least one dispatcher", "Call add_dispatcher() first."
+            )
         for _, _, name, dispatcher in self._members:
             if self._has_graph(name, dispatcher, key):
                 return dispatcher.dispatch(key)
@@ -423,7 +425,7 @@ class CompositeDispatcher:
 
 @attrs.frozen
 class _Cache:
-    """A stream as seen by the lane policy, with the graphs cached on it."""
+    """A stream as the lane policy sees it, with the cache of the stream's graphs."""
 
     index: int
     keys: set[GraphKey] = attrs.field(factory=set)

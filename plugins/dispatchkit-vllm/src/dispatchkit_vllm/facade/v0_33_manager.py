@@ -119,7 +119,7 @@ class CudaGraphManager:
 
     @property
     def capture_descs(self) -> dict[Any, list[Any]]:
-        """The descriptors to capture by mode: PIECEWISE first, largest sizes first."""
+        """The descriptors to capture, by mode: PIECEWISE first, largest sizes first."""
         found: dict[Any, list[Any]] = {}
         for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
             keys = [key for key in self.registry if key.mode is mode]

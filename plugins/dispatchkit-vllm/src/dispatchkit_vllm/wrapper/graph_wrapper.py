@@ -1,8 +1,9 @@
 """A wrapper that captures and replays a callable inside a model.
 
-It captures on a new key and replays on a known key. The mode and the key come from the forward
-context and are not checked; inputs are neither padded nor copied. A FULL wrapper around a model and
-PIECEWISE wrappers around its pieces can be nested, because each acts only in its own mode.
+It captures a graph for each new key, and replays the graph of a known key. The mode and the key
+come from the forward context and are not checked; inputs are neither padded nor copied. A FULL
+wrapper around a model and PIECEWISE wrappers around its pieces can be nested, because each acts
+only in its own mode.
 
 ``WrapperRules`` describes the differences between the vLLM releases whose wrapper this class can
 replace. ``device.WrapperDevice`` is the interface of devices.
@@ -60,7 +61,7 @@ class WrapperOptions:
     Attributes:
         debug_log_enable: Whether to log a debug message before each capture.
         gc_disable: Whether to skip garbage collection and emptying the device cache before a
-            capture. Only the first of many pieces needs both.
+            capture. For a model of many pieces, set this for every piece except the first.
         weak_ref_output: Whether to release the output inside the capture, so that later graphs can
             reuse its memory. Callers must not use the output after the next replay.
     """
@@ -221,13 +222,13 @@ class GraphWrapper:
 
         Returns:
             The result of the callable. After a replay, or a capture with weak outputs, the next
-            replay overwrites it.
+            replay overwrites the result.
 
         Raises:
             CaptureError: The key is new, and captures are disabled.
             WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) the address
                 of a tensor has changed since the capture.
-            NoForwardContextError: There is no context, and the rules require one.
+            NoForwardContextError: There is no forward context, and the rules require a context.
         """
         if self.rules.passes_without_context and not self._context_is_available():
             return self.runnable(*args, **kwargs)
@@ -238,7 +239,7 @@ class GraphWrapper:
         if descriptor is None and self.rules.needs_descriptor:
             raise WrapperError(
                 f"A step in mode {self.runtime_mode.name} has no descriptor to look up its graph. "
-                f"Pass one to set_forward_context."
+                "Pass a descriptor to set_forward_context."
             )
         entry = self.entries.get(descriptor)
         if entry is None:
