@@ -1,7 +1,7 @@
 """All exceptions that dispatchkit raises deliberately.
 
 Each message states the given value, the allowed values, the component at fault and the next step.
-The attributes of each class have the same details. Each class also inherits from a built-in
+The attributes of each class contain the same information. Each class also inherits from a built-in
 exception, so that existing ``except ValueError`` clauses keep working.
 """
 
@@ -38,7 +38,7 @@ def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
 
 
 class _Summary(str):
-    """Text that a container prints as it is, without quotes."""
+    """A string whose repr has no quotes, to be printed inside a container."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -329,7 +329,7 @@ class TraceError(DispatchkitError, ValueError):
 
 
 class RankError(DispatchkitError, RuntimeError):
-    """Ranks cannot continue because one is late, has raised or left, or differs from the others.
+    """Ranks cannot continue because one of them is late, raised, left, or differs from the others.
 
     Attributes:
         ranks: Global ranks at fault; empty if unknown.

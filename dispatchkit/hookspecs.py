@@ -1,7 +1,7 @@
 """The plugin interface: six hooks, and the records they return.
 
 A plugin is a module or an instance with functions marked ``@hookimpl``. An entry point in the group
-``dispatchkit`` names it. It imports public names only::
+``dispatchkit`` names the plugin. A plugin imports only public names::
 
     # pyproject.toml
     [project.entry-points.dispatchkit]
@@ -21,7 +21,8 @@ sent to observers, which are registered with ``dispatchkit_register_observers``.
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
 list or tuple of records, which may be empty. The hook must not use a device, open files or ports,
 print, or import modules that only a factory needs, because every dispatcher loads all plugins and
-the process may be forked later. If it raises or returns anything else, the whole plugin is skipped.
+the process may be forked later. If the hook raises or returns anything else, the whole plugin is
+skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
 ``sys.path``: built-in names come first (unless listed in ``replace``), then plugins passed in as

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 __all__ = ["Once", "line_of_call", "warn_at_call"]
 
-# Packages whose frames may be between the user's call and a warning.
+# Packages whose frames are skipped when the user's call is located.
 _NOT_THE_USERS = frozenset({"dispatchkit", "torch", "contextlib", "functools"})
 
 
@@ -21,7 +21,7 @@ def warn_at_call(message: str, category: type[Warning]) -> None:
 
 
 def line_of_call() -> str:
-    """Return file and line of the innermost user code; ``""`` if there is no such frame."""
+    """Return file and line of the innermost user code; ``""`` if no frame is user code."""
     frame = inspect.currentframe()
     while frame is not None and _is_internal(frame.f_globals):
         frame = frame.f_back
@@ -29,7 +29,7 @@ def line_of_call() -> str:
 
 
 def _is_internal(names: dict[str, object]) -> bool:
-    """Return whether a module may be between user code and a message."""
+    """Return whether frames of a module are skipped when user code is located."""
     name = str(names.get("__name__", ""))
     # The demo's model counts as user code.
     return _package(names) in _NOT_THE_USERS and not name.startswith("dispatchkit.demo.")

@@ -161,8 +161,8 @@ class BufferOptions:
     """Settings of static input and output buffers.
 
     Attributes:
-        row_count: Name of an input that the runner fills with the number of rows without padding, a
-            0-d int64 tensor on the device.
+        row_count: Name of a 0-d int64 input on the device, which the runner fills with the number
+            of rows without padding.
         buffer_rows: Minimum number of rows in static inputs, so that a later swap can use larger
             sizes; by default the rows of the largest size.
         output_batch_dims: Index of each output's batch dimension, or None for outputs without one.
@@ -349,9 +349,8 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
 
 
 def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the arguments to write, a call to add, and the settings to omit.
-
-    Objects are represented by their keyword names.
+    """Return the replacement of moved settings: arguments to write, a call to add, and settings to
+    omit. Keyword names stand for objects.
     """
     written, called = [], ""
     if moved.pop("plugins", None) is not None:
@@ -394,8 +393,8 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a runner's ``__init__`` to reject keyword arguments that it does not have.
 
-    For a setting that belongs in its options, the error shows the replacement; for others, the
-    closest names.
+    For a setting that belongs in the runner's options, the error shows the replacement. For any
+    other name, the error lists the closest names.
     """
     named = naming_unknown(function, "GraphRunner")
 

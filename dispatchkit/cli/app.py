@@ -321,8 +321,8 @@ _NOT_VALID: re.Pattern[str] = re.compile(r"'(?P<value>.*)' is not a valid (?P<ty
 def _with_value(error: Any, text: str) -> str:
     """Return the message of a usage error, with the given and the allowed values.
 
-    Depending on its version, typer validates with pydantic, whose messages omit the value, or with
-    click, whose messages include it.
+    Some versions of typer validate with pydantic, others with click. Only click's messages include
+    the value.
     """
     details = getattr(error.__cause__ or error.__context__, "errors", None)
     name = text.partition("'")[2].partition("'")[0]

@@ -87,7 +87,7 @@ def demo(
 
 
 def show(report: DemoReport, out: Console) -> None:
-    """Print a report for 80 columns, readable without color."""
+    """Print a report that fits 80 columns and is readable without color."""
     _heading(out, "What ran")
     _indented(out, _facts(report))
     _heading(out, "Capture")

@@ -44,7 +44,7 @@ class Finding:
     """The result of a check.
 
     Attributes:
-        level: The severity.
+        level: Severity of the finding.
         about: The checked component, in a word or two.
         message: The result and its consequence.
         next_step: The suggested action; may be empty.

@@ -132,7 +132,7 @@ def explain_batch(
         facts |= {"--loras": loras, "--value": values}
         for flag, value in facts.items():
             if value:
-                raise ConfigError(flag, value, "omitted with --trace, which contains it")
+                raise ConfigError(flag, value, "omitted with --trace, which contains the batches")
         if highest is not RuntimeMode.FULL:
             raise ConfigError("--ceiling", ceiling, "omitted with --trace")
         explain_trace = load_attribute("explain_trace", "explain --trace")
@@ -197,7 +197,7 @@ def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
 
 
 def show(answer: Explanation, out: Console) -> None:
-    """Print an explanation for 80 columns."""
+    """Print an explanation that fits 80 columns."""
     batch, decision = answer.batch, answer.decision
     allowed = ", ".join(mode.name for mode in sorted(batch.allowed_modes))
     out.print(Text(f"Batch    {', '.join(answer.facts)}; allowed: {allowed}"))

@@ -63,7 +63,7 @@ COMMON = Common()
 
 
 def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = None) -> Any:
-    """Return the command-line option of a setting; the setting parses its text."""
+    """Return the command-line option of a setting; the setting parses the given text."""
     setting = SETTINGS[name]
     default = shown(setting.default).strip('"') if setting.default is not None else setting.derived
     return typer.Option(
@@ -77,12 +77,12 @@ def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = N
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Return installed policies with a prefix, for shell completion."""
+    """Return the names of installed policies that start with a prefix, for shell completion."""
     return [name for name in load_installed_plugins().policies if name.startswith(incomplete)]
 
 
 def complete_modes(incomplete: str) -> list[str]:
-    """Return modes with a prefix, for shell completion."""
+    """Return the names of modes that start with a prefix, for shell completion."""
     from dispatchkit.keys import CUDAGraphMode
 
     names = [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
@@ -91,7 +91,7 @@ def complete_modes(incomplete: str) -> list[str]:
 
 
 def complete_cost_models(incomplete: str) -> list[str]:
-    """Return built-in cost models with a prefix, for shell completion."""
+    """Return the names of built-in cost models that start with a prefix, for shell completion."""
     try:
         models = load_attribute("BUILTIN_COST_MODELS")
     except MissingDistributionError:
@@ -143,7 +143,7 @@ _FLAGS = {
 
 
 def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
-    """Return the name of the given policy, or the policy that a plugin selects, or the default."""
+    """Return the name of the policy: given, selected by a plugin, or the default."""
     return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 

@@ -55,7 +55,7 @@ def print_json(value: Any) -> None:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
 ) -> Table:
-    """Return a borderless table for 80 columns.
+    """Return a borderless table that fits 80 columns.
 
     Args:
         columns: Column headers.

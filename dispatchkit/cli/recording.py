@@ -96,7 +96,7 @@ def record(
             if isinstance(done.code, str):
                 print_stderr(done.code)
         except KeyboardInterrupt:
-            # The normal way to stop a server, so the trace is complete.
+            # Ctrl-C is the normal way to stop a server, so the trace is complete.
             end = _ScriptResult(STOPPED)
         except Exception as error:  # noqa: BLE001 - an exception of the script; the recorded steps are kept
             end = _ScriptResult(1, error)
@@ -175,7 +175,7 @@ def _check_script(target: str) -> None:
 
 
 def _module_problem(target: str) -> str:
-    """Return the requirement that a module name does not meet, or "".
+    """Return the requirement that a module name fails to meet; empty if it meets all.
 
     The parent package of the module is imported.
     """

@@ -1,6 +1,6 @@
 """Models for measurements: functions that return a runner.
 
-``dispatchkit calibrate`` accepts the name of a function such as these, as ``module:function``.
+``dispatchkit calibrate`` accepts functions of this kind by name, as ``module:function``.
 """
 
 from __future__ import annotations

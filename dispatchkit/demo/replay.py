@@ -236,7 +236,7 @@ def make_runner(
             raise ConfigError(
                 name,
                 limit,
-                f"at least {needed}, the largest in the demo's steps",
+                f"at least {needed}, the largest number in the demo's steps",
                 "Increase it, or run fewer steps.",
             )
     policy = settings["policy"]
@@ -348,7 +348,7 @@ class _Pair:
         return tuple(sorted(rows, key=lambda row: -row.steps))
 
     def batch1(self, *, rounds: int = 5) -> Batch1:
-        """Decode a single request in slot 0, which invalidates the caches."""
+        """Return the times of decoding a single request in slot 0, which overwrites the caches."""
         calls = min(self.decoder.shape.cache_len, 100 if self.device.type == "cuda" else 20)
         one = torch.tensor([1], dtype=torch.int64, device=self.device)
         slot = torch.zeros_like(one)
@@ -441,7 +441,7 @@ def _read_file(path: Path) -> StepTrace:
         try:
             return read_trace(path)
         except TraceError as error:
-            error.add_note(f"Counts and logs of servers: {missing}")
+            error.add_note(f"For histograms and server logs: {missing}")
             raise
     return read(path)
 

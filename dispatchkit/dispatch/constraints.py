@@ -44,7 +44,7 @@ def may_be_split(batch: Batch) -> bool:
 
 
 def part_of(batch: Batch, num_tokens: int) -> Batch:
-    """Return a batch of some of a batch's rows, which may belong to any requests."""
+    """Return a part of a batch; the rows of the part may belong to any requests."""
     reqs = None if batch.num_reqs is None else min(batch.num_reqs, num_tokens)
     return attrs.evolve(batch, num_tokens=num_tokens, num_reqs=reqs)
 

@@ -147,7 +147,7 @@ class Decision:
         num_tokens: Unpadded number of tokens of the decision's cell.
         max_num_reqs: Largest number of requests for which the decision holds.
         policy: Name of the policy that decided.
-        revision: Number of the binding; later bindings have larger numbers.
+        revision: Serial number that the dispatcher assigns; later decisions have larger numbers.
         one_shot: Whether the decision holds for one step only.
         plan: The plan that the executor prepared for the decision.
         parts: The parts of a split batch, in the order of their rows; empty otherwise.
@@ -170,7 +170,7 @@ class Decision:
         """Return a decision to replay the graph of a key.
 
         Raises:
-            DescriptorError: The key is not a GraphKey, or the reason is not a non-empty string.
+            DescriptorError: The key is not a GraphKey, or the reason is empty or not a string.
         """
         if not isinstance(key, GraphKey):
             raise DescriptorError("key", key, "a GraphKey", "graphs.covering(batch) yields them.")

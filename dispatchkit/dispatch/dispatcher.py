@@ -68,7 +68,8 @@ class Dispatcher:
         policy: Any object with ``declare`` and ``decide``.
         config: Sizes, limits and modes.
         registry: The registry in which the policy's keys are declared; a new one by default.
-        modes: Runtime modes that the executor supports; omit PIECEWISE if it cannot split steps.
+        modes: Runtime modes that the executor supports; omit PIECEWISE if the executor cannot split
+            steps.
         lazy: Whether keys without a graph may be dispatched, so that the executor captures them on
             first use.
         strict: Whether to raise for faults of the policy, instead of running eager.
@@ -210,12 +211,13 @@ class Dispatcher:
     def row(self, uniform: int = 0, loras: int = 0, ceiling: int = 2) -> Row:
         """Return the table row for a kind of batch, indexed by number of tokens.
 
-        Engines can use it to avoid a call per step. An entry holds for batches of up to
-        ``max_num_reqs`` requests; for all other batches call ``dispatch``, which fills the row.
-        ``max_num_reqs`` is -1 if the cell has no decision or a one-shot decision is waiting. Do not
-        index with a negative number of tokens. A number above ``max_num_tokens`` raises IndexError.
+        Engines can index the row instead of calling ``dispatch`` for each step. An entry holds for
+        batches of up to ``max_num_reqs`` requests; for all other batches call ``dispatch``, which
+        fills the row. ``max_num_reqs`` is -1 if the cell has no decision or a one-shot decision is
+        waiting. Do not index with a negative number of tokens. A number above ``max_num_tokens``
+        raises IndexError.
 
-        The row is updated with every change until a swap, which replaces the rows.
+        Every change updates the row until a swap replaces all rows.
 
         Args:
             uniform: As for ``dispatch``.
@@ -311,7 +313,7 @@ class Dispatcher:
 
     def _learn(self, outcome: Outcome) -> None:
         learn = self._epoch.proposal.parts.observe
-        if learn is None:  # there was a swap since the check in observe
+        if learn is None:  # a swap happened after the check in observe
             return
         axes = outcome.batch.axes
         if self._epoch.proposal.adds_axes:
@@ -433,7 +435,7 @@ class Dispatcher:
     def show_all(self) -> None:
         """Show all keys of the registry to the policy in force.
 
-        Call it after a proposal was dropped or retired keys were forgotten.
+        Call this method after dropping a proposal or forgetting retired keys.
         """
         with self._lock:
             self._epochs.show_all()
@@ -533,7 +535,7 @@ class Dispatcher:
             uniform: As for ``dispatch``.
             loras: As for ``dispatch``.
             ceiling: As for ``dispatch``.
-            any_size: Whether to allow more tokens than ``max_num_tokens``, to explain the batch.
+            any_size: Whether the batch may exceed ``max_num_tokens``, for explanations.
 
         Raises:
             DescriptorError: An argument is out of range or contradicts another argument.
@@ -587,7 +589,8 @@ class Dispatcher:
             if known is not None:
                 return known, None
             try:
-                # As when a cell is filled: first without a number of requests, then with it.
+                # As when filling a cell, decide first without the number of requests, then with the
+                # number.
                 anyhow = batch_of_cell(self.config, cell, 0)
                 decision = self._limited(self._ask(anyhow), anyhow)
                 if num_reqs > decision.max_num_reqs:
@@ -606,7 +609,7 @@ class Dispatcher:
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
-        self._rows = epoch.table.rows  # last: readers see the old epoch or the new one
+        self._rows = epoch.table.rows  # last, so readers see one epoch
 
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
@@ -700,7 +703,7 @@ class Dispatcher:
             if event.key in self._epochs.hidden:
                 return
             reach = event.key.num_tokens
-            if self._may_split:  # a key may serve part of any batch
+            if self._may_split:  # a graph may serve a part of any larger batch
                 reach = self.config.max_num_tokens
             self._epoch.table.invalidate(event.key.mode, reach)
 

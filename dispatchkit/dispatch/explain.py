@@ -62,7 +62,7 @@ class Explanation:
     Attributes:
         batch: Explained batch.
         decision: Decision that a step would receive now.
-        policy: Name and origin of the policy, and the name of the member that decided.
+        policy: Name and origin of the policy, and for a composite policy the member that decided.
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Error of the policy, if any. Explaining does not count it.
@@ -118,7 +118,7 @@ class Explanation:
 
     @property
     def because(self) -> str:
-        """The cause of the decision: a constraint, the configuration, a state or the policy."""
+        """Cause: a constraint, the configuration, a graph's state, the executor or the policy."""
         reason = self.decision.reason
         if self.fault:
             return f"policy: {self.fault}"

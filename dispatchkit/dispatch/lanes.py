@@ -1,7 +1,7 @@
 """Lane policies, which choose the lane of each submitted step.
 
 A lane is a stream with its own memory pool, static inputs and graphs. A lane policy chooses where a
-step runs; the runner's policy decides what the step replays. Any two can be combined.
+step runs; the runner's policy decides what the step replays. Any lane policy works with any policy.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class KeyPlacement:
         self.are_chosen: bool = isinstance(policy, KeyPlacementPolicy)
 
     def by_key(self) -> dict[GraphKey, tuple[int, ...]]:
-        """Return the lanes of each key.
+        """Return the lanes on which each key is captured.
 
         Raises:
             PolicyError: The policy raised, or returned an invalid lane or no lane for a key.

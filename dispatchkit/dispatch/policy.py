@@ -103,7 +103,7 @@ class GraphView:
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
         """Yield the keys of a mode that can compute a batch, smallest first.
 
-        Some of them may not be ready; check with ``is_ready`` or ``why_not``.
+        Keys need not be ready; check with ``is_ready`` or ``why_not``.
         """
         return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 

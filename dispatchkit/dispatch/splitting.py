@@ -56,7 +56,7 @@ def greedy_parts(
 
 
 def _by_size(batch: Batch, graphs: GraphView, mode: RuntimeMode) -> dict[int, GraphKey]:
-    """Return a graph for each size that can serve rows of a batch.
+    """Return, by size, the ready graphs that can serve rows of a batch.
 
     Of several graphs of one size, the graph with the fewest adapters is returned.
     """

@@ -54,7 +54,7 @@ class Table:
         waiting: One-shot decisions by cell, in the order of use. The row entry of such a cell is
             empty, so that the next step uses the cold path.
         steady: Steady decisions of cells with waiting one-shot decisions, restored after the last
-            of these.
+            one-shot decision.
         by_reqs: Decisions for more requests than the limit of the cell's decision.
     """
 
@@ -130,8 +130,9 @@ class Table:
     def take_one_shot(self, cell: Cell, num_reqs: int) -> Decision | None:
         """Remove and return the next one-shot decision of a cell.
 
-        Return None if there is none, or if it does not hold for this number of requests. Taking the
-        last one restores the steady decision before the step runs.
+        Return None if no decision is waiting, or if the next one does not hold for this number of
+        requests. Removing the last waiting decision restores the steady decision before the step
+        runs.
         """
         waiting = self.waiting.get(cell)
         if not waiting or num_reqs > waiting[0].max_num_reqs:
@@ -155,7 +156,7 @@ class Table:
     def put_by_reqs(self, cell: Cell, num_reqs: int, decision: Decision) -> None:
         """Store a decision for a number of requests.
 
-        If too many are stored, all of them are dropped first.
+        If too many decisions are stored, all of them are dropped first.
         """
         if self._num_by_reqs >= MAX_COLD_CELLS:
             self._clear_by_reqs()

@@ -32,7 +32,7 @@ def _buckets(value: Any) -> tuple[int, ...]:
 @refuses_unknown_names
 @attrs.frozen
 class Axis:
-    """A user-defined dimension of a batch that graphs are captured for.
+    """A user-defined dimension of batches, with the buckets to capture graphs for.
 
     Attributes:
         name: The name that callers and the step use.
@@ -62,7 +62,8 @@ class Axis:
         object.__setattr__(self, "_lookup", tuple(table))
 
     def index(self, value: int) -> int:
-        """Return the 1-based index of a value's bucket, or 0 if it has none.
+        """Return the 1-based index of the bucket of a value, or 0 if the value is outside all
+        buckets.
 
         Raises:
             DescriptorError: The value is not a whole number of at least 0.

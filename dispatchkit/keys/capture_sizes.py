@@ -387,7 +387,8 @@ def round_sizes_for_query_len(
         rounded = [multiple]
     if not rounded:
         if rules.empty_rounding == "keep":
-            return CaptureSizes(given, top, (f"no size is a multiple of {multiple} below {top}.",))
+            note = f"no multiple of {multiple} is at most {top}, so sizes are not rounded."
+            return CaptureSizes(given, top, (note,))
         raise ConfigError(
             "capture sizes",
             list(given),

@@ -1,7 +1,8 @@
 """Read settings from a file, the environment or the command line.
 
-Each function takes a value, native or text, and the name of the setting. It returns the value that
-the setting's check validates, so error messages do not depend on where a setting is given.
+Each function takes a value (text or a Python object) and the name of the setting. It returns the
+value that the setting's check validates, so error messages do not depend on where a setting is
+given.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def setting(
 def setting_metadata(about: SettingInfo) -> dict[str, Any]:
     """Return the metadata for a field declared with ``attrs.field``.
 
-    Use it for converters that accept text for another type: type checkers must see them in the
-    ``attrs.field`` call.
+    Use this for converters that accept text in place of another type, because type checkers must
+    see the converter in the ``attrs.field`` call.
     """
     return {ABOUT: about}
 
@@ -101,7 +101,8 @@ def changed_settings(record: Any) -> dict[str, Any]:
 def settings_repr(record: Any) -> str:
     """Return a call that creates an equal record, without defaults.
 
-    This is the ``__repr__`` of settings records. A field that defines ``repr`` is printed with it.
+    This is the ``__repr__`` of settings records. A field that defines ``repr`` is printed with that
+    function.
     """
     shown = {field.alias: field.repr for field in attrs.fields(type(record)) if field.init}
     arguments = []

@@ -144,7 +144,7 @@ class StepRecorder:
         )
 
     def axes(self) -> list[dict[str, int | None]]:
-        """Return the axis buckets of each kept step by name; None if outside all buckets.
+        """Return the axis buckets of each kept step by name; None for a value outside all buckets.
 
         ``trace`` returns the values themselves.
         """

@@ -79,7 +79,7 @@ class Timeline:
         steps.append((perf_counter_ns(), decision, lane))
 
     def leave(self, *, failed: bool) -> None:
-        """End the span of this thread's current step, after it was launched or raised."""
+        """End the span of this thread's current step, after the step was launched or raised."""
         begin, decision, lane = self._open.steps.pop()
         facts = {
             "num_tokens": decision.num_tokens,
@@ -156,7 +156,7 @@ class Timeline:
             "name": name,
             "cat": category,
             "ph": "X",
-            # A capture may begin before the timeline; clamp it to the start.
+            # A capture may begin before the timeline; clamp the capture to the start.
             "ts": max(0, begin - self._start_ns) / 1e3,
             "dur": (end - max(begin, self._start_ns)) / 1e3,
             "pid": 0,

@@ -6,7 +6,7 @@ A trace has one row per step, in execution order::
     0,0.0000,57,57,1,1,0
 
 ``num_tokens`` is the number of tokens before padding, and the only required column. A recorder
-omits columns without values; code that needs a missing column raises. Each axis of the
+omits columns without values; code that needs a missing column raises TraceError. Each axis of the
 configuration has a column, such as ``axis.length``. A file contains CSV or JSON lines, plain or
 gzip; the format is detected from the content.
 
@@ -63,7 +63,7 @@ class StepTrace(Sequence[TraceStep]):
     Args:
         columns: Values by column name. ``num_tokens`` is required, and all columns must have the
             same length.
-        source: Name of the source, for messages.
+        source: Path or other origin of the trace, for messages.
         ignored_columns: Columns in the file that are not trace columns.
         has_order: Whether the steps are in execution order; False for a histogram.
 

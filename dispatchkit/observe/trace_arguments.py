@@ -55,8 +55,8 @@ def trace_config(
 def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:
     """Return the ``loras`` argument of each step.
 
-    It is the number of adapters, at most ``config.max_loras``, or the variant if the configuration
-    has axes.
+    The argument is the number of adapters, at most ``config.max_loras``. If the configuration has
+    axes, the argument is the variant.
 
     Raises:
         TraceError: The trace lacks the column of an axis of the configuration.

@@ -289,7 +289,8 @@ class _Rows:
             first = (c.removeprefix(AXIS_PREFIX) for c in header if c.startswith(AXIS_PREFIX))
             problem = (
                 f"all steps must have the axes of the first step ({', '.join(first) or 'none'}), "
-                f"got one with {', '.join(sorted(step.axes)) or 'none'}. Write it to another trace."
+                f"got one with {', '.join(sorted(step.axes)) or 'none'}. Write this step to "
+                "another trace."
             )
             raise TraceError(self._path, None, problem)
         self._header, self._num_axes = header, num_axes

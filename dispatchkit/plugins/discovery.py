@@ -126,8 +126,8 @@ class Filter:
     """A filter for plugins, by name of the entry point or distribution.
 
     Attributes:
-        allowed: A set of names for each given list (argument, environment). A plugin must be in
-            every set.
+        allowed: One set of names per given list (from the argument and the environment). A plugin
+            must be in every set.
         blocked: Names of plugins that are never loaded.
     """
 

@@ -83,7 +83,7 @@ def load(
 
 
 class PluginLoader:
-    """A loader of plugins, which reports the plugins that it skips.
+    """A plugin loader that reports skipped plugins.
 
     Args:
         candidates: Candidates in any order.

@@ -122,7 +122,7 @@ def _describe(plugin: object) -> str:
 
 
 def _is_hook(name: str, function: Any) -> bool:
-    """Return whether a function is marked; reject unmarked functions named like hooks."""
+    """Return whether a function is marked as a hook; reject unmarked functions named like hooks."""
     attributes = getattr(function, "__dict__", {}) if inspect.isfunction(function) else {}
     if _MARK in attributes:
         return True

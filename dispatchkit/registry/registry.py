@@ -113,7 +113,7 @@ class GraphRegistry:
         """Yield the keys of a mode that can compute a batch, smallest first.
 
         Keys of the same size are ordered by number of adapters, fewest first, then uniform keys
-        before mixed ones.
+        before mixed keys.
         """
         streams = []
         for family, members in self._families.copy().items():

@@ -89,7 +89,7 @@ class FailureTests:
         assert rig.read(rig.replayed(graph)[0]) == [2.0] * 8
 
     def test_a_refused_call_is_named(self, rig: Rig) -> None:
-        """Users must be able to find the call in a large model."""
+        """The error names the call, so that users can find it in a large model."""
         x = rig.zeros(3)
         with pytest.raises(CaptureError, match=r"Tensor\.item"):
             rig.capture(lambda: x.sum().item())
@@ -125,7 +125,7 @@ class FailureTests:
         assert rig.read(rig.replayed(rig.capture(lambda: rig.zeros(1) + 1))) == [1.0]
 
     def test_captures_do_not_nest(self, rig: Rig) -> None:
-        """Inside a capture, a function must be called instead of captured."""
+        """A capture inside a capture fails with the reason ``nested``."""
         x = rig.zeros(2)
         inner = "A capture inside a capture"
         rig.refused(inner, lambda: rig.capture(lambda: x + 1), reason="nested")

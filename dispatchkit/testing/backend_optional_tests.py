@@ -45,7 +45,7 @@ def assert_refused(ask: Callable[[], Any], problem: str) -> None:
 
 
 class OptionalTests:
-    """Tests of the optional protocols; those that a backend does not offer are skipped."""
+    """Tests of the optional protocols; protocols that a backend does not offer are skipped."""
 
     # -- rehearsals -----------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class OptionalTests:
         graph.release()
 
     def test_a_graph_may_be_released_while_its_memory_sleeps(self, rig: Rig) -> None:
-        """A runner may be released at any time."""
+        """A runner may release graphs at any time, even while their memory sleeps."""
         sleeper = self._sleeper(rig)
         pool, x = sleeper.new_sleeping_pool(), rig.zeros(1 << 20)
         rig.backend.warmup(lambda: x + 1, stream=rig.stream)
@@ -319,7 +319,7 @@ class OptionalTests:
         assert graph.holds == [], "A released graph still holds memory."
 
     def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
-        """Notes of a warmup replace watching the operations of the first capture."""
+        """With the notes of a warmup, a capture need not be watched."""
         unwatched = offered(rig, "unwatched_captures")
         x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
 

@@ -34,7 +34,7 @@ def capture_into_new_pool(rig: Rig, run: Callable[[], Any], generator: Any = Non
 
 
 def equal_draws(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list[bool]:
-    """Synchronize, and return for each draw whether it is as expected."""
+    """Synchronize, and return for each draw whether it equals the expected draw."""
     return [rig.equal(one, other) for one, other in zip(drawn, expected, strict=True)]
 
 
@@ -67,7 +67,7 @@ class RandomTests:
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
 
     def test_dropout_draws_the_sequence_of_eager(self, rig: Rig) -> None:
-        """Models use dropout in training."""
+        """Replays of dropout draw the same numbers as eager."""
         x = rig.torch.ones(64, device=rig.backend.torch_device)
 
         def drop() -> Any:

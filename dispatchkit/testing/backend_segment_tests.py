@@ -148,7 +148,7 @@ class SegmentTests:
         assert rig.read(result) == [1.0] * 4
 
     def test_what_fails_in_a_segment_leaves_nothing_behind(self, rig: Rig) -> None:
-        """Earlier segments are released, and later captures work."""
+        """After a failure, earlier segments are released and later captures work."""
         state, ended = rig.zeros(4), []
 
         def fail(capture: Any, *, between: bool) -> None:

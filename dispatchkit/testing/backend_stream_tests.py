@@ -185,7 +185,7 @@ class StreamTests:
         ]
 
     def test_events_order_two_streams(self, rig: Rig) -> None:
-        """Work after ``wait_event`` follows the recorded work, also if the event is reused."""
+        """Work after ``wait_event`` follows the recorded work, even if the event is reused."""
         backend = rig.backend
         other, event = backend.new_stream(), backend.new_event()
         x = rig.zeros(1 << 12)
@@ -204,7 +204,7 @@ class StreamTests:
             assert result.unique().tolist() == [2.0 * value]
 
     def test_events_tell_when_work_is_done(self, rig: Rig) -> None:
-        """An event that was never recorded is done."""
+        """An event that was never recorded counts as done."""
         event = rig.backend.new_event()
         assert event.query()
         event.record(rig.stream)

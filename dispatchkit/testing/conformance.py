@@ -129,7 +129,7 @@ def run_policy_conformance(
         configs: Strategy of configurations to test; None for all kinds of configurations.
 
     Returns:
-        The verdict. A faulty policy does not raise; call ``raise_if_failed`` for that.
+        The verdict. A faulty policy does not raise; ``raise_if_failed`` does.
     """
     make = _factory(policy, "decide")
 
@@ -162,7 +162,7 @@ def run_lane_policy_conformance(
         max_examples: Number of schedules per property.
 
     Returns:
-        The verdict. A faulty lane policy does not raise; call ``raise_if_failed`` for that.
+        The verdict. A faulty lane policy does not raise; ``raise_if_failed`` does.
     """
     make = _factory(policy, "choose")
 
@@ -185,7 +185,7 @@ _KINDS = (
 
 
 def _factory(policy: Any, asked: str) -> Callable[[], Any]:
-    """Return a factory of policies that have the method ``asked``.
+    """Return a factory of policies, after checking that they have the method ``asked``.
 
     Raises:
         TypeError: The policies lack the method.

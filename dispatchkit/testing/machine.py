@@ -73,7 +73,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def declare_another_key(self, data: st.DataObject) -> None:
-        """Declare a key, as another policy that shares the registry could."""
+        """Declare a key, as another policy on the same registry might."""
         key = data.draw(graph_keys(self.config))
         if key in self.registry:
             return
@@ -203,7 +203,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch_what_is_impossible(self, data: st.DataObject) -> None:
-        """Check that an argument outside its limits is rejected by name."""
+        """Check that the error for an argument outside its limits names the argument."""
         config = self.config
         name, value = data.draw(
             st.sampled_from(

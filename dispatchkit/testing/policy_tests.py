@@ -485,8 +485,8 @@ class PolicyTests(CaseRunner):
     def test_calibration_ends_and_keeps_the_constraints(self, case: Case) -> None:
         """``calibration_runs`` requests only steps that can run, and eventually returns no runs.
 
-        After each capture, a runner calls the method until it returns no runs. Until then, the
-        runner measures no other steps.
+        After each capture, a runner calls ``calibration_runs`` until it returns no runs. Until
+        then, the runner measures no other steps.
         """
         ask = PolicyParts.of(case.policy).calibration_runs
         if ask is None:

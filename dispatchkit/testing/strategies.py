@@ -112,7 +112,7 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
 
 
 def sample_batch(config: DispatchConfig, rng: random.Random, *, known_reqs: bool = True) -> Batch:
-    """Return a batch like those of ``batches``, faster but without shrinking."""
+    """Return a batch as drawn by ``batches``; faster, but without shrinking."""
     limit = config.max_num_tokens
     edge = rng.random() < 0.7
     return _batch(
@@ -203,7 +203,7 @@ CHANGE_KINDS = (
 def changes(
     keys: Sequence[GraphKey], *, kinds: Sequence[str] = CHANGE_KINDS
 ) -> st.SearchStrategy[Change]:
-    """Return changes of the given keys; without keys, a strategy without examples."""
+    """Return a strategy for changes of the given keys; without keys, it has no examples."""
     if not keys:
         return st.nothing()
     return st.builds(Change, st.sampled_from(kinds), st.sampled_from(keys))
