@@ -198,7 +198,7 @@ class GraphBackend(Protocol):
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> CapturedGraph:
-        """Capture the callable on a stream into a pool.
+        """Capture the callable on a stream into a pool, and return the graph.
 
         A capture does not change random generators or storages outside the graph. Nested captures
         are refused. Intermediates that user code stores stay alive as long as the graph.

@@ -72,7 +72,7 @@ def _lock_of(device: str) -> threading.Lock:
 
 
 class _CollectorHold:
-    """Disables the garbage collector during captures.
+    """The switch that disables the garbage collector during captures.
 
     Captures on different devices may overlap. The first capture saves the collector's setting, and
     the last capture restores it.
@@ -146,7 +146,7 @@ def resume_capture() -> None:
 
 
 def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
-    """Run a capture, holding the device's lock and with the garbage collector disabled.
+    """Run a capture under the device's lock, without garbage collection; return its result.
 
     A signal handler may raise at any instruction, including the first of the cleanup. Therefore,
     the lock has a separate ``with`` statement, and the cleanup is called twice.

@@ -199,7 +199,7 @@ class SegmentedCapture(Protocol):
     """The object with which a captured callable ends and begins segments."""
 
     def end(self) -> SegmentGraph:
-        """End the segment; later operations run immediately.
+        """End the segment, and return its graph; later operations run immediately.
 
         The operations of the segment run only when its graph is replayed. Tensors created in the
         segment keep their memory while they are alive.

@@ -193,7 +193,7 @@ class Controls:
         *,
         between_operators: bool,
     ) -> _Captured:
-        """Capture a key on some lanes, in turns with steps."""
+        """Capture a key on some lanes, in turns with steps; return the problem and long pauses."""
         problem: CaptureError | str | None = None
         pauses: list[LongPause] = []
         for index in lanes:
@@ -362,7 +362,7 @@ class Controls:
                 member.lifecycle.graphs.clear()
 
     def invalidate(self, reason: str = "weights") -> int:
-        """Release all graphs because memory that they read was replaced.
+        """Release all graphs because memory that they read was replaced; return their number.
 
         See ``GraphRunner.invalidate``.
         """

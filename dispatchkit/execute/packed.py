@@ -195,7 +195,7 @@ class PackedRunner:
         }
 
     def _by_item(self, output: Any, lengths: Sequence[int]) -> list[Any]:
-        """Split the outputs of a step into the results of each item."""
+        """Split the outputs of a step, and return the results of each item."""
         leaves, spec = tree_flatten(output)
         kinds = self._results
         if isinstance(kinds, str):

@@ -374,7 +374,7 @@ class SlotState:
             return moves
 
     def move(self, session: Hashable, slot: int) -> SlotMove:
-        """Move a session to a free slot, and clear its old slot.
+        """Move a session to a free slot, and clear its old slot; return the move.
 
         Raises:
             DescriptorError: The session has no slot, the slot is not free, or sessions are compact.
@@ -605,7 +605,7 @@ class SlotState:
         self._changed.notify_all()
 
     def _close_gaps(self, used: Mapping[Hashable, int]) -> list[SlotMove]:
-        """Move the last sessions into earlier gaps."""
+        """Move the last sessions into earlier gaps; return the moves."""
         number = len(self._slots)
         gaps = [slot for slot in range(number) if not self._is_taken[slot]]
         late = [slot for slot in range(number, self.num_slots) if self._is_taken[slot]]

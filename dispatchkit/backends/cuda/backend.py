@@ -396,7 +396,7 @@ class CudaBackend:
             destroy_pending()
 
     def _in_order(self, stream: Any, capture: Callable[[], _T], draws: bool) -> _T:
-        """Run a capture on a stream, ordered with other graphs that draw."""
+        """Run a capture on a stream, ordered with other graphs that draw; return its result."""
         use = UseStream(stream.raw)
         try:
             with use:

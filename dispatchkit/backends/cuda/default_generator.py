@@ -63,7 +63,7 @@ def _restore(exchange: _Exchange, device_index: int) -> None:
 
 
 class _Exchange(DispatchMode):
-    """Replaces a generator's state until torch allocates memory for the replacement.
+    """A mode that replaces a generator's state until torch allocates memory for the replacement.
 
     Args:
         generator: Generator whose state is replaced.

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class DrawOrder:
-    """Serializes captures and graphs that draw random numbers.
+    """The order of captures and graphs that draw random numbers on one device.
 
     Thread safety: all methods may be called from any thread, and hold one lock. A capture that may
     draw holds the lock until its end, because torch 2.11 rejects draws of graphs during a capture.
@@ -68,7 +68,7 @@ class DrawOrder:
                 self._last.record(self._stream)
 
     def capture(self, stream: torch.cuda.Stream, run: Callable[[], _T]) -> _T:
-        """Run a capture on the current stream, after all earlier launches and captures.
+        """Run a capture after all earlier launches and captures, and return its result.
 
         Args:
             stream: The current stream, which captures.
@@ -84,7 +84,7 @@ class DrawOrder:
                     self._last.record(stream)
 
     def pause(self, run: Callable[[], _T]) -> _T:
-        """Call a function while no graph that draws can be launched."""
+        """Call a function while no graph that draws can be launched; return its result."""
         with self._lock:
             return run()
 

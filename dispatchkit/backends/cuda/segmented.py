@@ -100,7 +100,7 @@ class CudaSegments:
             del failure  # break the cycle between frame and error
 
     def end(self) -> CudaGraph:
-        """End the segment; later operations run immediately."""
+        """End the segment, and return its graph; later operations run immediately."""
         if self._attempt is None:
             raise CaptureError("No segment is open. Call begin() first.")
         if torch.cuda.current_stream(self._stream.device_index) != self._stream:

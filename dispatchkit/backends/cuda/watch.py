@@ -93,7 +93,7 @@ class WarmupNotes:
 
 
 class CaptureWatch(OperationMode):
-    """Refuses calls that would invalidate a capture, and records memory to keep alive.
+    """A mode that refuses calls that would invalidate a capture, and records memory to keep.
 
     Args:
         compiled: Whether the callable calls functions wrapped in torch.compile. Their kernels are

@@ -255,7 +255,7 @@ class TapeBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> TapeGraph:
-        """Record the callable, and undo its effects outside the graph.
+        """Record the callable, undo its effects outside the graph, and return the graph.
 
         The callable runs in the caller's gradient and inference modes. During the capture, other
         threads must not write the same tensors, because their writes would also be undone.
@@ -352,7 +352,7 @@ class TapeBackend:
         return self._run_exclusively(stream, grow)
 
     def _run_exclusively(self, stream: Any, run: Callable[[], _T]) -> _T:
-        """Run a capture on a stream, excluding captures and deferred work of other threads."""
+        """Run a capture without captures and deferred work of other threads; return its result."""
         held = nullcontext() if self._scheduler is None else self._scheduler.lock
 
         def on_stream() -> _T:
@@ -371,7 +371,7 @@ class TapeBackend:
         generators: Iterable[Any],
         handled: BaseException | None,
     ) -> tuple[Recorder, Any]:
-        """Run the callable once, recording its operations, and undo its effects."""
+        """Run the callable once, and undo its effects; return the recording and the result."""
         recorder = Recorder()
         try:
             recorder.add_generators([torch.default_generator, *generators])

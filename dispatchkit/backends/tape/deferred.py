@@ -57,7 +57,7 @@ _blocks = _Blocks()
 
 
 class _HostReads(TorchFunctionMode):
-    """Makes host reads that bypass the dispatcher wait for the stream."""
+    """A mode that makes host reads that bypass the dispatcher wait for the stream."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
@@ -66,7 +66,7 @@ class _HostReads(TorchFunctionMode):
 
 
 class _DeferredOperations(DispatchMode):
-    """Queues the operations of one ``use_stream`` block."""
+    """A mode that queues the operations of one ``use_stream`` block."""
 
     def __init__(self, stream: TapeStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -63,7 +63,7 @@ class Placement:
 
 
 def place(steps: list[Step], sizes: dict[int, int], segment_sizes: list[int]) -> Placement:
-    """Assign memory to storages so that concurrently live storages do not overlap.
+    """Return locations for storages, so that concurrently live storages do not overlap.
 
     Args:
         steps: The steps in replay order.

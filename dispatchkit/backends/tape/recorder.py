@@ -52,7 +52,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 class Recorder(OperationMode):
-    """Records the operations of one capture as steps.
+    """A mode that records the operations of one capture as steps.
 
     Attributes:
         steps: The steps of a replay, in order.

@@ -21,7 +21,7 @@ from dispatchkit.backends.tape.steps import (
 
 
 class TensorFactory:
-    """Creates tensors for references to recorded tensors.
+    """A factory of tensors for references to recorded tensors.
 
     Args:
         storages: The storage to use, and a byte offset in it, by identity of the recorded storage.

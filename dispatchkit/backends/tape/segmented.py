@@ -72,7 +72,7 @@ class TapeSegments:
         return result
 
     def end(self) -> TapeGraph:
-        """End the segment; later operations run immediately."""
+        """End the segment, and return its graph; later operations run immediately."""
         if not self._is_open:
             raise CaptureError("No segment is open. Call begin() first.")
         recorder = self._recorder

@@ -125,7 +125,7 @@ class Scheduler:
 
 
 class _Interception(threading.local):
-    """Number of this thread's ``use_stream`` blocks that defer operations on a stream."""
+    """The number of this thread's ``use_stream`` blocks that defer operations on a stream."""
 
     depth = 0
 
@@ -168,7 +168,7 @@ class TapeStream:
             run()
 
     def mark(self) -> Mark:
-        """Add a mark to the end of the queue.
+        """Add a mark to the end of the queue, and return the mark.
 
         Raises:
             ReplayError: Another thread is capturing on the stream. On a device, the mark and all

@@ -120,7 +120,7 @@ def force_eager() -> Iterator[None]:
 
 
 class Calls:
-    """Counts operations that run uncompiled in functions wrapped in torch.compile.
+    """A counter of operations that run uncompiled in functions wrapped in torch.compile.
 
     Dynamo calls compiled code through one more function than uncompiled code. The frame of this
     function on the stack identifies operations of compiled code.

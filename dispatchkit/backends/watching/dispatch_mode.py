@@ -108,7 +108,7 @@ class WeakStorages:
 
 
 class _Overlaps:
-    """Restores torch's process-wide flags when no mode is active in any thread."""
+    """A count of active modes, which restores torch's process-wide flags when no mode is active."""
 
     _NAMES = (
         "_is_in_torch_dispatch_mode",

@@ -134,7 +134,7 @@ class Watch(Protocol):
 
 
 class HostSyncGuard(TorchFunctionMode):
-    """Refuses calls that copy device data to the host.
+    """A mode that refuses calls that copy device data to the host.
 
     Args:
         watch: Watch of the capture, which records each refused call. The watch must not reference

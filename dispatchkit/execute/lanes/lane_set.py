@@ -251,7 +251,7 @@ class LaneQueue:
             at_most -= 1
 
     def push(self, num_tokens: int, tensors: Any) -> InFlight:
-        """Add a step that was just launched on the lane's stream."""
+        """Add a step just launched on the lane's stream, and return its record."""
         done = self._unused.pop() if self._unused else self.executor.work.backend.new_event()
         done.record(self.stream)
         # Check two steps for each new one. All are eventually released, without checking many of
@@ -438,7 +438,7 @@ class LaneSet(Sequence[Executor]):
     def _launch(
         self, queue: LaneQueue, caller: int, batch: _Batch, tensors: Any, readable: bool
     ) -> StepFuture:
-        """Launch a validated step on a lane, under the lock."""
+        """Launch a validated step on a lane, and return its future; the caller holds the lock."""
         executor, stream = queue.executor, queue.stream
         if self._turns.is_under_way:
             self._turns.wait()  # a capture is using the stream of the lane

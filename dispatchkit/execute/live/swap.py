@@ -191,7 +191,7 @@ class Swapper:
     # -- new graphs ---------------------------------------------------------------------
 
     def _capture_ahead(self, change: Change, ahead: bool) -> list[GraphKey]:
-        """Declare and capture the new keys between steps; remove them on failure."""
+        """Declare and capture new keys between steps, and return them; remove them on failure."""
         executor, lifecycle = self._executor, self._executor.lifecycle
         proposal, before = change.proposal, lifecycle.budget
         if proposal is None:
@@ -248,7 +248,7 @@ class Swapper:
     # -- installation -------------------------------------------------------------------
 
     def _switch(self, change: Change) -> list[GraphKey]:
-        """Install a change; the caller holds the lock of steps."""
+        """Install a change, and return the removed keys; the caller holds the lock of steps."""
         executor = self._executor
         removed: list[GraphKey] = []
         if change.proposal is not None:

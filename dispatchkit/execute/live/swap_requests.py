@@ -104,7 +104,7 @@ class SwapRequests:
         asked: DispatchConfig,
         budget: MemoryOptions,
     ) -> Change:
-        """Validate and try a change, without applying it.
+        """Validate and try a change, and return it without applying it.
 
         Raises:
             ConfigError, UnknownNameError, PolicyError: As in ``Swapper.swap``.

@@ -50,7 +50,7 @@ class SharedBudget(Protocol):
         ...
 
     def evict_idle_group(self, keep: PoolGroup) -> bool:
-        """Evict all graphs of the pool that has been idle longest."""
+        """Evict all graphs of the pool that has been idle longest; return whether one was found."""
         ...
 
     def measuring(self, backend: GraphBackend, part: str) -> AbstractContextManager[None]:

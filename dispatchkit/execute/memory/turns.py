@@ -55,7 +55,7 @@ class LongPause:
 
 
 class _Devices:
-    """Numbers of background captures in progress, by device."""
+    """The number of background captures in progress on each device."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -118,7 +118,10 @@ class Turns:
             self._changed.wait()
 
     def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
-        """Run a capture that lets steps run; requires the lock, held exactly once."""
+        """Run a capture that lets steps run, and return its result.
+
+        The lock must be held, exactly once.
+        """
         self.wait()
         self.is_under_way, self._pacer = True, pacer
         _devices.change(self._device, 1)
