@@ -151,7 +151,7 @@ class Parts:
             "+ stale rows reset": cleaned,
             "+ counts, and values compared in every 16th step": counted,
             "the same in the plan": planned,
-            "the same by dispatcher and plan": dispatched,
+            "the same in dispatcher and plan": dispatched,
             "run_in_place": self.runner.run_in_place,
         }
 
@@ -207,8 +207,8 @@ class Parts:
             "+ addresses of the inputs compared": addressed,
             "+ the inputs checked": checked,
             "+ stream, lock, the table's row": locked,
-            "+ guards and counts, by the plan": planned,
-            "the same by dispatcher and plan": dispatched,
+            "+ guards and counts, in the plan": planned,
+            "the same in dispatcher and plan": dispatched,
             "+ inputs by name": lambda _: bound(**given),
             "the call": lambda _: runner(**given),
         }
