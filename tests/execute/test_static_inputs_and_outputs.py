@@ -604,7 +604,7 @@ class TestStaticInput:
 
     @pytest.mark.parametrize("name", ["num_reqs", "ceiling", "not a name"])
     def test_names_of_a_calls_own_words(self, make_runner, name):
-        with pytest.raises(ConfigError, match="names other than"):
+        with pytest.raises(ConfigError, match="identifiers other than"):
             make_runner(lambda **x: x, {name: StaticInput((None,), "int64")})
 
 

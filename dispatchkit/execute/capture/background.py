@@ -15,7 +15,7 @@ from dispatchkit.keys.batch import GraphKey
 _logger = logging.getLogger(__name__)
 
 #: Function that captures one key. It returns a pair: the problem (None if the key was captured) and
-#: the pauses that exceeded the limit. It returns None if the runner no longer exists.
+#: the pauses of steps that were too long. It returns None if the runner no longer exists.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
@@ -31,7 +31,7 @@ class BackgroundCapture:
 
     Attributes:
         keys: Keys to capture, in order.
-        pauses: Pauses of steps that exceeded the limit, and their causes.
+        pauses: Pauses of steps that were longer than the allowed maximum, with their causes.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BackgroundCapture:
     ) -> None:
         self.pauses += pauses
         for pause in pauses:
-            _logger.info("Capture in the background: %s", pause)
+            _logger.info("Background capture: %s", pause)
         if problem is None:
             self._captured += 1
         elif isinstance(problem, str):

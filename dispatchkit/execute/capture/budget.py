@@ -72,7 +72,7 @@ def _exceeded_budget(lane: Lane, limit: int | None, num_bytes: int) -> _Exceeded
     Args:
         lane: Lane that needs the memory.
         limit: Limit of the lane's runner in bytes, or None.
-        num_bytes: Size of the allocation in bytes; 0 checks the current state.
+        num_bytes: Size of the allocation in bytes; 0 checks the memory in use.
     """
     if limit is not None and (need := lane.num_bytes() + num_bytes) > limit:
         return _ExceededBudget(need, limit, 0, is_shared=False)
@@ -86,7 +86,7 @@ def _exceeded_budget(lane: Lane, limit: int | None, num_bytes: int) -> _Exceeded
 
 
 class OverBudgetError(CaptureError):
-    """A capture would exceed a memory budget; no memory was taken.
+    """A capture would exceed a memory budget; no graph was kept.
 
     Attributes:
         fits_alone: Whether the graph would fit if its pool had no other graphs.
@@ -112,8 +112,8 @@ class Admission:
         lane: Lane of the capture.
         forecast: Function that returns the expected memory of a key's graph in bytes, or None if
             unknown. Used if the backend has no rehearsals.
-        evict_others: Function that evicts graphs outside the pool to free memory for a budget, and
-            returns whether it evicted any.
+        evict_others: Function that evicts an idle pool or a graph with memory of its own, and
+            returns whether there was any.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Admission:
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
 
     def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
-        """Return an upper bound of the growth of a pool in bytes."""
+        """Return how many bytes a capture would add to a pool, measured or else forecast."""
         backend = self._lane.backend
         rehearsals = features_of(backend).rehearsals
         if rehearsals is not None:
@@ -230,7 +230,7 @@ class MemoryBudget:
     @property
     def refusal(self) -> str:
         """The reason for skipping a key if ``max_graphs`` is reached."""
-        return f"over_budget: max_graphs is {self.limits.max_graphs}"
+        return f"over_budget: max_graphs is {self.limits.max_graphs}; increase it for more graphs"
 
     def has_slot(self) -> bool:
         """Return whether one more graph is allowed."""
@@ -261,7 +261,7 @@ class MemoryBudget:
         return Admission(key, limit, self._lane, self._forecast, evict_others)
 
     def drop_pool(self) -> None:
-        """Release shared outputs, and start a new pool if the current one has no graphs."""
+        """Release shared outputs, and start a new pool if the current pool has no graphs."""
         self._lane.drop_outputs()
         group = self._lane.group
         if not group.num_graphs():

@@ -76,7 +76,8 @@ class Capturer:
         prove_rows: Whether to prove that padding does not change the rows of a batch.
         rows_independent: Whether rows are declared independent of each other. Each capture then
             proves that they are.
-        keeps_outputs: Whether callers may still read the last results of a graph.
+        keeps_outputs: Whether callers may still read the last results of a graph, so that a proof
+            must restore them.
         notes_facts: Whether to store the values built into each graph, for check mode.
         break_on_unsafe: Whether operators tagged as unsafe to capture run eager in segments.
     """
@@ -200,7 +201,7 @@ class Capturer:
         nothing_shown: RowProof,
         sample: Sequence[Any],
     ) -> RowProof:
-        """Run a proof on the inputs of a call, and undo its changes."""
+        """Run a proof on the inputs of a call, and undo all changes."""
         prover = self._prover
         if prover is None or not self._warmups.may_restore():
             return nothing_shown
@@ -352,7 +353,7 @@ class Capturer:
             modes.put_back()
 
     def _classify_changes(self, changed: PythonChangedError, key: GraphKey) -> None:
-        """Classify the changes of Python state in a run, and raise if they prevent a capture.
+        """Classify the changes that a run made to Python state; raise if they prevent a capture.
 
         Raises:
             CaptureError: The step changes Python state in each call, or did so in its first call.

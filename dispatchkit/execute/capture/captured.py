@@ -35,7 +35,7 @@ class RowProof:
         min_rows: Smallest number of rows that may replay.
         open_calls: Number of further padded calls to examine, because the integer inputs of the
             proof contained only the fill value.
-        draws_alike: Whether the graph draws the same number of random numbers for fewer rows.
+        draws_alike: Whether the step draws the same random numbers for any number of rows.
         coupling: Why the graph cannot serve part of a batch, such as a dependence between rows;
             empty if it can.
         open_parts: Number of further parts of split batches to examine.
@@ -256,7 +256,7 @@ class CapturedKey:
     """A captured key in the registry.
 
     Attributes:
-        key: Graph key.
+        key: Key of the graphs.
         lane: Lane that the graphs were captured on.
         input_path: How inputs reach the graphs.
         layout: Layout of the outputs.
@@ -270,7 +270,7 @@ class CapturedKey:
         has_effect: Whether a replay changes more than its outputs (state or random generators).
         draws: Whether the step drew random numbers in its warmup or capture.
         axis_cuts: Output dimensions that depend on an axis (see ``io.axes``).
-        values: Watch over the Python values built into the graphs.
+        values: Watch for changes to the Python values built into the graphs.
         rows: Whether smaller batches may replay.
         pieces: Graph pieces and the eager pieces between them; None if there is a single graph.
         row_values: Python values in the outputs, by number of rows and leaf index.

@@ -37,7 +37,7 @@ class Result:
         is_copied: Whether ``value`` is in memory of the lane and each result is copied into it.
             Otherwise each call must return the same memory (an argument, a static input or state).
         stride: Strides of the returned tensor, which may differ from those of the copy.
-        batch_dim: Batch dimension of the copy, measured at two sizes; None if it has none.
+        batch_dim: Batch dimension of the copy, measured at two sizes; None if it is not batched.
     """
 
     value: Any
@@ -46,7 +46,7 @@ class Result:
     batch_dim: int | None = None
 
     def difference(self, now: Any) -> str:
-        """Describe how a value differs from the capture; empty if it is equivalent."""
+        """Describe how a value differs from that of the capture; empty if both are equivalent."""
         was = self.value
         if not isinstance(was, torch.Tensor):
             return "" if is_same_value(was, now) else f"{was!r:.40} in the capture, {now!r:.40} now"
@@ -72,8 +72,8 @@ class EagerCall:
         args: Positional arguments, whose tensors are kept alive here.
         kwargs: Keyword arguments.
         line: File and line of the call.
-        around: Function that enters the contexts active at the call, such as autocast; None if
-            there were none.
+        around: Function that enters the contexts active at the call, such as autocast; None if no
+            context was active.
         results: Flattened results of the capture.
         structure: Structure of the results.
         written: Arguments that the call writes, each with its batch dimension.

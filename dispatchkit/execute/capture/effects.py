@@ -70,7 +70,7 @@ class PythonEffects:
     """The effects of a step on Python state.
 
     Args:
-        pieces: Pieces of the step, whose functions are the roots of its Python state.
+        pieces: Pieces of the step. Their functions are the roots of the step's Python state.
         calls_eager: Whether functions under ``eager_region`` run eager in PIECEWISE, so that they
             are not part of the graphs.
     """
@@ -109,7 +109,7 @@ class PythonEffects:
         return self._states[graphs_alone]
 
     def watch(self, *, graphs_alone: bool = False) -> ValueWatch:
-        """Return a watch over the values that a capture would build into graphs now.
+        """Return a watch for changes to the values that a capture would build into graphs now.
 
         Args:
             graphs_alone: Whether to watch only graph pieces, because eager pieces read their values

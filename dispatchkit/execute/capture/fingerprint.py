@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 
 @attrs.frozen
 class _Place:
-    """The address, shape and dtype of a tensor, which usually change if it is replaced."""
+    """Properties of a tensor that usually change if the tensor is replaced."""
 
     address: int
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def moved(then: Facts, now: Facts) -> str:
 
 
 def changed(then: Facts, now: Facts) -> str:
-    """Describe all differences between two fingerprints; empty if they are equal."""
+    """Describe all differences between two records of facts; empty if they are equal."""
     return "; ".join(filter(None, (moved(then, now), _words(then.values, now.values))))
 
 

@@ -133,13 +133,13 @@ class GraphMaker:
         """
         lane = self._lane
         if admission is not None:
-            # The trial uses other memory, because callers may still read results in the lane's.
+            # Not in the lane's memory, because callers may still read results there.
             others = _targets_in(SharedMemory(self._device), slots)
 
             def trial() -> Any:
                 rehearsed = SharedOutputs(run, others)
                 rehearsed()
-                return rehearsed.outputs  # kept and counted only by the rehearsal
+                return rehearsed.outputs  # kept alive, so that the rehearsal counts them
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ensure_graph_fits(trial, self._generators, more)

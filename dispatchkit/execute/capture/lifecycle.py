@@ -144,7 +144,7 @@ class Lifecycle:
         return "" if entry is None else entry.reason
 
     def next_step(self, reason: str) -> str:
-        """Return the advice for users whose steps run eager for a reason."""
+        """Return advice for users whose steps run eager for the given reason."""
         is_missing = reason in (Reason.NOT_CAPTURED, Reason.EVICTED)
         if is_missing and not self._budget.has_slot():
             return MAX_GRAPHS_REACHED
@@ -210,8 +210,8 @@ class Lifecycle:
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
         """Capture a key in the background, letting steps of other threads run between its phases.
 
-        The caller holds the lock of steps, acquired exactly once. If no steps may run between the
-        phases, the key is captured without interruption.
+        The caller holds the lock of the lane's group, acquired exactly once. If no steps may run
+        between the phases, the key is captured without interruption.
 
         Args:
             key: Key to capture.
@@ -219,8 +219,8 @@ class Lifecycle:
             between_operators: Whether steps may run between operators of the captured step.
 
         Returns:
-            A pair. The first item is the error of a failed capture, an explanation if the key was
-            skipped, or None. The second contains the pauses that exceeded the limit.
+            The result and the pauses longer than ``max_pause_us``. The result is the error of a
+            failed capture, an explanation if the key was skipped, or None.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -251,12 +251,12 @@ class Lifecycle:
         return problem, pacer.pauses
 
     def warm_up_family(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
-        """Warm up the smallest key of a key's family without interruption, if none is warm.
+        """Warm up the smallest key of a family without interruption, unless the family is warm.
 
         Later captures let other steps run only if this warmup shows that the step has no effects.
 
         Returns:
-            The pause of other steps if it exceeded the limit; otherwise empty.
+            The pause of other steps if it was longer than ``max_pause_us``; otherwise empty.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -302,7 +302,7 @@ class Lifecycle:
         return self._capturer.expect_bytes(ordered[0]) if ordered else 0
 
     def capture_next(self) -> GraphKey | None:
-        """Capture the most requested key that has no graph, for use while a service is idle.
+        """Capture the most requested key that has no graph; meant for idle times of a service.
 
         Returns:
             The key that was tried, or None if all requested keys have graphs.
@@ -606,7 +606,7 @@ class Lifecycle:
                 captured.release()
             return CaptureError(
                 f"{key} is no longer declared, because the step swapped the policy or "
-                "configuration during the capture.",
+                "configuration during the capture. Swap outside the step.",
                 key=str(key),
                 reason="error",
             )
@@ -630,7 +630,7 @@ class Lifecycle:
         return problem
 
     def _capture_lost(self, lost: Mapping[PoolMember, Iterable[GraphKey]]) -> None:
-        """Recapture, on their own lanes, the keys that lost their graphs with a pool."""
+        """Recapture the keys whose graphs were released with a pool, each on its own lane."""
         for member, keys in lost.items():
             member.capture_again(keys)
 
@@ -663,8 +663,9 @@ class Lifecycle:
                 captured = self._capturer.capture(key, others, admission, sample)
             self._budget.check(key, captured, evict=evict)
         except Exception as error:  # noqa: BLE001 - an error of the step fails only its key
-            # Frames refer to tensors, so a stored error would keep memory of graphs alive. An error
-            # that refers to its own frame would do so until the next garbage collection.
+            # Frames refer to tensors, so a stored error with its traceback would keep memory of
+            # graphs alive. If the error refers to its own frame, only the garbage collector would
+            # free that memory.
             problem = as_capture_error(error, key)  # reads the line from the traceback
             clear_traceback(error, handled)
             problem.__cause__ = problem.__context__ = None

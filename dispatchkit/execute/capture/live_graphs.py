@@ -67,8 +67,8 @@ class LiveGraphs:
         entry = self._registry.get(key)
         if entry is None:
             raise RegistryError(
-                f"{key} is not declared in this runner; list(runner.registry) has its "
-                f"{len(self._registry)} keys."
+                f"{key} is not one of the {len(self._registry)} keys declared in this runner. "
+                "list(runner.registry) returns these keys."
             )
         return entry
 
@@ -135,7 +135,7 @@ class LiveGraphs:
                 self._release(entry.graph)
 
     def report(self, kind: Callable[..., Any], key: GraphKey, **facts: Any) -> None:
-        """Notify observers of an event of a key."""
+        """Notify observers of an event that concerns a key."""
         facts |= {"runtime_mode": key.mode.name, "num_tokens": key.num_tokens}
         self._notify(kind(key=str(key), lane=self._lane.index, **facts))
 

@@ -27,7 +27,7 @@ class PacedRun(DispatchMode):
         pacer: Pacer that lets steps run when the lock has been held long enough.
         part: Phase of the capture.
         lane: Lane whose stream is synchronized after each operator. The stream then waits for steps
-            that ran in between, because a library may use one workspace for them and the capture.
+            that ran in between, because steps and captures may share the workspace of a library.
             None if operators are recorded but not executed.
     """
 
@@ -57,12 +57,12 @@ class PacedRun(DispatchMode):
 
 
 def paced_warmup(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Wrap a warmup run to let steps run between operators, if the lane's pacer allows it."""
+    """Wrap a warmup so that steps may run between its operators, if the lane's pacer allows it."""
     return _paced(lane, run, WARMUP)
 
 
 def paced_step(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Wrap a function to capture to let steps run between operators, if the pacer allows it."""
+    """Wrap a captured function so that steps may run between its operators, if allowed."""
     return _paced(lane, run, CAPTURE)
 
 

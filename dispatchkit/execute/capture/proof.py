@@ -4,8 +4,8 @@ A graph computes its whole bucket, and the caller receives the first rows. They 
 eager only under two conditions: no row depends on later rows or on the number of rows, and row i of
 each output belongs to row i of the batch. Therefore each new graph is replayed on three rows of
 noise, followed once by more noise and once by fill. Both replays must return bitwise equal results
-for the three rows. Eager runs on one row and on three rows, and must return as many rows, with the
-values of the graph within rounding.
+for the three rows. Eager also runs on one row and on three rows. Its results must have the same
+number of rows as those of the graph, and equal values within rounding.
 
 A comparison of the two replays detects dependences that a comparison with eager misses: a few more
 rows often change a mean or an attention weight by less than the difference between two kernels. The
@@ -18,12 +18,12 @@ Noise has both signs, and rows after the first three differ from them in magnitu
 may depend only on negative values, on values above 1, or on the largest row. Noise is limited to
 0..1 if other numbers may be invalid. This is the case if an operation of the warmup converts
 floating-point numbers to integers (index 0 stays valid), draws with probabilities, asserts or is
-not part of torch. It is also the case if other numbers lead to a non-finite result of eager or of a
-replay, for example through a logarithm or an overflow.
+not part of torch. Noise is also limited if other numbers lead to a non-finite result of eager or of
+a replay, for example through a logarithm or an overflow.
 
 An input whose fill value hides positions is a mask that is added to scores. It is set to zero, so
-all positions are visible. With noise, a step that treats nonzero values as hidden would hide all of
-them.
+all positions are visible. With noise, a step that hides positions with nonzero values would hide
+every position.
 
 Integers and booleans are not randomized, because a random slot could overwrite the row of a
 session. They contain fill, and each graph is proven again with the integers of a padded call. This
@@ -81,14 +81,14 @@ _MAGNITUDES: Final = (0.05, 0.2, 0.5)
 #: Magnitudes of rows of noise that may be outside 0..1, used cyclically. Negative magnitudes stand
 #: for noise of both signs. Every fourth row is close to the previous row.
 _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
-#: Index of the free magnitude that is far from all others.
+#: Index in ``_FREE_MAGNITUDES`` of the magnitude that is far from all others.
 _FAR: Final = 4
 #: An input with a fill value of at most this number is a mask that is added to scores.
 _HIDES: Final = -1e4
 #: First seed of replacement noise, and the width of its range below 1.
 _OTHER_SEED: Final = 1000
 _NEAR_ONE: Final = 0.1
-#: Dtypes of state that is compared.
+#: Dtypes of the state that is compared.
 _COMPARED: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 )
@@ -102,7 +102,8 @@ class RowProver:
     Args:
         warmups: Warmups of the step, which run it eager.
         lane: Lane of the graphs.
-        keeps_outputs: Whether callers may still read the last results of a graph.
+        keeps_outputs: Whether callers may still read the last results of a graph, so that a proof
+            must restore them.
     """
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
@@ -255,7 +256,8 @@ class RowProver:
 
         Args:
             captured: Captured key.
-            snapshot: Snapshot of the state that the step changes; with a sample, also of scratch.
+            snapshot: Snapshot of the state that the step changes, and of scratch if there is a
+                sample.
             known: Earlier proof of the graph, to which the result is added.
             sample: Inputs of a part of a split batch; only their integers are used.
 
@@ -391,7 +393,7 @@ class RowProver:
         is_of_fill = trial.rows.has_integers and not trial.rows.is_varied
         for count, one in eager.items():
             if is_of_fill and not one.is_finite():
-                continue  # compared when a call has other flags
+                continue  # compared later, when a call has other flags
             found = self._differs(trial, count, noisy[count], state if count == most else {})
             if found:
                 wanted = trial.kept(one.leaves, count)
@@ -409,7 +411,7 @@ class RowProver:
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         after = snapshot.generator_states()
         for count, one in eager.items():
-            if one.drawn_from != snapshot.saved_generator_states:  # eager began at another offset
+            if one.drawn_from != snapshot.saved_generator_states:  # drawn from another state
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one
@@ -701,7 +703,7 @@ class _Trial:
         warmups: Warmups, which record the state that the step changes.
 
     Attributes:
-        has_overflown: Whether rows followed by noise were not finite, but finite otherwise.
+        has_overflown: Whether a result was not finite only because of noise after the rows.
         draws_alike: Whether the step draws the same random numbers for any number of rows.
     """
 
@@ -721,7 +723,7 @@ class _Trial:
         self._lane, self._warmups = lane, warmups
 
     def before(self, name: str) -> torch.Tensor | None:
-        """Return the contents of named state before the trial; None if unknown."""
+        """Return the contents of a named state before the trial; None if unknown."""
         lent = self.rows.lent
         if lent is not None and name in lent.saved:
             return lent.saved[name]

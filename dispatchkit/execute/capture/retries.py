@@ -45,7 +45,7 @@ class Retries:
         return cls.may_try(entry) and entry.reason.startswith(Reason.FIRST_CALL)
 
     def is_due(self, entry: GraphEntry) -> bool:
-        """Return whether a key has failed and its next step retries it."""
+        """Return whether a key has failed and is due for a retry."""
         return self.may_try(entry) and not self.steps_left(entry)
 
     def steps_left(self, entry: GraphEntry) -> int:

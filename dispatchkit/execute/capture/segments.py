@@ -41,7 +41,7 @@ class CallShapes:
         line: File and line of the call.
         given: Shape or batch dimension of each tensor argument.
         returned: Shape or batch dimension of each result; None for values other than tensors.
-        written: Whether an operator wrote to each tensor argument.
+        written: For each tensor argument, whether an operator wrote to it.
     """
 
     line: str
@@ -84,7 +84,7 @@ class ShapeRecorder:
 
 
 class ArgumentHolder:
-    """Breaker that keeps the same values alive as a capture in segments, to measure memory.
+    """Breaker that keeps the same values alive as a capture in segments, while memory is measured.
 
     On a device it keeps no values, because the pool retains the memory of segments.
     """
@@ -149,7 +149,7 @@ class SegmentRecorder:
 
     @contextmanager
     def recording(self, capture: SegmentedCapture) -> Iterator[None]:
-        """Split the step in a ``with`` block into segments, and end the last segment on exit."""
+        """Split the step run in a ``with`` block into segments, and end the last one on exit."""
         self._num_modes = _num_modes()
         try:
             with use_breaker(self):
@@ -294,7 +294,7 @@ class SegmentRecorder:
         return structure.build([one.value for one in stored])
 
     def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor that replays can use, even outside inference mode.
+        """Return an alias of a tensor for use in replays, even outside inference mode.
 
         The alias does not keep memory of segments alive, so that graphs of all sizes can reuse it.
         This is safe, because a replay writes the memory before a call reads it, and nothing else
@@ -316,13 +316,13 @@ class SegmentRecorder:
     def _store_result(
         self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
     ) -> Result:
-        """Copy a result of a call to fixed memory if necessary, and describe it."""
+        """Return the ``Result`` for one value of a call, copied to fixed memory if necessary."""
         if not isinstance(leaf, torch.Tensor):
             return Result(leaf)
         if leaf.device != self._device or leaf.layout is not torch.strided:
             raise CaptureError(
-                f"The eager call at {line} must return strided tensors on {self._device}, got one "
-                f"of layout {leaf.layout} on {leaf.device}. Convert it inside the eager function.",
+                f"The eager call at {line} must return strided tensors on {self._device}, got a "
+                f"{leaf.layout} tensor on {leaf.device}. Convert the tensor inside the function.",
             )
         if leaf in arguments or self._is_fixed(leaf):
             return Result(plain_tensor(leaf), stride=leaf.stride())
@@ -353,7 +353,7 @@ class Operators:
 
 
 class _OperatorBreaks(DispatchMode):
-    """Dispatch mode in which a recorder makes the calls of the operators to break at."""
+    """Dispatch mode that lets a recorder call the operators at which the step breaks."""
 
     def __init__(self, recorder: SegmentRecorder, operators: Operators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -64,19 +64,19 @@ class Warmups:
         axes: Inputs along the runner's axes, or None.
         state: Declared state of the step. Its tensors are saved before warmups and restored
             afterward.
-        slots: State of sessions, or None. Dummy rows do not change it.
+        slots: State of sessions, or None. Dummy rows do not change this state.
         state_limit_bytes: Maximum number of bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Number of eager runs before each capture. The first run of each family is watched,
-            and runs functions wrapped in torch.compile uncompiled. If the step calls any, at least
-            one more run follows, unless the backend watches all captures.
+            and runs functions wrapped in torch.compile uncompiled. If the step calls compiled
+            functions, at least one more run follows, unless the backend watches all captures.
 
     Attributes:
         step: Step to warm up.
         generators: Random generators of the step besides the default generators.
         slots: State of sessions, or None.
         effects: Effects of the step on Python state.
-        needs_gradients: Whether the step needs gradients, so that eager steps run in the caller's
+        needs_gradients: Whether the step needs gradients. If so, eager steps run in the caller's
             grad mode.
 
     Raises:
@@ -271,8 +271,8 @@ class Warmups:
             key: Key that runs; None for an eager step.
 
         Returns:
-            The cuts of the key. For an eager step, the cuts of all captured keys with the same
-            values of exact axes. None if the keys have no cuts or disagree.
+            The cuts of the key. For an eager step, the cuts shared by all captured keys with the
+            same values of exact axes. None if the keys have no cuts or disagree.
         """
         if self._axes is None:
             return ()

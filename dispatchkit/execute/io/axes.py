@@ -2,8 +2,9 @@
 
 An axis is either a dimension of inputs (a sequence length, an image size) or a number that changes
 the behavior of the step. Inputs are padded along a dimension with their fill value, up to the
-bucket, and results are cut back. Graphs are captured at buckets. A step whose signature includes
-the axis receives the bucket in a capture, and the exact value when it runs eager.
+bucket, and results are cut to the value of the axis. Graphs are captured at buckets. A step whose
+signature includes the axis receives the bucket in a capture, and the exact value when it runs
+eager.
 """
 
 from __future__ import annotations
@@ -302,5 +303,5 @@ def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
 
 
 def _bits(spec: StaticInput) -> Any:
-    """Return the fill as an array element; a bit pattern for dtypes that numpy lacks."""
+    """Return the fill value as an array element; its bit pattern if numpy lacks the dtype."""
     return host_array(torch.full((1,), spec.fill_value, dtype=spec.dtype), spec.dtype)[0]

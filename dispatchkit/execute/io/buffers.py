@@ -91,7 +91,7 @@ class InputBuffers:
         return spec.sized(1).numel() * spec.dtype.itemsize
 
     def views(self, num_rows: int) -> list[torch.Tensor]:
-        """Return views of the first rows of batched buffers, and the other buffers whole.
+        """Return views of the first rows of batched buffers; unbatched buffers stay whole.
 
         Raises:
             ConfigError: The buffers have fewer than ``num_rows`` rows.
@@ -311,6 +311,6 @@ class StaticBuffers:
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Wait until the last copy of host inputs has finished, so that they may be written."""
+        """Wait until the last copy of host inputs has finished; then they may be written."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()

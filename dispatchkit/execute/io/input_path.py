@@ -36,7 +36,7 @@ MAX_BYTES = 256 << 10
 MAX_INPUTS = 16
 #: Largest element size that a node copies, in bytes; also the period of its fill pattern.
 FILL_BYTES = 8
-# Alignment of host inputs in the node's data, in bytes: that of the widest load instruction.
+# Alignment in bytes of host inputs in the node's data, required by the widest load instruction.
 _ALIGNMENT = 16
 
 

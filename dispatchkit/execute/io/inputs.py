@@ -63,7 +63,7 @@ class InputSet:
                 raise ConfigError(
                     "inputs",
                     name,
-                    f"Python identifiers, and names other than {sorted(RESERVED_NAMES)}",
+                    f"Python identifiers other than {sorted(RESERVED_NAMES)}",
                     "Rename the input.",
                 )
         self.specs: dict[str, StaticInput] = dict(specs)
@@ -79,8 +79,8 @@ class InputSet:
                 "inputs",
                 list(self.names),
                 "declared with at least one batched input (None in its shape)",
-                "Without one, the number of rows of a call is unknown. Use None for the batch "
-                "dimension.",
+                "Without a batched input, the number of rows of a call is unknown. Use None for "
+                "the batch dimension.",
             )
         self._lead, self._lead_dim = self.batched[0]
         self._expected: dict[int, tuple[Any, ...]] = {}
@@ -176,7 +176,7 @@ class InputSet:
         return rows, False
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """Store a fast check for contiguous tensors of this size, and one for any strides."""
+        """Store two fast checks for this size: for contiguous tensors, and for any strides."""
         if self._num_replaced >= _MAX_REPLACED:
             self._quick.clear()
             return

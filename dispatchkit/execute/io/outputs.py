@@ -1,8 +1,8 @@
 """Outputs: batch dimensions, shared output memory, and cutting to the real rows.
 
-The batch dimension of an output is declared with ``output_batch_dims`` or measured. To measure it,
-the step runs at two sizes, and the dimension that equals the size in both runs is the batch. A
-single run would not be enough, because another dimension may happen to have that size. An output is
+The batch dimension of an output is declared with ``output_batch_dims`` or measured by running the
+step at two sizes. The dimension that equals the number of rows in both runs is the batch. A single
+run would not be enough, because another dimension may happen to have the same size. An output is
 *open* if two dimensions may be the batch, or if a dimension other than the batch changes. Open
 outputs cannot be cut, so only full buckets replay.
 
@@ -258,7 +258,7 @@ class SharedMemory:
     """Output memory shared by the graphs of a lane, with one block per slot.
 
     The largest graph is captured first, so smaller graphs fit into its blocks. If a graph needs a
-    larger block, the slot gets a new one, and earlier graphs keep the old block alive.
+    larger block, the slot gets a new block, and earlier graphs keep the old block alive.
 
     Args:
         device: Device of the memory.

@@ -98,7 +98,7 @@ class StaticInput:
             value of the call, and is allowed only for unbatched inputs along an axis. For offsets
             of packed sequences, ``"last"`` makes the padding sequences empty.
         host: Whether calls pass the input in host memory, as a numpy array, a CPU tensor (pinned or
-            not) or a list. The graph then includes its copy to the device.
+            not) or a list. The graph then includes the copy to the device.
     """
 
     shape: tuple[Any, ...] = attrs.field(converter=_shape)
@@ -162,7 +162,7 @@ Allocate = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def allocate_default(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Create a tensor in memory of the default allocator."""
+    """Create a tensor with the default allocator."""
     return make()
 
 

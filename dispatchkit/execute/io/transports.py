@@ -34,8 +34,8 @@ class Transport(Protocol):
     Attributes:
         buffers: Static input buffers of the graph.
         overlapping: Indices of the inputs that a caller may have taken from the buffers, and that
-            ``load`` could therefore overwrite before reading. Contains host inputs only if they are
-            written to pinned memory.
+            ``load`` could therefore overwrite before reading. Host inputs are included only if they
+            are written to pinned memory.
     """
 
     buffers: InputBuffers
@@ -64,8 +64,8 @@ class Transport(Protocol):
 
 def transport_of(path: InputPath, num_rows: int) -> Transport:
     """Return the transport that copies batches of ``num_rows`` rows into a graph."""
-    # Even a node that failed needs its transport, which stops it. Otherwise a launch would copy
-    # inputs of an earlier call.
+    # Also used after a failure of the node, because the transport stops the node. Otherwise a
+    # launch would copy inputs of an earlier call.
     if path.node is not None:
         return NodeTransport(path, path.node, num_rows)
     return _without_node(path, num_rows)
@@ -159,7 +159,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows, without marking the buffers."""
+        """Copy a batch and optionally fill the padding rows; the caller records the fill."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -170,7 +170,7 @@ class CopyTransport:
             _copy([*targets, *stale], [*pick(values), *fills])
 
     def fill(self) -> None:
-        """Fill the padding rows, without marking the buffers."""
+        """Fill the padding rows; the caller records the fill."""
         for stale, fills in self._tails():
             if stale:
                 _copy(stale, fills)
@@ -254,7 +254,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows, without marking the buffers."""
+        """Copy a batch and optionally fill the padding rows; the caller records the fill."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -264,7 +264,7 @@ class StagedTransport:
             self._device.copy(values, fill=fill)
 
     def fill(self) -> None:
-        """Fill the padding rows, without marking the buffers."""
+        """Fill the padding rows; the caller records the fill."""
         self._staging.wait()
         self._fill_pinned()
         if self._device is not None:

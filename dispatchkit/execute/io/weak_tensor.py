@@ -6,10 +6,11 @@ import torch
 
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a device tensor that does not own its memory.
+    """Return an alias of a device tensor; the alias does not own the memory.
 
-    The allocator may reuse the memory of such outputs for later graphs of the pool. A CPU tensor is
-    returned unchanged, because its freed memory could be returned to the system.
+    If only aliases of an output are kept, the allocator may reuse the memory for later graphs of
+    the pool. A CPU tensor is returned unchanged, because its freed memory could be returned to the
+    system.
     """
     if tensor.device.type != "cuda" or tensor.numel() == 0:
         return tensor

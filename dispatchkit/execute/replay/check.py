@@ -37,11 +37,11 @@ RELATIVE, ABSOLUTE = 1e-2, 1e-3
 
 
 class CheckWarning(RuntimeWarning):
-    """A replay differed from eager; its key is no longer used."""
+    """A replay differed from eager; the graph is no longer used."""
 
 
 class Checker:
-    """The comparisons of some replays with eager.
+    """Comparisons of replays with eager.
 
     Args:
         every: Compare every n-th replay, or with ``FIRST`` the first replay and the first padded
@@ -112,8 +112,8 @@ class Checker:
             tensors: Inputs of the step; None for an in-place step.
 
         Returns:
-            The eager result, or the result of the replay if nothing was compared; and a description
-            of the difference, which may be empty.
+            A result, and a description of the difference, which may be empty. The result is that of
+            eager, or that of the replay if nothing was compared.
         """
         step.lane.order()
         before = self._snapshot()
@@ -210,7 +210,7 @@ def _assert_rows_close(
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, or floats close enough."""
+    """Return whether two values are equal, or are floats that are close enough."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or one != one != other
     return is_same_value(one, other)

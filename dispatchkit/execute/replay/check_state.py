@@ -49,7 +49,7 @@ class _Differences:
 
 
 class StateCheck:
-    """A comparison of the state after a replay and after the same step in eager.
+    """A comparison of the state after a replay with the state after the same step in eager.
 
     State of dtypes that torch cannot compare (quantized, bits, four-bit floats) is skipped.
 
@@ -118,7 +118,7 @@ class StateCheck:
                     self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
-        """Describe a change in size, and reset the record of changed elements if there is one."""
+        """Describe a change in size, which resets the record of changed elements; may be empty."""
         changed = self._changed.get(name)
         before = old if changed is None else changed
         sizes = [one.numel() for one in (before, old, got, want)]

@@ -55,7 +55,7 @@ class EagerRunner:
         strict: Whether a downgrade to eager raises.
 
     Attributes:
-        strict: As given; may be changed while serving.
+        strict: Whether a downgrade to eager raises; may be changed while serving.
         exact: The only decision that the current step may run under; None allows any.
         num_runs: Number of steps that ran eager.
     """
@@ -128,13 +128,13 @@ class EagerRunner:
 
         Args:
             reason: Reason why no graph runs.
-            tensors: Inputs of the step; None for the contents of the static inputs.
+            tensors: Inputs of the step; None for an in-place step.
             num_tokens: Number of rows.
             missed: Key of the graph that would have run, if any.
 
         Raises:
             NoGraphError: The runner is strict and the reason is a downgrade.
-            ReplayError: The step must run as decided.
+            ReplayError: The step may only run as decided (see ``exact``).
         """
         self.refuse_if_exact(reason)
         if reason in DOWNGRADES:
@@ -146,7 +146,7 @@ class EagerRunner:
         return result
 
     def run_inside_capture(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run a validated call inside a capture of the caller, which records it.
+        """Run a validated call that a capture of the caller records.
 
         Raises:
             InputError: There are host inputs, and replays of the caller's graph would use their
@@ -218,10 +218,10 @@ class EagerRunner:
             )
 
     def refuse_if_exact(self, why: str) -> None:
-        """Raise if the step must run as decided.
+        """Raise if the step may only run as decided.
 
         Raises:
-            ReplayError: The step must run as decided.
+            ReplayError: The step may only run as decided (see ``exact``).
         """
         if self.exact is not None:
             raise ReplayError(

@@ -54,12 +54,12 @@ class Planner:
             run twice.
         inputs: Static inputs, or the inputs with axes.
         axes: Names of the axes.
-        slots: Slots of steps, or None.
+        slots: Reader of the slots of steps, or None.
         requested_mode: Requested mode; the mode in force may be a downgrade.
         is_owned: Whether each call returns new tensors.
 
     Attributes:
-        requested_mode: As given; a swap changes it.
+        requested_mode: Requested mode, which a swap may change.
     """
 
     def __init__(

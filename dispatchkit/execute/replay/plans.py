@@ -59,8 +59,8 @@ class EagerPlan:
         timer: Timer, if the decision requests measurements.
 
     Attributes:
-        eager: As given.
-        count: As given.
+        eager: Runner of eager steps.
+        count: Counter of the plan's steps.
     """
 
     def __init__(

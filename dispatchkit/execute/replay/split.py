@@ -69,7 +69,7 @@ class SplitPlan:
     Args:
         parts: Parts in order.
         num_tokens: Number of rows of the batch.
-        count: Counter of steps with these graphs.
+        count: Counter of the steps that replay all parts.
         counters: Step counters, for parts that are counted separately because one ran eager.
         inputs: Static inputs, or the inputs with axes.
         eager: Runner of eager steps, for parts whose graph cannot be used.
@@ -232,7 +232,7 @@ class LazySplitPlan:
     """A plan for parts without a graph: it captures them when due, or runs eager.
 
     Args:
-        parts: All parts.
+        parts: Parts in order.
         num_tokens: Number of rows of the batch.
         inputs: Static inputs, or the inputs with axes.
         registry: Registry of keys and graphs.

@@ -264,7 +264,7 @@ class Timings:
         )
 
     def clear(self) -> None:
-        """Drop unread measurements, and a fault that was not raised yet."""
+        """Drop unread measurements, and a fault that has not been raised yet."""
         with self._lock:
             self._pending.clear()
         self._fault = None

@@ -103,9 +103,9 @@ def eager_region(fn: Any = None) -> Any:
       replay calls the function with the arguments of the capture, whose tensors then contain the
       values of the current step. Its results must have the same shapes, dtypes and strides as in
       the capture; otherwise the step runs eager.
-    - To mark a block, use ``with eager_region():``. This is supported by ``split_module`` and the
-      ``torch.compile`` backend. A capture without tracing rejects blocks, because a replay cannot
-      run them again.
+    - To mark a block, use ``with eager_region():``. ``split_module`` and the ``torch.compile``
+      backend support blocks. A capture without tracing rejects blocks, because a replay cannot run
+      them again.
 
     Args:
         fn: Function to mark; omitted for a block.

@@ -20,7 +20,7 @@ Watched = tuple[torch.nn.Module, bool, Callable[[], int], int]
 
 
 class Guard:
-    """Guard over properties of the thread and the modules that affect a step's results.
+    """Guard on properties of the thread and the modules that affect a step's results.
 
     Args:
         device_type: Device type whose autocast state is read.

@@ -105,7 +105,7 @@ class Step:
         can_split: Whether the step can run in PIECEWISE.
 
     Raises:
-        ConfigError: A piece is not marked or needs an undeclared input, or no piece uses an input.
+        ConfigError: A piece is not marked or needs an undeclared input, or an input is unused.
     """
 
     def __init__(

@@ -219,8 +219,8 @@ class PythonState:
     def changes(self) -> tuple[Entry, ...]:
         """Return the changed entries that the step names, nearest to the step first.
 
-        Other entries do not count: the owner of the step may hold objects for other purposes, which
-        an engine may change, for example in another thread.
+        Other entries do not count. The owner of the step may hold objects for other purposes, and
+        another thread may change these objects.
         """
         found = tuple(self._changed())
         return self._read_by_step(found) if found else ()
@@ -358,7 +358,7 @@ class _Node:
         is_entry: Whether the object is an entry of a container, rather than a root or named by a
             function.
         is_installed: Whether the object was found in the code of an installed package. Only builtin
-            containers are followed from there, because a package names most of its own code.
+            containers in that code are followed, because a package names most of its own code.
         is_method: Whether the object is a function defined in a class.
         is_owner: Whether the object was found because a method is bound to it, so that the step
             need not call the object itself.
@@ -384,10 +384,10 @@ class Kind:
             restored.
         join: Function that returns the path of an entry, given the container's path and the key.
         is_entered: Whether the contents of entries are recorded too.
-        get: Function that returns one entry by key, or ``MISSING``; None if it would not be faster
-            than reading all entries.
+        get: Function that returns one entry by key, or ``MISSING``; None if reading all entries is
+            just as fast.
         views: Function that returns reusable iterables. If they yield the same objects as before,
-            the entries are unchanged. Empty if the entries must be read to compare them.
+            the entries are unchanged. If there are no iterables, the entries must be read.
     """
 
     read: Callable[[Any], Mapping[Any, Any]]
@@ -725,7 +725,7 @@ def _is_named(record: Record, key: Any, names: set[str]) -> bool:
 
 #: Methods that run when an object is called.
 _CALLS = frozenset({"forward", "__call__"})
-#: Attributes that the call of a module reads, although the module's class does not name them.
+#: Attributes that calling a module reads, although the module's class does not name them.
 _ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
 }
@@ -802,7 +802,7 @@ def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Return whether a value is a builtin iterator or one of itertools."""
+    """Return whether a value is an iterator of the builtins or of itertools."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 

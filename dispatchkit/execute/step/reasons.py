@@ -19,7 +19,7 @@ REFUSED_CAPTURES = frozenset(
     }
 )
 #: Reasons of refused captures and of graphs that were disabled later. The reason of a failed key
-#: begins with one of them and a colon, unless its capture raised.
+#: begins with one of these reasons and a colon, unless the capture of the key raised an exception.
 FAILED_KEY_REASONS = REFUSED_CAPTURES | {Reason.REPLAY_FAILED, Reason.CHECK_FAILED}
 #: Reasons that are downgrades; eager steps with any other reason are intended.
 DOWNGRADES = frozenset(

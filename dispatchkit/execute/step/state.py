@@ -379,7 +379,7 @@ class WriteWatch(OperationMode):
                 f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) with {operation}, but at most "
                 f"{self._left} more bytes of undeclared state can be saved during warmups. Declare "
                 "the tensor with state=[tensor], or with state=StepState(scratch=[tensor]) if "
-                "padding rows write only to locations that are never read; or increase "
+                "padding rows write only to locations that are never read. Alternatively, increase "
                 "state_limit_bytes.",
                 reason="undeclared_state",
             )
@@ -501,7 +501,7 @@ def _facts_of(func: Any) -> _Facts:
 
 @contextmanager
 def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Restore a snapshot on exit, also after an error."""
+    """Restore a snapshot on exit, even after an error."""
     try:
         yield snapshot
     finally:

@@ -53,7 +53,7 @@ _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class ValueWatch:
-    """Watch over the values that are built into the graphs of a lane.
+    """Watch for changes to the values that are built into the graphs of a lane.
 
     Args:
         state: State that the step reaches, recorded when the graphs are captured; None watches
@@ -170,7 +170,7 @@ class _Group:
         ]
 
     def changes(self) -> list[Entry]:
-        """Return the entries whose values have changed, and store equal new objects."""
+        """Return the entries whose values have changed; store equal values as new objects."""
         found = []
         for number, entry in enumerate(self._entries):
             now = entry.now()
