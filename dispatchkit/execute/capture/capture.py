@@ -160,8 +160,8 @@ class Capturer:
     def is_current(self, captured: CapturedKey) -> bool:
         """Return whether all values that are built into a graph are current.
 
-        If a value was replaced, a comparison of the graph with eager shows nothing. The next replay
-        detects the replacement.
+        If a value was replaced, comparing the graph with eager proves nothing about the graph. The
+        next replay detects the replacement.
         """
         if difference(captured.guard, self._guard.now()):
             return False

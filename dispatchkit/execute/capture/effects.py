@@ -149,7 +149,7 @@ class PythonEffects:
 
     @contextmanager
     def contained(self, *, graphs_alone: bool = False) -> Iterator[None]:
-        """Undo changes to Python state in a ``with`` block, and raise if there are any.
+        """Undo changes to Python state made in a ``with`` block, and raise if there were any.
 
         Args:
             graphs_alone: Whether eager pieces may change Python state, because they run in each
@@ -185,7 +185,7 @@ class PythonEffects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo changes to Python state in a ``with`` block that captures no graph."""
+        """Undo changes to Python state made in a ``with`` block that captures no graph."""
         before = self.state()
         try:
             yield

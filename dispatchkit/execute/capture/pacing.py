@@ -62,7 +62,7 @@ def paced_warmup(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def paced_step(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
-    """Wrap a captured function so that steps may run between its operators, if allowed."""
+    """Wrap a captured function so that steps may run between operators, if the pacer allows it."""
     return _paced(lane, run, CAPTURE)
 
 

@@ -411,7 +411,8 @@ class RowProver:
         key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
         after = snapshot.generator_states()
         for count, one in eager.items():
-            if one.drawn_from != snapshot.saved_generator_states:  # drawn from another state
+            if one.drawn_from != snapshot.saved_generator_states:
+                # The known run began in another generator state.
                 found = self._reference(key, rows, snapshot, count, anew=True)
             else:
                 found = one

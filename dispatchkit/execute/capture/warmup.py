@@ -80,7 +80,7 @@ class Warmups:
             grad mode.
 
     Raises:
-        ConfigError: A setting is invalid.
+        ConfigError: ``output_batch_dims`` contains a value other than an index or None.
     """
 
     step: Step

@@ -14,8 +14,8 @@ def sample_inputs(
 ) -> dict[str, torch.Tensor]:
     """Return inputs with ``size`` dummy rows.
 
-    Floating-point inputs are random, because a device computes faster with zeros, which take less
-    power. Inputs of other dtypes contain their fill value.
+    Floating-point inputs are random, because computing with zeros takes less power and is therefore
+    faster. Inputs of other dtypes contain their fill value.
 
     Args:
         specs: Static inputs by name.

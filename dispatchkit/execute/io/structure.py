@@ -65,7 +65,7 @@ class _Object:
 
 @attrs.frozen
 class Structure:
-    """The structure of a result.
+    """The containers and objects from which a result is rebuilt.
 
     Attributes:
         spec: Containers that are registered with torch's pytree.

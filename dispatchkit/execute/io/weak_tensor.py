@@ -1,4 +1,4 @@
-"""Aliases of tensors that do not own their memory."""
+"""Tensor aliases that do not own their memory."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CalibrationRuns:
         dispatcher: Dispatcher of the policy.
         planner: Planner, for replays of the largest graph.
         lifecycle: Life cycle of the lane's graphs.
-        timings: Measurements of steps.
+        timings: Timings that collect the measurements of steps.
         lane: Lane of the runs.
         warmups: Warmups that record the state that the step changes.
         inputs: Static inputs.
@@ -111,7 +111,7 @@ class CalibrationRuns:
         largest = max(live.items(), key=lambda item: item[0].num_tokens, default=None)
         for run in runs:
             if any(key not in self._lifecycle.live() for key in run.decision.keys):
-                continue  # a lazy runner captures no graph only for calibration
+                continue  # a lazy runner does not capture for calibration alone
             ceiling, uniform, loras, num_tokens = cell_of_batch(dispatcher.config, run.batch)
             tensors = self._sample(num_tokens)
             ahead: Callable[[], Any] | None = None

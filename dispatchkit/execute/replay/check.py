@@ -47,12 +47,12 @@ class Checker:
         every: Compare every n-th replay, or with ``FIRST`` the first replay and the first padded
             replay of each graph.
         snapshot: Function that returns a snapshot of the state known to change in a step.
-        state: Function that returns the storages of this state, by name.
+        state: Function that returns the storages known to change in a step, by name.
         facts: Function that returns the current addresses and numbers used by the step.
         save_rows: Function that saves the rows of a step's sessions, if there are slots.
 
     Raises:
-        ConfigError: ``every`` is invalid.
+        ConfigError: ``every`` is neither ``FIRST`` nor a whole number of at least 1.
     """
 
     def __init__(

@@ -49,13 +49,13 @@ class Planner:
         eager: Runner of eager steps.
         guard: Guard that reads the modes that affect a capture.
         counters: Step counters.
-        timings: Measurements of steps.
+        timings: Timings that collect the measurements of steps.
         checker: Checker in check mode, otherwise None. Check mode measures nothing, because steps
             run twice.
         inputs: Static inputs, or the inputs with axes.
         axes: Names of the axes.
         slots: Reader of the slots of steps, or None.
-        requested_mode: Requested mode; the mode in force may be a downgrade.
+        requested_mode: Requested mode; the mode in use may be lower.
         is_owned: Whether each call returns new tensors.
 
     Attributes:

@@ -33,7 +33,7 @@ class StepSlots:
         """Validate that a step's slots belong to distinct sessions.
 
         Raises:
-            DescriptorError: The slots are invalid.
+            DescriptorError: A slot is free, out of range, or given twice.
         """
         self._state.check_slots(self._read(tensors, num_tokens), self._name)
 
@@ -44,7 +44,7 @@ class StepSlots:
         return SavedRows(self._state, own.to(self._state.device))
 
     def _read(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Return the slots of a step as an array (B,); wait for device tensors."""
+        """Return the slots of a step as an array (B,); reading a device tensor waits for it."""
         if tensors is not None:
             slots = tensors[self._index]
         else:

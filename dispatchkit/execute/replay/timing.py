@@ -144,7 +144,7 @@ class Timings:
         self._held_step = self._lane.tick + 1
 
     def first_eager_step(self, batch: Batch) -> int:
-        """Return the number of the first eager step of the batch's size.
+        """Return the tick of the first eager step of the batch's size.
 
         If no eager step of this size has run, the next step is recorded as the first.
         """
@@ -165,7 +165,7 @@ class Timings:
         try:
             self.drain()
         except PolicyError as fault:
-            self._fault = fault  # raised by the next step: this step's result must be returned
+            self._fault = fault  # raised by the next step, because this step must return
 
     def fail(self, measurement: Measurement) -> None:
         """Record that a step failed or did not run as decided."""
@@ -173,7 +173,7 @@ class Timings:
         try:
             self._pass_on(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
         except PolicyError as fault:
-            self._fault = fault  # raised by the next step: this step has a result or error
+            self._fault = fault  # raised by the next step, because this step has ended
 
     def drain(self, *, wait: bool = False) -> int:
         """Pass on the outcomes of finished steps, oldest first.

@@ -101,7 +101,7 @@ def eager_region(fn: Any = None) -> Any:
 
     - To mark a function, use the decorator ``@eager_region`` or ``eager_region(fn)(...)``. Each
       replay calls the function with the arguments of the capture, whose tensors then contain the
-      values of the current step. Its results must have the same shapes, dtypes and strides as in
+      values of the current step. The results must have the same shapes, dtypes and strides as in
       the capture; otherwise the step runs eager.
     - To mark a block, use ``with eager_region():``. ``split_module`` and the ``torch.compile``
       backend support blocks. A capture without tracing rejects blocks, because a replay cannot run

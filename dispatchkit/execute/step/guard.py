@@ -57,7 +57,7 @@ class Guard:
         return autocast, training, tuple(place() for place in self._places)
 
     def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
-        """Return the modules with their properties in a fingerprint, for comparison in a step."""
+        """Return each module with its properties in a fingerprint, for comparison in a step."""
         return tuple(zip(self.modules, made_under[1], self._places, made_under[2], strict=True))
 
 

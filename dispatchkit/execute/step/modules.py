@@ -80,7 +80,7 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _named(holder: Any, names: set[str]) -> Iterator[Any]:
-    """Yield the instance attributes of an object whose names are in a set."""
+    """Yield the values of the instance attributes that ``names`` contains."""
     held = getattr(holder, "__dict__", None)
     if isinstance(held, (dict, types.MappingProxyType)):
         yield from (held[name] for name in sorted(names & held.keys()))

@@ -354,7 +354,7 @@ class _Node:
         value: The object.
         path: Expression that reaches the object.
         owner: Name of the class or function that refers to the object, for messages.
-        site: That class or function. Its code is searched for the line that writes an entry.
+        site: The class or function itself; messages name the line in its code that writes an entry.
         is_entry: Whether the object is an entry of a container, rather than a root or named by a
             function.
         is_installed: Whether the object was found in the code of an installed package. Only builtin

@@ -342,7 +342,7 @@ class WriteWatch(OperationMode):
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
         generators = [*self._snapshot.generators, *given]
         before = [one.get_state() for one in generators]
-        self.draws = True  # also if the operation raises
+        self.draws = True  # stays True if the operation raises
         result = func(*args, **kwargs)
         after = [one.get_state() for one in generators]
         self.draws = not all(map(torch.equal, before, after))

@@ -170,7 +170,7 @@ class _Group:
         ]
 
     def changes(self) -> list[Entry]:
-        """Return the entries whose values have changed; store equal values as new objects."""
+        """Return the entries whose values have changed; equal new objects do not count."""
         found = []
         for number, entry in enumerate(self._entries):
             now = entry.now()
