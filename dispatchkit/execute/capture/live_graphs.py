@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from dispatchkit.errors import RegistryError
+from dispatchkit.errors import RegistryError, counted
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.retries import Retries
 from dispatchkit.execute.lane import Lane
@@ -67,8 +67,8 @@ class LiveGraphs:
         entry = self._registry.get(key)
         if entry is None:
             raise RegistryError(
-                f"{key} is not one of the {len(self._registry)} keys declared in this runner. "
-                "list(runner.registry) returns these keys."
+                f"{key} is not declared in this runner. list(runner.registry) returns the "
+                f"{counted(len(self._registry), 'declared key')}."
             )
         return entry
 
