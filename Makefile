@@ -11,9 +11,10 @@ export MKL_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 # Read by pytest-timeout where it is installed: seconds that one test may take.
 export PYTEST_TIMEOUT ?= 120
-# Processes that share the tests, a file each at a time; 0 runs them in one.
+# Processes that share the tests; 0 runs them in one.
 WORKERS ?= 2
 PYTEST := $(VENV_PY) -m pytest
+# A file each at a time.
 SHARED = -n $(WORKERS) --dist loadfile
 ARGS ?=
 
@@ -38,8 +39,10 @@ setup: $(READY) ## Make .venv ready (every other target does so itself)
 demo: $(READY) ## Replay a real trace through a small decoder (options: ARGS="--steps 200")
 	@$(VENV_PY) -m dispatchkit demo $(ARGS)
 
+# The files are divided beforehand: these are thousands of short tests, of which xdist would import
+# all in every process and send six messages for each.
 test: $(READY) ## Run all tests but the slow ones and those for a GPU
-	$(PYTEST) $(SHARED) -m "not slow and not gpu" $(ARGS)
+	@$(VENV_PY) scripts/shares.py $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 # Many of them wait for other processes; and one alone takes minutes.
 test-slow: WORKERS = 3

@@ -52,23 +52,78 @@ def pytest_report_header() -> str:
     return f"dispatchkit: {where}; hypothesis profile: {PROFILE}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which several processes divide the files among them."""
+    parser.addoption(
+        "--share",
+        default="1/1",
+        metavar="K/N",
+        help="collect the K-th of N shares of the test files, as scripts/shares.py does",
+    )
+
+
+_OF_OTHER_SHARES = pytest.StashKey[set[Path]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the files of the other shares."""
+    given = config.getoption("--share")
+    numbers = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", given)
+    if numbers is None or int(numbers[1]) > int(numbers[2]):
+        raise pytest.UsageError(f"--share is {given!r}; give K/N with 1 <= K <= N, such as 1/2")
+    own, count = int(numbers[1]) - 1, int(numbers[2])
+    shares = deal_files(config, count) if count > 1 else []
+    config.stash[_OF_OTHER_SHARES] = set().union(*shares[:own], *shares[own + 1 :])
+
+
+def deal_files(config: pytest.Config, count: int) -> list[set[Path]]:
+    """Divide the test files and the tested pages into shares.
+
+    Files are dealt largest first, each to the share with the fewest bytes so far, because long
+    files tend to take long. Files that ``-m`` deselects as a whole are in no share.
+    """
+    folders = [
+        folder for pattern in config.getini("testpaths") for folder in config.rootpath.glob(pattern)
+    ]
+    sizes = {
+        path: path.stat().st_size
+        for folder in folders
+        for pattern in ("test_*.py", "*.md")
+        for path in folder.rglob(pattern)
+        if not _is_deselected(path, config)
+    }
+    shares: list[set[Path]] = [set() for _ in range(count)]
+    totals = [0] * count
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        taker = totals.index(min(totals))
+        shares[taker].add(path)
+        totals[taker] += sizes[path]
+    return shares
+
+
 _WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.(slow|gpu)\b", re.MULTILINE)
 
 
+def _is_deselected(path: Path, config: pytest.Config) -> bool:
+    """Return whether ``-m`` would deselect all tests of a file, judged by its text."""
+    asked = set(config.option.markexpr.split(" and "))
+    if not (asked <= {"slow", "gpu", "not slow", "not gpu"} and path.match("test_*.py")):
+        return False
+    text = path.read_text(encoding="utf-8")
+    whole = _WHOLE_FILE.search(text)
+    if whole and f"not {whole[1]}" in asked:
+        return True
+    return any(f"mark.{mark}" not in text for mark in asked & {"slow", "gpu"})
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip a file without importing it if ``-m`` would deselect all its tests.
+    """Skip a file of another share, or whose tests ``-m`` would deselect, without importing it.
 
     Importing GPU tests or slow tests takes seconds because they import torch's compiler or
     transformers.
     """
-    asked = set(config.option.markexpr.split(" and "))
-    if not (asked <= {"slow", "gpu", "not slow", "not gpu"} and collection_path.match("test_*.py")):
-        return None
-    text = collection_path.read_text(encoding="utf-8")
-    whole = _WHOLE_FILE.search(text)
-    if whole and f"not {whole[1]}" in asked:
-        return True
-    return True if any(f"mark.{mark}" not in text for mark in asked & {"slow", "gpu"}) else None
+    is_left_out = collection_path in config.stash[_OF_OTHER_SHARES]
+    return True if is_left_out or _is_deselected(collection_path, config) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,9 +165,40 @@ def _keep_what_earlier_files_imported_out_of_garbage_collections() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
+_LOGGING = "logging-plugin"  # of pytest itself
+_RECORDER = pytest.StashKey[object]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """In one share of several, record log messages only for tests that request ``caplog``.
+
+    For each record pytest visits every logger, six times per test, and torch has hundreds. Without
+    ``--share``, failures of all tests are reported with their log messages.
+    """
+    if item.config.getoption("--share") != "1/1":
+        _record_logs(item.config, "caplog" in getattr(item, "fixturenames", ()))
+
+
+def _record_logs(config: pytest.Config, is_wanted: bool) -> None:
+    plugins = config.pluginmanager
+    if is_wanted and _RECORDER in config.stash:
+        plugins.register(config.stash[_RECORDER], _LOGGING)
+        del config.stash[_RECORDER]
+    elif not is_wanted and plugins.has_plugin(_LOGGING):
+        config.stash[_RECORDER] = plugins.unregister(name=_LOGGING)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Unfreeze all objects, so that pytest's last collection finds files that were never closed."""
+    _record_logs(session.config, is_wanted=True)  # pytest closes its handlers
     gc.unfreeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Freeze what that collection has left, because pytest collects once more."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

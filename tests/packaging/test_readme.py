@@ -33,7 +33,7 @@ def test_readme_shows_both_set_up_commands_with_their_plain_twins() -> None:
     assert all("-m pip install -r requirements-dev.txt" in line for line in twins)
     assert twins[0].endswith("-m dispatchkit demo")
     marks = re.search(
-        r"^test:.*\n\t\$\(PYTEST\) (?:\$\(SHARED\) )?(-m \"[^\"]+\")",
+        r"^test:.*\n\t@\$\(VENV_PY\) scripts/shares.py \$\(WORKERS\) (-m \"[^\"]+\")",
         MAKEFILE,
         flags=re.MULTILINE,
     )
