@@ -218,8 +218,8 @@ class RunnerOptions:
         sample_every: Time every Nth of the steps for which a learning policy requests timing. Steps
             with a one-shot decision are always timed.
         rows_independent: Whether the rows of a mixed batch are independent, so that a policy may
-            split a batch over several graphs. Each capture proves it, unless ``prove_rows`` is
-            False.
+            split a batch over several graphs. Each capture proves this independence, unless
+            ``prove_rows`` is False.
         capture: How keys are captured.
         memory: Limits on the number and memory of graphs.
         buffers: Static buffers of inputs and outputs.

@@ -76,7 +76,7 @@ class Commands(TyperGroup):
         return own
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; plugins are loaded only if it is not built in."""
+        """Return a command; plugins are loaded only if the command is not built in."""
         command = super().get_command(ctx, cmd_name)
         if command is None and (plugins := self._plugins()) is not None:
             command = self._plugin_command(plugins, cmd_name)

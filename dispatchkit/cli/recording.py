@@ -175,7 +175,7 @@ def _check_script(target: str) -> None:
 
 
 def _module_problem(target: str) -> str:
-    """Return the requirement that a module name fails to meet; empty if it meets all.
+    """Return the requirement that a module name fails to meet; empty if the name is valid.
 
     The parent package of the module is imported.
     """

@@ -121,7 +121,7 @@ def mlp(
 
 def _config(**fields: Any) -> DispatchConfig:
     with warnings.catch_warnings():
-        # Steps above the largest size are intended, to measure eager.
+        # Steps above the largest size are included to measure eager.
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(**fields)
 

@@ -23,7 +23,7 @@ import attrs
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace
 
-#: Default number of steps: enough decode and mixed steps, in half a minute on a CPU.
+#: Default number of steps: enough decode and mixed steps within half a minute on a CPU.
 DEFAULT_STEPS = 200
 
 

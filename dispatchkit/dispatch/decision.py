@@ -324,8 +324,8 @@ class CellUpdate:
         decision: The new decision; None to call ``decide`` again at the next use of the cell.
         one_shot: Whether the decision holds for one step, after which the steady decision applies
             again. Without a decision, the waiting one-shot decisions of the cell are dropped.
-        up_to: Without a decision, also empty the cells of larger batches up to this number of
-            tokens that otherwise equal ``batch``; 0 for ``batch`` alone.
+        up_to: Without a decision, also empty the cells of larger, otherwise equal batches of up to
+            this number of tokens; 0 for ``batch`` alone.
 
     Raises:
         DescriptorError: A value has the wrong type, ``up_to`` is negative, or ``up_to`` is given

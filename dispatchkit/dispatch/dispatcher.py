@@ -10,7 +10,7 @@ techniques avoid further branches on the hot path:
 * An unused row is an empty tuple, and a batch above the table is beyond the end of its row, so both
   raise IndexError.
 * A waiting one-shot decision empties its cell. The next step uses the cold path, which returns the
-  one-shot decision and restores the steady decision after the last one.
+  one-shot decision. After the last one-shot decision, it restores the steady decision.
 """
 
 from __future__ import annotations
@@ -159,8 +159,9 @@ class Dispatcher:
             uniform: False for a mixed batch, True for a uniform decode batch, in which every
                 request is past its prompt and has exactly the configured query length. With several
                 query lengths, 1 + the index of the length. A batch with the last chunk of a prompt
-                is mixed, regardless of its length. The number of tokens need not equal ``num_reqs``
-                times the query length, because engines pad requests and drop rows before the call.
+                is mixed, regardless of the length of the chunk. The number of tokens need not equal
+                ``num_reqs`` times the query length, because engines pad requests and drop rows
+                before the call.
             loras: Number of active adapters; with axes, the result of ``DispatchConfig.variant``.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``. Cascade
                 attention allows at most PIECEWISE.
@@ -421,11 +422,11 @@ class Dispatcher:
     def install(self, proposal: Proposal) -> list[GraphKey]:
         """Install a proposal, and begin a new epoch with an empty table.
 
-        It does not call ``on_swap``; the caller does so after releasing its locks.
+        This method does not call ``on_swap``; the caller must do so after releasing its locks.
 
         Returns:
-            Keys that earlier policies declared and this policy does not. They are hidden but still
-            in the registry; the caller must forget them.
+            Keys that earlier policies declared and this policy does not. These keys are hidden but
+            still in the registry; the caller must forget them.
         """
         with self._lock:
             retired = self._epochs.retire(proposal)
@@ -556,7 +557,7 @@ class Dispatcher:
     def decide(self, batch: Batch) -> Decision:
         """Return a new, validated decision of the policy, without using the table.
 
-        Unlike ``dispatch``, it accepts any number of requests.
+        Unlike ``dispatch``, this method accepts any number of requests.
 
         Raises:
             DescriptorError: The value is not a Batch, or is outside the configured limits.
@@ -609,7 +610,7 @@ class Dispatcher:
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
-        self._rows = epoch.table.rows  # last, so readers see one epoch
+        self._rows = epoch.table.rows  # last, so that readers see a single epoch
 
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
@@ -680,7 +681,7 @@ class Dispatcher:
     def _limited(
         self, decision: Decision, batch: Batch, revision: int = 0, *, one_shot: bool = False
     ) -> Decision:
-        """Return a decision with its number of tokens and limit of requests."""
+        """Return a decision with its number of tokens and request limit set."""
         bound = ANY_NUM_REQS
         if decision.parts:
             bound = _most_reqs(decision.parts)

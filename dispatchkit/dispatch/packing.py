@@ -28,7 +28,7 @@ class PackingLimits:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens in a bin; a longer item gets its own bin and runs eager."""
+        """Maximum number of tokens in a bin; a longer item gets its own bin and runs eager."""
         return self.sizes[-1] if self.sizes else 0
 
 

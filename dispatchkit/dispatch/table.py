@@ -101,7 +101,7 @@ class Table:
         return None if steady is EMPTY else self.get_by_reqs(cell, num_reqs)
 
     def put(self, cell: Cell, decision: Decision) -> None:
-        """Set the steady decision of a cell, used after waiting one-shot decisions."""
+        """Set the steady decision of a cell; waiting one-shot decisions are used first."""
         if cell in self.waiting:
             self.steady[cell] = decision
             return
@@ -118,7 +118,7 @@ class Table:
         return line[variant]
 
     def put_one_shot(self, cell: Cell, decision: Decision) -> None:
-        """Add a one-shot decision after those already waiting."""
+        """Add a one-shot decision after the waiting one-shot decisions."""
         if cell not in self.waiting:
             steady = self.get(cell)
             if steady is not EMPTY:

@@ -1,4 +1,4 @@
-"""DispatchConfig: the sizes, limits and modes that policies decide by."""
+"""DispatchConfig: the sizes, limits and modes on which policies base decisions."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ class DispatchConfig:
     sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
-    # Lists of sizes for which the warning about sizes below the limit was considered. attrs.evolve
-    # copies this field, so copies do not warn again.
+    # Lists of sizes that were already checked against a limit. attrs.evolve copies this field, so
+    # copies do not repeat the warning.
     _checked: frozenset[tuple[str, Any, Any]] = attrs.field(
         default=frozenset(), alias="_checked", eq=False, repr=False
     )

@@ -67,7 +67,7 @@ class StepCounters:
         return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
-        """Return the counter of eager steps with a reason and a missed key."""
+        """Return the counter of eager steps for a reason and a missed key."""
         return self._eager.setdefault((reason, missed), StepCount())
 
     @contextmanager
@@ -145,7 +145,7 @@ class RunnerStats:
         steps_by_mode: Number of steps by runtime mode.
         hits: Number of replays by key, as a string. A split step counts once, under the joined
             names of its graphs.
-        hit_tokens: Tokens of these replays before padding, by key as a string.
+        hit_tokens: Tokens of the replays in ``hits`` before padding, by key as a string.
         eager_by_reason: Number of eager steps by reason.
         differing_calls: Number of replays that stopped because an eager call between segments
             returned a different structure than during the capture, by file and line.

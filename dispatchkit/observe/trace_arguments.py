@@ -23,7 +23,8 @@ def trace_config(
     """Return a configuration for the batches of a trace.
 
     The limits are the maximum values in the trace, but at least 256 requests and as many tokens as
-    the largest capture size. The query length is the most frequent one among uniform decode steps.
+    the largest capture size. The query length is the most frequent query length of uniform decode
+    steps.
 
     Raises:
         ConfigError: ``trace`` is not a ``StepTrace``, or a size is invalid.

@@ -20,7 +20,7 @@ NOT_POISONED = "Outputs must contain poison before the first replay."
 
 
 class CaptureTests:
-    """A replay computes the results of eager at fixed addresses, without Python."""
+    """Tests that replays compute the results of eager at fixed addresses, without Python."""
 
     # -- attributes ---------------------------------------------------------------------
 

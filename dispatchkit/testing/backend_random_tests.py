@@ -190,7 +190,7 @@ class RandomTests:
         other.release()
 
     def test_release_right_after_a_replay_that_draws_is_safe(self, rig: Rig) -> None:
-        """The memory of the seed must not be reused before the replay has read it."""
+        """The memory of the seed must not be reused before the replay has read the seed."""
         source, target = rig.default_generator(), rig.zeros(16)
         source.manual_seed(2)
         expected = drawing(rig)().clone()

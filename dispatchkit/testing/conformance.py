@@ -118,7 +118,7 @@ def run_policy_conformance(
     max_examples: int = PolicyTests.max_examples,
     configs: st.SearchStrategy[DispatchConfig] | None = None,
 ) -> Verdict:
-    """Test a policy for the core set and its claimed traits.
+    """Test a policy against the core set and the traits that it claims.
 
     Args:
         policy: A fresh policy, or a factory, such as its class. If it is an instance, deep copies
@@ -153,7 +153,7 @@ def run_lane_policy_conformance(
     seed: int = 0,
     max_examples: int = LanePolicyTests.max_examples,
 ) -> Verdict:
-    """Test a lane policy for the core set and its claimed traits.
+    """Test a lane policy against the core set and the traits that it claims.
 
     Args:
         policy: A fresh lane policy, or a factory, such as its class. If it is an instance, deep

@@ -162,7 +162,7 @@ class InputTransportTests:
             )
 
     def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
-        """Steps of every kind run after a larger step of every kind."""
+        """A step of any kind reads its own rows, even after a larger step of another kind."""
         kinds = ["call", "strided", "negated", "in place", "eager"]
         if bench.way.node in ("used", "short"):
             kinds += ["refused", "refused in place"]
@@ -398,7 +398,7 @@ class Bench:
         return made
 
     def given(self, values: Mapping[str, torch.Tensor], kind: str = "call") -> dict[str, Any]:
-        """Return the values as arguments of a call of a kind."""
+        """Return the values as call arguments, for example as strided tensors."""
         made: dict[str, Any] = {}
         for index, (name, value) in enumerate(values.items()):
             given: Any = value

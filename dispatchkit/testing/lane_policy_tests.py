@@ -162,7 +162,7 @@ class LanePolicyTests:
                 )
 
     def test_policies_share_nothing(self) -> None:
-        """Two policies used together choose the same lanes as each alone.
+        """Two policies used together choose the same lanes as each of them alone.
 
         Each runner in a process has its own policy. If a counter is stored in the class, the
         choices for one runner depend on the traffic of the others.
@@ -257,7 +257,7 @@ class LanePolicyTests:
         if unknown:
             known = ", ".join(sorted(LANE_TRAITS))
             self._fail(
-                f"claims unknown traits: {', '.join(sorted(unknown))}; the traits are {known}"
+                f"claims unknown traits: {', '.join(sorted(unknown))}; known traits: {known}"
             )
 
     def test_trait_spreads_uses_every_lane(self) -> None:

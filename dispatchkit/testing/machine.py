@@ -26,7 +26,7 @@ _Cell = tuple[int, int, int, int]
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """Compare a dispatcher with a naive model, as a hypothesis state machine.
+    """A hypothesis state machine that compares a dispatcher with a naive model.
 
     Subclass it, define ``make_policy`` and run its ``TestCase``. The model stores learned changes
     and one-shot decisions per cell. For all other cells, it calls the policy. Decisions of the

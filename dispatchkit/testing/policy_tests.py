@@ -251,7 +251,7 @@ class PolicyTests(CaseRunner):
         """In a split batch, each row is in exactly one part, and each part has a suitable graph.
 
         If no part contains a row, the caller reads a result that was never computed. If two parts
-        contain it, the step changes its state twice. The limits of a batch on adapters, axes,
+        contain a row, the step changes its state twice. The limits of a batch on adapters, axes,
         requests and modes also apply to each part. A policy that never splits batches passes.
         """
         case.graphs.may_split = True
@@ -433,7 +433,7 @@ class PolicyTests(CaseRunner):
         for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=True):
             for update in self._observe(case, case.policy, outcome):
                 if not isinstance(update, CellUpdate):
-                    case.fail(f"observe returned {update!r}; CellUpdates are allowed")
+                    case.fail(f"observe returned {update!r}; return only CellUpdates")
                 if update.decision is None:
                     continue
                 problem = broken_constraint(update.decision, update.batch, case.graphs)
@@ -495,7 +495,7 @@ class PolicyTests(CaseRunner):
             runs = list(ask(case.graphs))
             for run in runs:
                 if not isinstance(run, CalibrationRun):
-                    case.fail(f"calibration_runs returned {run!r}; CalibrationRuns are allowed")
+                    case.fail(f"calibration_runs returned {run!r}; return only CalibrationRuns")
                 problem = broken_constraint(run.decision, run.batch, case.graphs)
                 if problem is not None:
                     case.fail(f"calibration_runs requested a step that {problem}", run.batch)
@@ -548,7 +548,7 @@ class PolicyTests(CaseRunner):
         unknown = policy_traits(self.make_policy()) - TRAITS
         if unknown:
             claimed, known = ", ".join(sorted(unknown)), ", ".join(sorted(TRAITS))
-            raise AssertionError(f"claims unknown traits: {claimed}; the traits are {known}")
+            raise AssertionError(f"claims unknown traits: {claimed}; known traits: {known}")
 
     @for_all_cases(trait="smallest_bucket")
     def test_trait_smallest_bucket(self, case: Case) -> None:

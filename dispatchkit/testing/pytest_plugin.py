@@ -19,7 +19,7 @@ KITS = {
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the markers; ``--strict-markers`` requires it."""
+    """Register the markers, as ``--strict-markers`` requires."""
     for marker, text in KITS.values():
         config.addinivalue_line("markers", f"{marker}: {text}")
 

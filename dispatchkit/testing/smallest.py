@@ -1,4 +1,4 @@
-"""Simple policies for tests that choose the smallest graph that covers a batch.
+"""Simple policies for tests; they choose the smallest graph that covers a batch.
 
 This module requires neither torch, hypothesis nor pytest, so benchmarks can also import it.
 """

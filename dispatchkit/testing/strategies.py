@@ -98,7 +98,7 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
         draw: Passed by hypothesis.
         config: Configuration with the limits of a batch.
         known_reqs: Whether some batches include the number of requests. A dispatcher first calls
-            ``decide`` without it.
+            ``decide`` without this number.
     """
     limit = config.max_num_tokens
     return _batch(

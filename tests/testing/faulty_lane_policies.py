@@ -182,7 +182,7 @@ class OnePriority(InTurn):
 
 
 @planted(
-    "traits are known", r"claims unknown traits: balance; the traits are balances, spreads, sticky"
+    "traits are known", r"claims unknown traits: balance; known traits: balances, spreads, sticky"
 )
 class MisspeltTrait(InTurn):
     """Claims a misspelt trait."""

@@ -411,7 +411,7 @@ class ClaimsOrderPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
-@planted("traits are known", r"claims unknown traits: stateles; the traits are ")
+@planted("traits are known", r"claims unknown traits: stateles; known traits: ")
 class MisspeltTraitPolicy(SmallestPolicy):
     """Claims a misspelt trait."""
 
