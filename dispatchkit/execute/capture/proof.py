@@ -60,7 +60,7 @@ from dispatchkit.keys.batch import GraphKey
 
 _T = TypeVar("_T")
 
-#: Maximum number of padded calls that are examined until one has integers other than fill.
+#: Maximum number of padded calls to examine until the integers of a call differ from fill.
 _OPEN_CALLS: Final = 8
 #: Numbers of rows that eager runs on; for a uniform batch, numbers of requests.
 _EAGER_ROWS: Final = (1, 3)
@@ -85,7 +85,7 @@ _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
 _FAR: Final = 4
 #: An input with a fill value of at most this number is a mask that is added to scores.
 _HIDES: Final = -1e4
-#: First seed of replacement noise, and the width of its range below 1.
+#: First seed of the noise that replaces rows, and the width of its range, which ends at 1.
 _OTHER_SEED: Final = 1000
 _NEAR_ONE: Final = 0.1
 #: Dtypes of the state that is compared.
@@ -732,7 +732,7 @@ class _Trial:
         return None if found is None else self.snapshot.saved(*found)
 
     def with_noise_after(self, counts: Iterable[int]) -> dict[int, list[Any]]:
-        """Replay with noise after the first rows; return these rows of all outputs, by count."""
+        """Replay with noise after the first rows; return their outputs by number of rows."""
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
             leaves = self._replay(size, size)  # one replay is enough: the graph reads no row count

@@ -159,7 +159,7 @@ class CopyTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows; the caller records the fill."""
+        """Copy a batch and optionally fill the padding rows; do not record which rows hold fill."""
         if self._moves_host:
             values = self.buffers.inputs.to_tensors(values)
         if not fill:
@@ -170,7 +170,7 @@ class CopyTransport:
             _copy([*targets, *stale], [*pick(values), *fills])
 
     def fill(self) -> None:
-        """Fill the padding rows; the caller records the fill."""
+        """Fill the padding rows; do not record which rows hold fill."""
         for stale, fills in self._tails():
             if stale:
                 _copy(stale, fills)
@@ -254,7 +254,7 @@ class StagedTransport:
         buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
-        """Copy a batch and optionally fill the padding rows; the caller records the fill."""
+        """Copy a batch and optionally fill the padding rows; do not record which rows hold fill."""
         self._staging.wait()
         for index, rows in self._rows:
             rows[...] = values[index]
@@ -264,7 +264,7 @@ class StagedTransport:
             self._device.copy(values, fill=fill)
 
     def fill(self) -> None:
-        """Fill the padding rows; the caller records the fill."""
+        """Fill the padding rows; do not record which rows hold fill."""
         self._staging.wait()
         self._fill_pinned()
         if self._device is not None:

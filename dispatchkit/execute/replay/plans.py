@@ -52,7 +52,7 @@ class EagerPlan:
         lifecycle: Life cycle of the lane's graphs, which retries captures that are due.
         lane: Lane whose static inputs hold the rows of in-place steps.
         num_tokens: Number of rows of the cell.
-        reason: Reason to count.
+        reason: Reason to count for each step.
         count: Counter of the plan's steps.
         missed: Key of the smallest graph that could have served the step, if any.
         retry: A failed or stale key that may be captured again, or None.

@@ -110,7 +110,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is plain, strided and has memory."""
+    """Return whether a tensor is plain and strided, and has memory."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
         return False
@@ -296,7 +296,7 @@ class WriteWatch(OperationMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and record its writes and the memory that it creates."""
+        """Run an operation, and record its writes and the memory that it allocates."""
         if self._notes is not None:
             self._notes.record(func, args, kwargs)
         facts = _facts_of(func)
