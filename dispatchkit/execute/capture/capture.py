@@ -592,8 +592,8 @@ class Capturer:
         """Capture a step that is a single function, in segments between its eager calls.
 
         Raises:
-            CaptureError: An eager call may return a different value in a replay, and earlier
-                changes of the step could not be undone.
+            CaptureError: An eager call may return a different value in a replay, and changes made
+                earlier in the step could not be undone.
         """
         warmups = self._warmups
         views = warmups.views(key, key.num_tokens)

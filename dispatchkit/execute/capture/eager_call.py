@@ -151,7 +151,7 @@ class EagerCall:
         return copies
 
     def _views_at(self, num_rows: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return views of the batch in copied results, and of the rows to clear after it."""
+        """Return views of the batch rows in copied results, and of the later rows to clear."""
         found = self._views.get(num_rows)
         if found is not None:
             return found

@@ -790,7 +790,7 @@ class _Trial:
         """Return whether another replay of the same rows changes state again."""
         if not self._warmups.writes() or not self._warmups.may_restore():
             return False
-        # Rows after the call all use the fill as their slot. With fill they write equal values, but
+        # All rows after the call use fill as their slot. With fill they write equal values, but
         # with noise the result would depend on the order of writes.
         count = self.rows.num_given or self.captured.key.num_tokens
         self._replay(count, count)

@@ -288,7 +288,7 @@ class SharedMemory:
             return self._blocks[slot][:num_bytes].view(dtype).view(tuple(shape))
 
     def growth(self, slot: Any, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes that ``tensor_at`` would allocate, 0 if the slot's block is enough."""
+        """Return the bytes that ``tensor_at`` would allocate; 0 if the block is large enough."""
         num_bytes = _num_bytes(shape, dtype)
         block = self._blocks.get(slot)
         return 0 if block is not None and block.numel() >= num_bytes else max(num_bytes, 16)
