@@ -198,8 +198,8 @@ class InputError(DispatchkitError, ValueError):
 class NoGraphError(DispatchkitError, RuntimeError):
     """No graph can run this batch, and running it eager is not allowed.
 
-    Raised in strict mode, and if the allowed modes exclude eager: for example, if the ranks agreed
-    on a mode for which this rank has no graph.
+    Raised in strict mode, and if the allowed modes exclude eager. For example, the ranks may have
+    agreed on a mode for which this rank has no graph.
 
     Attributes:
         reason: Why no graph can run the batch.

@@ -19,15 +19,15 @@ No hook runs per step: a step reads a table. Events such as a capture, a swap or
 sent to observers, which are registered with ``dispatchkit_register_observers``.
 
 A ``register`` hook is called once, when its plugin is loaded, on the loading thread. It returns a
-list or tuple of records, which may be empty. The hook must not use a device, open files or ports,
-print, or import modules that only a factory needs, because every dispatcher loads all plugins and
-the process may be forked later. If the hook raises or returns anything else, the whole plugin is
+list or tuple of records, which may be empty. Every dispatcher loads all plugins, and the process
+may be forked later. The hook must therefore not use a device, open files or ports, print, or import
+modules that only a factory needs. If the hook raises or returns anything else, the whole plugin is
 skipped.
 
 If two plugins claim the same name, a warning names both. Precedence does not depend on the order of
-``sys.path``: built-in names come first (unless listed in ``replace``), then plugins passed in as
-objects, the distribution named ``dispatchkit-<name>``, and all other distributions in alphabetical
-order.
+``sys.path``. Built-in names come first, unless listed in ``replace``. Plugins passed in as objects
+follow, then the distribution named ``dispatchkit-<name>``, then all other distributions in
+alphabetical order.
 
 A hook function accepts the documented arguments or a subset, by name and without defaults. Hook
 wrappers are refused. Later versions may add arguments to hooks and fields to records; only major

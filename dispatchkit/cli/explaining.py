@@ -172,7 +172,7 @@ def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> Dispat
     if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
         return config
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureSizeWarning)  # the explanation reports it
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # the explanation names missing graphs
         return settings.dispatch_config(
             max_loras=loras,
             max_num_tokens=num_tokens,

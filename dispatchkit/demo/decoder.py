@@ -1,7 +1,7 @@
 """A small decoder with a key/value cache.
 
-Decode steps (FULL) are captured as one graph. Mixed steps (PIECEWISE) are captured in pieces:
-attention is marked to run eager, between the graphs.
+Decode steps (FULL) are captured as one graph. Mixed steps (PIECEWISE) are captured in pieces,
+because attention is marked to run eager.
 
 All shapes depend only on the number of tokens, not on the values of positions or slots, so
 attention can also be captured. To keep shapes fixed, each token attends over its request's complete

@@ -58,8 +58,8 @@ class DemoOptions:
     Attributes:
         settings: Settings of the runner, such as policy, sizes and budgets; see ``load_settings``.
             Limits that are not given are derived from the trace. ``backend`` is ``tape`` or ``cpu``
-            for the simulation on a CPU, ``cuda`` or ``cuda:N`` for a GPU, or ``auto`` for a GPU if
-            torch detects one, else the tape.
+            for the simulation on a CPU, and ``cuda`` or ``cuda:N`` for a GPU. ``auto`` uses a GPU
+            if torch detects one, otherwise the tape.
         trace: Path of a step trace; None for the excerpt in the package.
         steps: Maximum number of steps to run, from the start of the trace.
         shape: Sizes of the decoder; None for the default of the device. The number of slots is

@@ -156,12 +156,12 @@ class Dispatcher:
             num_tokens: Unpadded number of tokens, from 0 to ``max_num_tokens``; 0 always runs
                 eager.
             num_reqs: Number of requests in the batch; 0 if unknown.
-            uniform: False for a mixed batch, True for a uniform decode batch, in which every
-                request is past its prompt and has exactly the configured query length. With several
-                query lengths, 1 + the index of the length. A batch with the last chunk of a prompt
-                is mixed, regardless of the length of the chunk. The number of tokens need not equal
-                ``num_reqs`` times the query length, because engines pad requests and drop rows
-                before the call.
+            uniform: False for a mixed batch, True for a uniform decode batch. In a uniform batch,
+                every request is past its prompt and has exactly the configured query length. With
+                several query lengths, 1 + the index of the length. A batch with the last chunk of a
+                prompt is mixed, regardless of the length of the chunk. The number of tokens need
+                not equal ``num_reqs`` times the query length, because engines pad requests and drop
+                rows before the call.
             loras: Number of active adapters; with axes, the result of ``DispatchConfig.variant``.
             ceiling: Highest runtime mode allowed, or the result of ``allowed_modes_code``. Cascade
                 attention allows at most PIECEWISE.

@@ -48,8 +48,8 @@ class GraphView:
 
     Attributes:
         config: The configuration in force.
-        hidden: Keys of the registry that the view does not show: keys captured in advance for the
-            next policy, and keys of the previous policy that are about to be removed.
+        hidden: Registry keys that the view does not show. They were captured in advance for the
+            next policy, or belong to the previous policy and will be removed.
         num_changes: Number of changes that affect which keys can run but are not in the registry,
             such as switching lazy capture on.
         may_split: Whether a mixed batch may be split over several graphs because its rows are

@@ -31,8 +31,8 @@ def greedy_parts(
         max_parts: Largest number of parts.
 
     Returns:
-        The parts in order; empty if the batch must not be split, a graph is missing, one graph is
-        enough, or more than ``max_parts`` parts are needed.
+        The parts in order. Empty if the batch must not be split, one graph is enough, a graph is
+        missing, or ``max_parts`` is exceeded.
     """
     if not graphs.may_split or not may_be_split(batch) or not batch.allows(mode):
         return ()

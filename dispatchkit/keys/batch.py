@@ -79,12 +79,11 @@ class BatchDescriptor:
 
     Attributes:
         num_tokens: Padded number of tokens; the graph serves batches up to this size.
-        num_reqs: Number of requests that the graph was captured with, which is also the maximum
-            that it serves; None if the number does not matter (piecewise graphs).
+        num_reqs: Number of requests at the capture, and the maximum that the graph serves; None if
+            the number does not matter (piecewise graphs).
         uniform: Whether the graph serves uniform decode only: every request is past its prompt and
             has exactly ``query_len`` tokens.
-        num_active_loras: Number of adapters that the graph was captured with, which is also the
-            maximum that it serves.
+        num_active_loras: Number of adapters at the capture, and the maximum that the graph serves.
         query_len: Tokens per request of a uniform graph, 1 by default; 0 for mixed batches.
         max_query_len: Maximum number of tokens per request, for a decode graph that accepts varying
             query lengths; None for no limit.

@@ -20,8 +20,8 @@ class SettingInfo:
     Attributes:
         help: A one-sentence description.
         derived: How the value is derived if the setting is omitted and its default is None.
-        read: Function that takes a value from a file, the environment or the command line, and the
-            name of the setting, and returns the value to check.
+        read: Function that converts a value from a file, the environment or the command line. It
+            takes the value and the name of the setting, and returns the value to check.
     """
 
     help: str

@@ -71,8 +71,8 @@ class Way:
         inputs: The declared inputs.
         path: Expected start of ``runner.controls.input_path``, or the allowed starts if it differs
             between sizes.
-        node: ``used``; ``none``; ``short``, if the host inputs of the largest size do not fit; or
-            ``lost``, if the node is not found in the captured graph.
+        node: ``used``, ``none``, ``short`` (the host inputs of the largest size do not fit) or
+            ``lost`` (the node is not found in the captured graph).
         kind: ``full``, ``pieces``, or ``registered`` for graphs captured outside the runner.
     """
 

@@ -568,7 +568,7 @@ class PolicyTests(CaseRunner):
     def test_trait_monotone(self, case: Case) -> None:
         """If all graphs are captured, a larger batch never gets a smaller bucket.
 
-        Step times then grow with the batch, and planning of capture sizes can bisect.
+        Step times then grow with the batch, so a planner can bisect capture sizes.
         """
         for batch in case.batches(4, known_reqs=False):
             below: GraphKey | None = None
