@@ -349,7 +349,7 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
 
 
 def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the replacement of moved settings: arguments to write, a call to add, and settings to
+    """Return the replacement for moved settings: arguments to write, a call to add, and settings to
     omit. Keyword names stand for objects.
     """
     written, called = [], ""

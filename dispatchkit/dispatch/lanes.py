@@ -208,7 +208,7 @@ class KeyPlacement:
         """Return the keys that each lane captures; None means all keys.
 
         Raises:
-            PolicyError: As ``by_key``.
+            PolicyError: As for ``by_key``.
         """
         if not self.are_chosen:
             return [keys] * self._num_lanes

@@ -385,7 +385,7 @@ class Bench:
     # -- calls ----------------------------------------------------------------------------
 
     def values(self, rows: int, number: int) -> dict[str, torch.Tensor]:
-        """Return input values for a call; the number selects them."""
+        """Return the input values of a call; ``number`` selects different values for each call."""
         made = {}
         for index, (name, spec) in enumerate(self.way.inputs.items()):
             shape = spec.sized(rows)
