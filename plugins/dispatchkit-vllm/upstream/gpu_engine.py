@@ -399,7 +399,7 @@ def measure_adaptive(given: argparse.Namespace) -> None:
 def emit_adaptive(
     what: str, engine: Engine, results: Any, same: Any, cores: Any, runner: int
 ) -> None:
-    """Print the results of adaptive compared to plain."""
+    """Print the results of adaptive compared with plain."""
     plain, adaptive = results["plain"], results["adaptive"]
     timer, policy = engine.controller._timers[cores["adaptive"]], cores["adaptive"].policy
     steps = max(1, timer._step)

@@ -62,7 +62,7 @@ def run_tests(test: str, swap: str) -> tuple[bool, dict[str, int]]:
 
 
 def ask(release: str) -> tuple[bool, dict[str, int]]:
-    """Run ``agree.py``; return whether all results agree, and counts of calls."""
+    """Run ``agree.py``; return its success, and the numbers of calls and differences."""
     agree: Any = importlib.import_module("agree")
     asked, differing = agree.ask_all(release)
     return asked > 0 == differing, {"asked": asked, "differing": differing}

@@ -195,7 +195,7 @@ class CostModel:
         values = [value for value, _ in self.along]
         if bool(self.axis) != bool(values):
             raise ConfigError(
-                "axis", self.axis, "a name if there are models along an axis, else empty"
+                "axis", self.axis, "a name if there are models along an axis, otherwise empty"
             )
         for value in values:
             if whole_number(value) is None or not 1 <= value <= _LARGEST:
@@ -207,8 +207,8 @@ class CostModel:
         """Return the model for a value of the axis, or the model itself if it has no axis.
 
         Curves are interpolated linearly between measured values. Values below the first measured
-        value use the curves of the first. Above the last measured value, the curves of the last two
-        are extrapolated, but never downward.
+        value use the curves of the first value. Above the last measured value, the curves of the
+        last two values are extrapolated, but never downward.
         """
         along = self.along
         if not along:

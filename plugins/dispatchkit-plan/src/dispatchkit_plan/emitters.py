@@ -27,7 +27,7 @@ class EngineSettings:
     """Settings for one engine.
 
     Attributes:
-        engine: Name of the engine.
+        engine: Name of the engine, as passed to ``emit``.
         text: Text to paste.
         sizes: Sizes in the text.
         means: Unit of the sizes.

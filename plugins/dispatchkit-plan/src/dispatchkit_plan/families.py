@@ -136,7 +136,7 @@ def joint_curve(
     """Return the best joint plan for each number of graphs up to a maximum.
 
     Args:
-        families: Families of steps.
+        families: Families to plan graphs for.
         candidates: Sizes that may be captured; the last one is in every group.
         objective: Objective to minimize.
         hedge: Hedge applied to the steps of each group.
@@ -211,7 +211,7 @@ def served_excess_pct(
     families: Sequence[Family],
     objective: Objective,
 ) -> float:
-    """Return the excess of all families' plans over exact sizes, in percent."""
+    """Return the excess cost of all families' plans over exact sizes, in percent."""
     cost = floor = 0.0
     for family in families:
         top = len(family.demand) - 1

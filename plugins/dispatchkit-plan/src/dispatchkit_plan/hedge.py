@@ -6,8 +6,8 @@ mixture of three histograms: the trace's histogram, this histogram with each siz
 neighborhood, and a small share of every size, proportional to 1/size.
 
 The shares are found by validation. The trace is divided into blocks. For each mixture in a short
-list, sizes are planned on the first blocks and judged on the next block; this is repeated for every
-block after the first. The best mixtures are averaged: a mixture that is 3% worse than another has
+list, sizes are planned on the first blocks and judged on the next block. Every block after the
+first is judged once. The best mixtures are averaged: a mixture that is 3% worse than another has
 about a third of its weight. Only steps used for planning are used for validation.
 """
 
@@ -158,7 +158,7 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
         steps: Number of tokens of each step, in order, at most the largest candidate. Shape
             (steps,).
         candidates: Sizes that may be captured.
-        objective: Objective of the plan.
+        objective: Objective by which hedges are compared.
     """
     if len(steps) < MIN_VALIDATION_STEPS:
         return HedgeChoice(

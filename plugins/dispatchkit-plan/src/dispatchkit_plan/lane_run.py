@@ -49,7 +49,7 @@ class Steps:
 
         Args:
             trace: Steps of the trace.
-            config: Configuration of the dispatcher.
+            config: Configuration whose limits and axes the steps must match.
             axis: Name of the axis that costs depend on; empty for none.
 
         Raises:

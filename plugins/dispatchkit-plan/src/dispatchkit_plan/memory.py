@@ -107,8 +107,8 @@ def forecast_memory(
 
     Args:
         samples: Samples in the order of capture, largest size first. The first sample must have the
-            largest of ``sizes``. Include the smallest size, and about halve the size from sample to
-            sample: libraries switch kernels around powers of two, and another kernel may grow the
+            largest of ``sizes``. Include the smallest size, and sizes of about half the previous
+            sample. Libraries switch kernels around powers of two, and another kernel may grow the
             pool.
         sizes: All sizes that will be captured.
         segment_bytes: Unit in which the pool and the driver's memory grow.

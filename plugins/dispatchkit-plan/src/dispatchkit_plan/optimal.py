@@ -110,9 +110,10 @@ class SizeCurve:
     """The best set of sizes for each number of sizes.
 
     Attributes:
-        candidates: Considered sizes.
+        candidates: Sizes that may be captured, ascending.
         costs: Minimum cost with k sizes at index k - 1; inf if k sizes are not possible.
-        back: For each k, the best ``j`` of each last candidate, as defined in the module docstring.
+        back: Best ``j`` (see the module docstring) for each number of sizes and each last
+            candidate.
     """
 
     candidates: IntArray
@@ -186,14 +187,15 @@ def best_sizes_within(
 ) -> tuple[tuple[int, ...], float]:
     """Return the best sizes whose prices sum to at most a budget, and their cost.
 
-    The budget is never exceeded. The result is exact if all prices are equal, or if the best set
-    for prices rounded down to 1/``units`` of the budget fits the budget. Otherwise, it is exact for
-    prices rounded up.
+    The budget is never exceeded. If all prices are equal, the result is exact. Otherwise, prices
+    are rounded down to multiples of 1/``units`` of the budget; if the best set for these prices
+    fits the budget, this set is also exact. If not, the result is the best set for prices rounded
+    up.
 
     Args:
         candidates: Sizes that may be captured, ascending; the last one is always included. Shape
             (M,).
-        cost: Cost matrix. Shape (M, M).
+        cost: Cost matrix, as for ``size_curve``. Shape (M, M).
         price: Price of capturing each candidate (bytes or seconds), at least 0. Shape (M,).
         budget: Maximum sum of prices, above 0.
         setting: Name of the budget in error messages.

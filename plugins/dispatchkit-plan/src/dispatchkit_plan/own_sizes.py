@@ -4,7 +4,8 @@ A batch without a graph of its size is padded to a larger size, or runs eager. T
 of its exact size saves depends on the traffic (the frequency of the size) and on the device (the
 cost of padding or eager). The saving further depends on the other chosen graphs, because a graph
 also serves smaller batches. All sizes are therefore chosen together, by the dynamic program in
-``optimal``: existing graphs are required and free, and batches that no graph may serve run eager.
+``optimal``: existing graphs are required and cost nothing, and batches that no graph may serve run
+    eager.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class OwnSize:
     """A size that deserves its own graph.
 
     Attributes:
-        size: Number of tokens.
+        size: Size to capture, in tokens.
         num_steps: Number of judged steps of exactly this size.
         saved_us: Time that the graph saves on the judged steps, in addition to all other graphs.
         num_bytes: Memory of the graph; None if the budget is a number of graphs.
@@ -127,7 +128,7 @@ def plan_own_sizes(
     time for their memory.
 
     Args:
-        data: Step trace or histogram.
+        data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
         cost_model: Cost model for eager and replayed steps.
         beside: Sizes of existing graphs, which do not count toward the budget.
         max_waste: Maximum share of a graph that may be padding, as for the policy ``threshold``. At
@@ -137,7 +138,7 @@ def plan_own_sizes(
             with ``graph_bytes``.
         bytes_per_graph: Memory of each graph, for ``memory_bytes``.
         max_size: Size above which steps are not considered; by default, the largest replay size in
-            the cost model or the largest of ``beside``.
+            the cost model or in ``beside``, whichever is larger.
         fit_on: ``all``, or ``first-half`` to plan on the first half and judge on the second.
 
     Raises:
@@ -322,7 +323,7 @@ def _fill(
     price: Mapping[int, float],
     limit: float,
 ) -> None:
-    """Add the sizes that save the most time per price, until no more fit the limit."""
+    """Add the sizes that save the most time per price, until no further size fits."""
     while True:
         left = limit - sum(price[size] for size in chosen)
         now = steps.time_us({*kept, *chosen})

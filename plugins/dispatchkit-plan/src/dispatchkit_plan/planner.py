@@ -72,8 +72,8 @@ def plan_sizes(
     second half, which is not used for planning.
 
     Args:
-        data: Step trace or histogram.
-        graphs: Number of graphs. Pass exactly one of ``graphs``, ``memory_bytes`` and
+        data: Traffic to plan for: a step trace, a histogram or a ``Workload``.
+        graphs: Number of graphs to plan. Pass exactly one of ``graphs``, ``memory_bytes`` and
             ``capture_time_s``.
         memory_bytes: Maximum memory of the graphs. Requires ``bytes_per_graph``, or a cost model
             with ``graph_bytes``.
@@ -83,7 +83,7 @@ def plan_sizes(
             eager.
         fit_on: ``all`` or ``first-half``.
         keyed: Whether to plan uniform decode and mixed steps separately (``True`` or
-            ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one number of
+            ``"uniform"``), or also by LoRA count (``"uniform+loras"``), within one budget of
             graphs.
         hedge: ``auto`` to validate hedges on the planning steps, ``none``, or a ``Hedge``.
         cost_model: Cost model, to minimize time instead of padding.

@@ -80,7 +80,7 @@ class RankSimulation:
     Attributes:
         label: Name of the scenario.
         policy: Name of the policy.
-        ranks: Number of ranks.
+        ranks: Number of ranks that run each step together.
         num_steps: Total number of steps of all ranks.
         modes: Number of these steps in each runtime mode.
         changed_modes: Number of steps whose mode was changed by another rank.
@@ -135,7 +135,7 @@ def simulate_ranks(
     Args:
         trace: Steps, which are assigned to the ranks in turn. Steps without tokens are skipped, as
             are the last steps if they do not fill a common step.
-        ranks: Number of ranks.
+        ranks: Number of ranks that run each step together.
         scenario: Policy, sizes and costs. Limits on graphs, lanes, axes and split batches are not
             supported.
         exchange: Cost of an agreement.

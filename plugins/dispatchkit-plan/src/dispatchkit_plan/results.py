@@ -81,7 +81,7 @@ class Plan:
         rivals: Results of well-known lists on the same steps.
         fit_on: Steps used for planning, ``all`` or ``first-half``.
         judged_on: Description of the judged steps.
-        hedge: Mixture of steps that was planned for, and the reason for its choice.
+        hedge: Mixture of histograms that was planned for, and the reason for its choice.
         future: Hedged plan for traffic similar to the trace, if ``fit_on="all"``. None if the plan
             itself is hedged.
         num_steps: Number of judged steps of any size.

@@ -73,8 +73,8 @@ class Scenario:
         sizes: Capture sizes; by default, the list of the policy.
         mode: Runtime modes of decode and mixed batches.
         max_graphs: Maximum number of live graphs per lane. With this or ``max_bytes``, graphs are
-            captured when first needed and evicted to make room; otherwise, all are captured before
-            the first step.
+            captured when first needed and evicted to make room; otherwise, all graphs are captured
+            before the first step.
         max_bytes: Maximum memory of live graphs per lane, according to ``graph_bytes`` of the cost
             model.
         eviction: Graph to evict first: ``lru`` for the least recently used, ``benefit`` for the

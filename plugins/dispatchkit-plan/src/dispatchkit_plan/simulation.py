@@ -4,9 +4,9 @@ The real dispatcher decides; only the device is simulated. Times come from a cos
 policy receives times with noise, as if they were measured; results contain the exact times.
 
 A policy that does not learn is a function of the batch. Each distinct batch is therefore decided
-only once, so a million steps cost no more than a table of batches. With a limit on live graphs,
-order matters, so live graphs are tracked step by step. With a learning policy, every step is
-decided.
+only once, so a million steps cost no more than a table of batches. With a limit on live graphs, the
+order of steps matters, so live graphs are tracked step by step. With a learning policy, every step
+is decided.
 """
 
 from __future__ import annotations

@@ -121,13 +121,13 @@ class SwapForecast:
 def forecast_swap(
     runner: GraphRunner, trace: StepTrace, *, cost_model: CostModel | str, **change: Any
 ) -> SwapForecast:
-    """Forecast the effect of a swap on steps like the steps of a trace.
+    """Forecast the effect of a swap on traffic like a recorded trace.
 
     Args:
         runner: Serving runner, which is not changed.
         trace: Recorded steps, from ``recorder.trace()`` of ``runner.start_recording()``.
-        cost_model: Cost model, as measured by ``calibrate(runner)``; or the name of a built-in
-            model, or the path of a file.
+        cost_model: Cost model measured by ``calibrate(runner)``, name of a built-in model, or path
+            of a file.
         change: Arguments of the swap: policy, policy_options, sizes, mode, limits of tokens and
             requests, or config.
 

@@ -27,7 +27,7 @@ class TokenBudget:
     """Verdict on a graph at the token budget.
 
     Attributes:
-        size: Size of the graph.
+        size: Size of the graph, in tokens.
         share_pct: Steps of exactly that size, as a percentage of the steps above the largest graph.
         pays: Whether a plan with the graph takes less time according to the cost model.
         saved_pct: Time that the graph saves, as a percentage of the time of the trace; None if

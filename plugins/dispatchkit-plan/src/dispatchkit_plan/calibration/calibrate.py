@@ -224,7 +224,7 @@ def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> Gr
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its imports is missing
         raise ConfigError(
-            "model", model, form, f"Python finds no module {error.name!r}."
+            "model", model, form, f"Python cannot find the module {error.name!r}."
         ) from error
     except AttributeError as error:
         raise ConfigError("model", model, form, f"{error}.") from error
@@ -287,7 +287,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
             key=str(key),
             reason="error",
         )
-    # The driver allocates large blocks now and then, so divide its memory among the graphs.
+    # The driver occasionally allocates a large block, so divide its memory among the graphs.
     share = meter.driver_bytes() / len(captured)
     return _Graphs(captured, failed, [(size, own + share) for size, own in num_bytes], times)
 

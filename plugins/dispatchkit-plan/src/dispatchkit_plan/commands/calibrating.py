@@ -56,7 +56,7 @@ def calibrate(
         int, typer.Option("--samples", metavar="N", help="Number of samples of each size and mode.")
     ] = 7,
     name: Annotated[
-        str, typer.Option("--name", metavar="TEXT", help="Name of the model in the file.")
+        str, typer.Option("--name", metavar="TEXT", help="Name of the cost model in the file.")
     ] = "",
     force: ForceOption = False,
     as_json: JsonOption = False,

@@ -136,7 +136,7 @@ def plan(
         typer.Option(
             "--cost-model",
             metavar="FILE",
-            help="Cost model whose time to minimize, instead of padding.",
+            help="Minimize time according to this cost model, instead of padding.",
         ),
     ] = None,
     engine: Annotated[
@@ -424,7 +424,7 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
 
 
 def show_settings(settings: EngineSettings, out: Console) -> None:
-    """Print the settings of an engine, which can be pasted."""
+    """Print an engine's settings, ready to paste."""
     out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
     print(settings.text)  # not wrapped, because it is pasted
     for note in settings.notes:

@@ -84,7 +84,7 @@ class AccountedDecision:
 
 @attrs.define
 class AccountBin:
-    """Step counts by mode, tokens and padding of consecutive steps."""
+    """Totals of consecutive steps: steps by mode, real tokens and padding."""
 
     modes: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(RuntimeMode.__members__, 0))
     real_tokens: int = 0
@@ -104,7 +104,7 @@ class Account:
         bins: The steps in order, divided into at most ``MAX_BINS`` equal parts.
         cost_model: Name of the cost model.
         covered_to: Largest number of tokens that the cost model was measured with.
-        dispatcher: The dispatcher that decided.
+        dispatcher: Dispatcher that decided; ``explain`` uses it.
         has_order: Whether the trace records the order of its steps; a histogram does not.
     """
 
@@ -193,8 +193,8 @@ def account_for(
 
     Args:
         trace: Steps of the trace; steps without tokens are skipped.
-        dispatcher: Dispatcher that decides. Create it with ``lazy=True``, so that declared graphs
-            count as captured.
+        dispatcher: Dispatcher whose decisions are recorded. Create it with ``lazy=True``, so that
+            declared graphs count as captured.
         model: Cost model that provides the times.
         progress: Function that is called with (activity, done, total) to report progress.
 

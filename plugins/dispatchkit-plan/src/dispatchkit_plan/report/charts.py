@@ -317,7 +317,7 @@ class Lines(Chart):
 
     Attributes:
         label: Description of the plot for screen readers.
-        lines: Lines and points.
+        lines: Lines and labeled points to draw.
         x_label: Label of the x axis.
         y_label: Label of the y axis.
         unit: Unit of y.
@@ -600,7 +600,7 @@ class Bars(Chart):
 
     Attributes:
         label: Description of the plot for screen readers.
-        bands: The rows.
+        bands: Rows, from top to bottom.
         colors: (CSS class, name) pairs of the legend.
         whole: Value of a bar of full width; 0 for the value of the longest bar.
     """

@@ -29,7 +29,7 @@ MODE_NAMES: Mapping[str, tuple[str, str]] = {
 }
 _MAX_ROWS = 200
 MIN_WASTE = 0.01
-"""Minimum padding in percent in the plot, because a logarithmic axis has no zero."""
+"""Smallest padding in the plot, in percent; a logarithmic axis has no zero."""
 
 WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
 """(graphs, padding in percent) pairs of the planner's curve, and of known lists by name."""
@@ -100,7 +100,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     """Return the report of a trace under one policy.
 
     Args:
-        account: Account of the trace.
+        account: Decisions for the trace, with their costs.
         plan: Result of ``waste_plan`` for the same trace.
     """
     steps, modes = account.num_steps, account.modes()
@@ -232,7 +232,7 @@ def _over_time(account: Account) -> Figure | MissingFigure:
     return Figure(
         "modes",
         title,
-        "Share of each runtime mode, in the order of the steps.",
+        "Share of the steps in each runtime mode, over the course of the trace.",
         Shares(label=title, ends=tuple(ends), series=series),
         Table(
             ("Up to step", *(name for name, _ in MODE_NAMES.values())), tuple(rows), (0, 1, 2, 3)

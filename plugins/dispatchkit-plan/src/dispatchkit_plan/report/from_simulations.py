@@ -128,7 +128,7 @@ def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "modes",
         "Runtime modes",
-        "Share of each runtime mode in each scenario.",
+        "Share of the steps in each runtime mode, for each scenario.",
         Bars(
             label="Runtime modes",
             bands=tuple(bands),

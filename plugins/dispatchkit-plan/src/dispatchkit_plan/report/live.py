@@ -108,7 +108,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         source: Name of the file, for error messages.
 
     Raises:
-        ConfigError: The data are not statistics of this version.
+        ConfigError: The data are not statistics in the format of this version.
     """
     if data.get("version") != STATISTICS_VERSION:
         raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION))
@@ -271,7 +271,7 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     return Figure(
         "modes",
         "Runtime modes over time",
-        f"Share of each runtime mode between samples ({len(samples):,} samples).",
+        f"Share of the steps in each runtime mode, between samples ({len(samples):,} samples).",
         Shares(label="Runtime modes over time", ends=tuple(ends), series=series),
     )
 

@@ -138,7 +138,7 @@ class CudagraphStatRow:
         unpadded: Number of tokens before padding.
         padded: Number of tokens after padding.
         mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
-        count: Number of steps.
+        count: Number of steps with this padding and mode.
     """
 
     unpadded: int
@@ -167,8 +167,8 @@ class CudagraphStats:
         """Return the number of steps of each size.
 
         The table has no column for uniform decode. With ``FULL_AND_PIECEWISE`` and
-        ``FULL_DECODE_ONLY``, FULL graphs serve only uniform decode, and PIECEWISE steps are assumed
-        to be mixed (a uniform batch has this mode only above the largest decode graph). Steps
+        ``FULL_DECODE_ONLY``, FULL graphs serve only uniform decode. PIECEWISE steps are assumed to
+        be mixed, because a uniform batch has this mode only above the largest decode graph. Steps
         without a graph stay unknown.
         """
         counts: Counter[StepKind] = Counter()

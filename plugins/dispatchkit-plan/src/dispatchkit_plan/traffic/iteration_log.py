@@ -1,7 +1,7 @@
 """Read steps that vLLM logs with ``--enable-logging-iteration-details``.
 
 In contrast to CUDA graph statistics, these lines record the order of steps and the requests of each
-step. They are therefore preferred in a log that contains both.
+step. In a log that contains both, these lines are therefore preferred.
 """
 
 from __future__ import annotations

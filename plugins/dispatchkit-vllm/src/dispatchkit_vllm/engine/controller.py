@@ -171,7 +171,7 @@ class StepController:
         """Return another policy for this runner's graphs, to pass to ``activate``.
 
         Raises:
-            ConfigError: The runner has no graphs yet, or an error of ``install`` applies.
+            ConfigError: The runner has no graphs yet, or the policy is rejected as in ``install``.
             PolicyError: The policy is invalid.
         """
         if self._make is None:

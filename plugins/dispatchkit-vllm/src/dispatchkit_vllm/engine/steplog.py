@@ -27,7 +27,7 @@ Row = tuple[int, int, int, bool, int]
 
 
 def path_of_rank(path: str, rank: int, world_size: int) -> Path:
-    """Return the path of a rank's file, which includes the rank if there are several."""
+    """Return the path of a rank's file, which includes the rank if there are several ranks."""
     whole = Path(path)
     if world_size == 1:
         return whole

@@ -109,7 +109,7 @@ def inactive_reason(runner: Any) -> str:
         unknown = second.unsupported_reason(module) or "it created no graph manager"
         return f"vLLM {version} is not supported in its second model runner: {unknown}"
     if hasattr(runner, "cudagraph_manager"):
-        return f"vLLM {version} is not supported in its second model runner: it is before 0.20"
+        return f"vLLM {version} is not supported in its second model runner: it is older than 0.20"
     return f"{type(runner).__module__}.{type(runner).__name__} has no CUDA graph dispatcher"
 
 

@@ -8,7 +8,7 @@ There is one module per release and variant:
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
 - ``drafter``: several uniform query lengths;
 - ``lora_count``: one graph for each number of active adapters;
-- ``policies``: the names of a third-party dispatcher.
+- ``policies``: classes with the names of a third-party dispatcher.
 
 ``dispatcher_for`` returns the facade of a published class. This package exports the names of
 0.11.1, whose dispatcher takes a padded descriptor and supports cascade attention.

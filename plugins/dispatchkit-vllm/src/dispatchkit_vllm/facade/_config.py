@@ -49,7 +49,7 @@ def query_len(vllm_config: Any) -> int:
 def decode_query_lens(vllm_config: Any, longest: int) -> tuple[int, ...]:
     """Return the query lengths of uniform decode batches, ascending.
 
-    Dynamic speculative decoding has several query lengths.
+    Dynamic speculative decoding uses several query lengths.
 
     Args:
         vllm_config: vLLM's configuration, or any object with the same attributes.

@@ -17,7 +17,7 @@ class KeySet(MutableSet[Any]):
     """The descriptors of one mode, as a set that reads and changes the registry.
 
     Args:
-        registry: The registry with the keys.
+        registry: Registry that stores the keys.
         mode: Runtime mode of the keys.
         to_key: Function that converts a descriptor to a key, or raises an error for an invalid
             descriptor.

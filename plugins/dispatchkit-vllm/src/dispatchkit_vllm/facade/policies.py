@@ -157,8 +157,8 @@ class DefaultDispatchPolicy(DispatchPolicy):
     """A policy that replays graphs for batches within a range of tokens.
 
     Args:
-        min_tokens_for_graph: Smallest number of tokens.
-        max_tokens_for_graph: Largest number of tokens.
+        min_tokens_for_graph: Smallest number of tokens of a batch that replays a graph.
+        max_tokens_for_graph: Largest number of tokens of a batch that replays a graph.
         prefer_piecewise: Whether to prefer PIECEWISE over FULL if both have a graph.
 
     Raises:

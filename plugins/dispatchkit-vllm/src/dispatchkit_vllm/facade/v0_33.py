@@ -75,8 +75,8 @@ class CudagraphDispatcher(TableDispatcher):
             uniform_decode: Whether each request has exactly the query length of decode steps.
             has_lora: Whether adapters are active.
             num_active_loras: Number of active adapters.
-            valid_modes: Modes to choose from; empty or None for all. As in vLLM, invalid modes
-                are removed from a mutable set.
+            valid_modes: Modes to choose from; empty or None for all. If this is a mutable set,
+                invalid modes are removed from it, as in vLLM.
             invalid_modes: Modes to exclude.
 
         Raises:
