@@ -400,7 +400,7 @@ def test_a_model_is_found_by_name_in_a_folder(tmp_path):
     [
         ("torch", "module:function"),
         (":decoder", "module:function"),
-        ("no_such_module_here:decoder", "no module 'no_such_module_here'"),
+        ("no_such_module_here:decoder", "cannot find the module 'no_such_module_here'"),
         ("dispatchkit.demo.models:no_such", "no_such"),
         ("math:tau", "It returned a float"),
     ],

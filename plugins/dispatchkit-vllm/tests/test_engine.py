@@ -326,7 +326,7 @@ def test_a_second_runner_of_another_form_is_said(manager_module, monkeypatch, ca
     ask(monkeypatch, "threshold")
     started(manager_module.GPUModelRunner(config()))
     assert "second model runner" in caplog.text
-    assert "before 0.20" in caplog.text
+    assert "older than 0.20" in caplog.text
 
 
 def test_another_runner_is_said(runner_module, monkeypatch, caplog):

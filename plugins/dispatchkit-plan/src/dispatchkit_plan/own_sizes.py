@@ -2,8 +2,8 @@
 
 A batch without a graph of its size is padded to a larger size, or runs eager. The time that a graph
 of its exact size saves depends on the traffic (the frequency of the size) and on the device (the
-cost of padding or eager). The saving further depends on the other chosen graphs, because a graph
-also serves smaller batches. All sizes are therefore chosen together, by the dynamic program in
+cost of padding or eager). The other chosen graphs matter too, because a graph also serves smaller
+batches. All sizes are therefore chosen together, by the dynamic program in
 ``optimal``: existing graphs are required and cost nothing, and batches that no graph may serve run
     eager.
 """

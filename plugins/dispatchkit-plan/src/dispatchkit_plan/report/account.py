@@ -103,7 +103,7 @@ class Account:
         decisions: All distinct decisions, sorted by total time in descending order.
         bins: The steps in order, divided into at most ``MAX_BINS`` equal parts.
         cost_model: Name of the cost model.
-        covered_to: Largest number of tokens that the cost model was measured with.
+        covered_to: Largest number of tokens at which the cost model was measured.
         dispatcher: Dispatcher that decided; ``explain`` uses it.
         has_order: Whether the trace records the order of its steps; a histogram does not.
     """

@@ -141,8 +141,8 @@ class OldCUDAGraphWrapper(CUDAGraphWrapper):
 
 _FOREIGN_CONTEXT = (
     "vLLM's forward context is set, but this wrapper reads only dispatchkit's context. Run the "
-    "step inside dispatchkit_vllm.wrapper.set_forward_context; otherwise, the callable runs without "
-    "a graph."
+    "step inside dispatchkit_vllm.wrapper.set_forward_context; otherwise, the callable runs "
+    "without a graph."
 )
 
 
