@@ -1,7 +1,7 @@
 """Cost models: the time of a step, eager or replayed, by its number of tokens.
 
 A model has two measured curves, which map a number of tokens to microseconds. Between points,
-curves are interpolated linearly. It is stored as a JSON file::
+curves are interpolated linearly. A model is stored as a JSON file::
 
     {"format": "dispatchkit-cost-model", "version": 1, "name": "lm-decode-h100",
      "source": "who measured what, where, with which versions",
@@ -242,7 +242,7 @@ class CostModel:
     def from_measurements(
         cls, name: str, rows: Iterable[tuple[int, float, float]], *, source: str = ""
     ) -> CostModel:
-        """Return the model with the measurements in (size, eager_us, graph_us) rows."""
+        """Return a cost model made from (size, eager_us, graph_us) rows."""
         measured = list(rows)
         return cls(
             name=name,

@@ -196,8 +196,8 @@ def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) ->
         _average(HEDGE_CANDIDATES, weights),
         validated=True,
         reason=(
-            f"Average of {len(HEDGE_CANDIDATES)} mixtures, weighted by their excess. Each mixture "
-            f"was validated {_BLOCKS - 1} times, on the next block of the trace."
+            f"Average of {len(HEDGE_CANDIDATES)} mixtures; a lower excess has more weight. Each "
+            f"mixture was validated {_BLOCKS - 1} times, on the next block of the trace."
         ),
         expected_excess_pct=tuple(
             (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)
