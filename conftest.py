@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # One torch thread, so that results and times do not depend on the number of cores. Torch reads
 # these variables on import. Importing torch here instead would slow down tests that do not need it.
@@ -37,6 +38,10 @@ settings.register_profile("ci", max_examples=10, derandomize=True, **_common)
 settings.register_profile("nightly", max_examples=10_000, print_blob=True, **_common)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
+if PROFILE == "ci" and hasattr(providers, "_get_local_constants"):
+    # Hypothesis also draws constants of every imported file, which it parses for seconds. Examples
+    # would then depend on what other tests import, and not on the test alone.
+    providers._get_local_constants = lambda: providers._local_constants  # noqa: SLF001 - no option
 
 
 @pytest.fixture(scope="session")
@@ -80,13 +85,14 @@ def deal_files(config: pytest.Config, count: int) -> list[set[Path]]:
     """Divide the test files and the tested pages into shares.
 
     Files are dealt largest first, each to the share with the fewest bytes so far, because long
-    files tend to take long. Files that ``-m`` deselects as a whole are in no share.
+    files tend to take long; pages count as empty. Files that ``-m`` deselects as a whole are in no
+    share.
     """
     folders = [
         folder for pattern in config.getini("testpaths") for folder in config.rootpath.glob(pattern)
     ]
     sizes = {
-        path: path.stat().st_size
+        path: path.stat().st_size if path.suffix == ".py" else 0
         for folder in folders
         for pattern in ("test_*.py", "*.md")
         for path in folder.rglob(pattern)
@@ -145,14 +151,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Reduce the work that pytest and the garbage collector do for each test.
 
-    Imported objects are excluded from later garbage collections because tests run hundreds of
-    these. pytest adds its handlers to the root logger and to each logger that does not propagate,
-    six times per test; torch has fifty such loggers.
+    Imported objects, and the little garbage among them, are excluded from all garbage collections
+    but the last, because tests run hundreds of these. pytest adds its handlers to the root logger
+    and to each logger that does not propagate, six times per test; torch has fifty such loggers.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # Python's automatic collections, of which there are thousands
     gc.enable()

@@ -331,7 +331,7 @@ def test_runner_and_eager_model_agree(backend, policy, is_nightly):
     # takes minutes, so only the nightly run does it.
     phases = tuple(Phase) if is_nightly else (Phase.explicit, Phase.reuse, Phase.generate)
     bounds = settings(
-        max_examples=600 if is_nightly else 5, stateful_step_count=20, deadline=None, phases=phases
+        max_examples=600 if is_nightly else 3, stateful_step_count=20, deadline=None, phases=phases
     )
     with warnings.catch_warnings():
         for kind in (EagerStepWarning, ChurnWarning):

@@ -75,7 +75,7 @@ def test_sessions_together_are_what_each_is_alone(is_nightly):
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=10_000 if is_nightly else 40, stateful_step_count=8, deadline=None
+            max_examples=10_000 if is_nightly else 20, stateful_step_count=8, deadline=None
         ),
     )
 
