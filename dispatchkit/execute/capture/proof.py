@@ -600,6 +600,7 @@ class _Rows:
     ) -> None:
         self.is_free, self.lent = is_free, lent
         self.far_from: int | None = None
+        self._magnitudes: dict[tuple[int, int | None, torch.device], tuple[torch.Tensor, ...]] = {}
         buffers = self._buffers = lane.buffers_of(key)
         self._num_rows, self._held = key.num_tokens, 0
         self.head: int = _head_of(key)
@@ -673,6 +674,30 @@ class _Rows:
                 noise = torch.rand(shape, generator=generator, device=device)
                 made.copy_(1 - _NEAR_ONE * noise)
             rows.index_copy_(0, places.to(device), made)
+
+    def magnitudes(self, count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the range of each row's noise, and whether the row is close to the previous one.
+
+        Args:
+            count: Number of rows.
+            device: Device of the noise.
+
+        Returns:
+            The start of the range, its width (negative for noise of both signs), and flags. Three
+            tensors of shape (count,), the same for every input on the device.
+        """
+        name = count, self.far_from, device
+        found = self._magnitudes.get(name)
+        if found is None:
+            kinds = torch.arange(count, device=device)
+            if self.far_from is not None:
+                kinds[self.far_from :] += _FAR - self.far_from
+            given = _FREE_MAGNITUDES if self.is_free else _MAGNITUDES
+            kinds %= len(given)
+            scale = torch.tensor(given, device=device)[kinds]
+            start, width = (-scale).clamp(min=0), torch.where(scale < 0, 2 * scale, scale)
+            found = self._magnitudes[name] = start, width, kinds % 4 == 3
+        return found
 
     def restore_slots(self) -> None:
         """Restore the state of the lent slots."""
@@ -929,15 +954,10 @@ def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Ro
     made = noise(head, *rows.shape[1:])[: len(rows)]
     if len(rows) > head:
         made = torch.cat((made, noise(len(rows) - head, *rows.shape[1:])))
-    magnitudes = torch.tensor(_FREE_MAGNITUDES if is_free else _MAGNITUDES, device=place.device)
-    kinds = torch.arange(len(made), device=place.device)
-    if how.far_from is not None:
-        kinds[how.far_from :] += _FAR - how.far_from
-    kinds %= len(magnitudes)
-    scale = magnitudes[kinds].view(-1, *[1] * (made.dim() - 1))
-    made = torch.where(scale < 0, (2 * made - 1) * scale, made * scale)
-    before = torch.roll(made, 1, 0)
-    write(rows, torch.where(kinds.view(scale.shape) % 4 == 3, 0.1 * made + before, made))
+    columns = [-1, *[1] * (made.dim() - 1)]
+    start, width, is_near = (one.view(columns) for one in how.magnitudes(len(rows), place.device))
+    made = torch.addcmul(start, made, width)
+    write(rows, torch.where(is_near, torch.add(torch.roll(made, 1, 0), made, alpha=0.1), made))
 
 
 def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
