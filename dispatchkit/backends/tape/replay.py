@@ -5,8 +5,10 @@ For a 4-layer MLP, the generated function takes 34 us; a list of closures would 
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -97,6 +99,12 @@ def _copy_results(result: Any, indices: tuple[int, ...], targets: tuple[Any, ...
         target.copy_(flat[index])
 
 
+@functools.lru_cache(maxsize=64)
+def _compiled(text: str) -> CodeType:
+    """Compile the source of a replay function, which is often the same for every size."""
+    return compile(text, "<tape>", "exec")
+
+
 def compile_replay(steps: list[Step], tensors: TensorFactory) -> Callable[[], None]:
     """Return a function that runs all steps in order."""
     source = _Source(tensors)
@@ -107,7 +115,7 @@ def compile_replay(steps: list[Step], tensors: TensorFactory) -> Callable[[], No
     namespace["_keys"] = LAUNCH_KEYS
     body = "".join(f"        {line}\n" for line in source.lines) or "        pass\n"
     text = f"def replay():\n    with _guard(_keys):\n{body}"
-    exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - generated above
+    exec(_compiled(text), namespace)  # noqa: S102 - generated above
     # Removed to avoid a reference cycle between the function and its globals.
     replay: Callable[[], None] = namespace.pop("replay")
     return replay

@@ -30,7 +30,8 @@ def parsed(name: str) -> list[dict[str, Any]]:
 
 def records(name: str, suits: Callable[[Any], bool] = bool) -> list[dict[str, Any]]:
     """Return copies of a file's records, which may be changed."""
-    return [copy.deepcopy(record) for record in parsed(name) if suits(record)]
+    # Faster than copy.deepcopy.
+    return [json.loads(json.dumps(record)) for record in parsed(name) if suits(record)]
 
 
 def write(path: Path, *lines: Any) -> str:
