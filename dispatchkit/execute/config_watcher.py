@@ -1,4 +1,4 @@
-"""ConfigWatcher: apply changes to a settings file while serving.
+"""ConfigWatcher: reload a runner's settings file while serving.
 
 A watcher opens no port and starts no thread. Call ``poll`` in the serving loop, or ``run`` in a
 separate thread. Both check the modification time of the file.
@@ -32,14 +32,14 @@ class SwapWarning(RuntimeWarning):
 
 
 class ConfigWatcher:
-    """A watcher that applies changes to a settings file to a runner.
+    """A watcher that updates a runner when its settings file changes.
 
     Like ``pyproject.toml``, the file has its settings in the table ``[tool.dispatchkit]``. Settings
     missing from the file keep their values, and the environment is ignored. Replace the file
     atomically, by renaming, so that the watcher never reads a half-written file.
 
     Args:
-        runner: The runner to change.
+        runner: Runner whose settings follow the file.
         path: Path to the settings file.
 
     Attributes:

@@ -123,14 +123,14 @@ class Controls:
 
         Waiting steps run between the phases of each capture: the warmup, the capture itself, the
         instantiation by the driver, and each replay of the row proof. Pauses longer than
-        ``max_pause_us`` are listed in ``pauses`` with their phase. Warmup and capture form a single
-        phase if the runner has several lanes. They also do so if the step changes state, draws
+        ``max_pause_us`` are listed in ``pauses`` with their phase. On several lanes, warmup and
+        capture form a single phase. The phases are also joined if the step changes state, draws
         random numbers, consists of pieces or calls functions wrapped in ``torch.compile``. In a
         lazy runner, calls that would capture run eager meanwhile, with reason ``capture_pending``.
 
         Args:
-            keys: The keys; by default all declared keys. As in ``capture``, the largest is captured
-                first, and no graph is evicted to free memory.
+            keys: Keys to capture; by default all declared keys. As in ``capture``, the largest is
+                captured first, and no graph is evicted to free memory.
             max_pause_us: Longest acceptable delay of a step, in microseconds.
             between_operators: Whether to let steps run between two operators of a warmup or capture
                 after ``max_pause_us``. This is safe only if the step does not temporarily change
@@ -193,7 +193,7 @@ class Controls:
         *,
         between_operators: bool,
     ) -> _Captured:
-        """Capture a key on some lanes, in turns with steps; return the problem and long pauses."""
+        """Capture a key on some lanes while steps run; return the problem and the long pauses."""
         problem: CaptureError | str | None = None
         pauses: list[LongPause] = []
         for index in lanes:
@@ -211,7 +211,7 @@ class Controls:
         """Return whether keys have graphs on all lanes assigned to them.
 
         Args:
-            keys: The keys; by default all declared keys that are enabled.
+            keys: Keys to check; by default all declared keys that are enabled.
         """
         chosen = self._placement.by_lane(_checked(keys))
         for member, own in zip(self._executors, chosen, strict=True):
@@ -228,7 +228,7 @@ class Controls:
         """Warm up all keys; return the error of each failed warmup.
 
         Call it before the first capture if a library has a workspace that grows with the batch.
-        Graphs then capture the address of the largest workspace.
+        Graphs then store the address of the largest workspace.
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
@@ -274,14 +274,14 @@ class Controls:
         """Set the function that chooses the graphs to evict, on every lane.
 
         Args:
-            score: Function that returns the score of a captured key; the lowest score is evicted
-                first. None restores the order set by ``MemoryOptions.eviction``.
+            score: Function that returns the score of a captured key; the graph with the lowest
+                score is evicted first. None restores the order set by ``MemoryOptions.eviction``.
 
         Raises:
             ConfigError: ``score`` is neither a function nor None.
         """
         if score is not None and not callable(score):
-            hint = "For an order by name, use MemoryOptions(eviction=...) or swap(eviction=...)."
+            hint = "For a built-in order, use MemoryOptions(eviction=...) or swap(eviction=...)."
             raise ConfigError("score", score, "a function of a captured key, or None", hint)
         with self._lock:
             for member in self._executors:

@@ -55,7 +55,7 @@ class Workload:
     Attributes:
         spec: The arguments of the runner.
         backend: The backend on which steps run.
-        inputs: The static inputs; with axes, the inputs of the smallest buckets.
+        inputs: The static inputs, at the smallest bucket of each axis.
         axes: The inputs for all axis buckets; None without axes.
         slots: Name of the input with slots, and the state of the slots; None without slots.
         step: The step, with its pieces and the inputs that each piece receives.
@@ -129,11 +129,11 @@ class Executor:
         lane: The stream, memory pool and static inputs.
         counters: The step counters, by graph and by reason for running eager.
         timings: The measured times of steps.
-        warmups: The warmups, with the facts that they found about the step.
+        warmups: The warmups, and the properties of the step that they recorded.
         lifecycle: The captures and evictions of graphs.
         checker: The checker of replays; None without check mode.
-        eager: The runner of steps without a graph.
-        planner: The creator of plans for decisions.
+        eager: The runner of eager steps.
+        planner: The factory of plans for decisions.
         calibration: The runs that measure graphs for learning policies.
     """
 

@@ -80,7 +80,8 @@ class Lane:
         group: The group that owns the pool and the stream.
         index: Index of the lane in its runner.
         chain: The order of steps that must not overlap; None for a single lane.
-        tick: Number of steps so far, including eager steps; it dates the last use of each graph.
+        tick: Number of steps so far, including eager steps; the last use of a graph is stored as a
+            tick.
         handle: Raw handle of the stream of the last step; None before the first step.
         stream_argument: ``handle`` as an argument of driver calls.
         last_stream: The stream of the last step; None before the first step.

@@ -31,9 +31,9 @@ class PackedRunner:
     """A runner that packs items of different lengths into steps.
 
     Args:
-        runner: The runner of the steps. Its rows are tokens, and its only axis counts the items of
-            a step. If the step declares inputs named ``offsets``, ``lengths``, ``item_of_token`` or
-            ``positions``, they are computed from the items. Outputs must be ``owned``, because
+        runner: Runner of the packed steps. Its rows are tokens, and its only axis counts the items
+            of a step. If the step declares inputs named ``offsets``, ``lengths``, ``item_of_token``
+            or ``positions``, they are computed from the items. Outputs must be ``owned``, because
             later steps would overwrite views.
         packer: The packer, which groups the items of a call into steps.
         items: Name of the axis that counts items.
@@ -41,9 +41,9 @@ class PackedRunner:
             all outputs, or a sequence with a value for each output.
 
     Raises:
-        ConfigError: The runner is not a GraphRunner with owned outputs and the single axis
-            ``items``. (A RankedRunner is not supported.) Or the rows of an input are neither tokens
-            nor items, or ``results`` is invalid.
+        ConfigError: The runner is not a GraphRunner (a RankedRunner is not supported), does not
+            return owned outputs, or has other axes than ``items``. The error is also raised if the
+            rows of an input are neither tokens nor items, or if ``results`` is invalid.
 
     Thread safety: as for the runner.
     """
@@ -100,8 +100,8 @@ class PackedRunner:
             raise ConfigError(
                 "inputs",
                 sorted(others) or sorted(specs),
-                f"at least one input with tokens as rows, and others with dimension {items!r} "
-                f"first or one of the names {', '.join(COMPUTED_INPUTS)}",
+                "inputs with tokens as rows (at least one), inputs with "
+                f"{items!r} as dimension 0, and {', '.join(COMPUTED_INPUTS)}",
             )
         self._device = torch.device(runner.backend.torch_device)
 

@@ -82,7 +82,7 @@ def _state(executors: Sequence[Executor], key: GraphKey) -> str:
 
 
 def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Describe the limits on padding and splitting a graph, or else its segments."""
+    """Describe the batches that a graph cannot serve; if there are none, its segments."""
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:

@@ -307,8 +307,8 @@ class GraphRunner:
         calibration runs of learning policies are timed.
 
         Args:
-            keys: The keys; by default all declared keys. Each lane captures the keys that the lane
-                policy assigns to it.
+            keys: Keys to capture; by default all declared keys. Each lane captures the keys that
+                the lane policy assigns to it.
             progress: True for a progress bar on stderr, or a function that is called with ``(done,
                 total, key)``.
             again: Whether to also retry keys that have failed permanently.
@@ -515,7 +515,8 @@ class GraphRunner:
         """Record the arguments of each step; replace an earlier recording.
 
         Args:
-            capacity: Number of steps to keep. The oldest steps are overwritten and counted.
+            capacity: Number of steps to keep. Older steps are overwritten, and the recorder counts
+                them.
 
         Returns:
             The recorder; ``recorder.save(path)`` writes a step trace.

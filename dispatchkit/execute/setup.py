@@ -279,7 +279,8 @@ def check_slot_state(
             "rows_independent",
             True,
             "False with a compact SlotState",
-            "A part of a split batch does not start at the first slot. Disable one of the two.",
+            "A part of a split batch does not start at the first slot. Omit rows_independent, or "
+            "create the SlotState without compact.",
         )
 
 

@@ -330,7 +330,7 @@ class SlotState:
                     "session",
                     session,
                     f"one of at most {counted(self.num_slots, 'session')} (num_slots)",
-                    "No slot is free. Call leave() for another session, or raise num_slots.",
+                    "No slot is free. Call leave() for another session, or increase num_slots.",
                 )
             slot = self._free.pop()
             self._put(session, slot)
@@ -549,7 +549,7 @@ class SlotState:
         raise self._slots_error(slots.tolist(), name)
 
     def _are_sessions(self, slots: Any) -> bool:
-        """Return whether slots below ``num_slots`` belong to distinct sessions."""
+        """Return whether slots, all below ``num_slots``, belong to distinct sessions."""
         try:
             counts = numpy_module().bincount(slots, minlength=self.num_slots)
         except ValueError:  # a slot is negative
@@ -599,7 +599,7 @@ class SlotState:
         self._is_taken[slot] = False
 
     def _find_free(self) -> None:
-        """List the free slots, lowest last, and wake waiting threads."""
+        """Update the list of free slots, lowest last, and wake waiting threads."""
         free = (~self._is_taken).nonzero()[0][::-1].tolist()
         self._free = [slot for slot in free if slot not in self._lent] if self._lent else free
         self._changed.notify_all()
@@ -625,7 +625,7 @@ class SlotState:
         return SlotMove(session, source, target, num_bytes)
 
     def _clear_left(self, slots: Iterable[int]) -> None:
-        """Clear the given slots that are free now."""
+        """Clear the slots that are now free, unless ``join`` clears them."""
         if not self.is_raw:  # padding may change a free raw slot, so join() clears it
             self._clear(slot for slot in slots if not self._is_taken[slot])
 

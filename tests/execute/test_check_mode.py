@@ -133,9 +133,9 @@ PLANTED = {
     replaced_weight: "weight moved",
     replaced_buffer: "shift moved",
     replaced_table: "table moved",
-    baked_scalar: "factor was 2.0 and is 5.0",
-    baked_branch: "negate was False and is True",
-    switched_submodule: "inner.training was True and is False",
+    baked_scalar: "factor changed from 2.0 to 5.0",
+    baked_branch: "negate changed from False to True",
+    switched_submodule: "inner.training changed from True to False",
     freed_memory: "table moved",
     moved_input: "input 'x' moved",
     overwritten_output: "not close",
@@ -338,7 +338,7 @@ def test_bad_setting(make_runner, value):
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
-        (baked_scalar, "4 of 8 elements of .*state .* factor was 2.0 and is 5.0"),
+        (baked_scalar, "4 of 8 elements of .*state .* factor changed from 2.0 to 5.0"),
         (baked_branch, "1 of 1 elements of .*state .*: 4 in the replay, 6 in eager"),
         (freed_memory, "4 of 8 elements of .*state .* table moved"),
     ],

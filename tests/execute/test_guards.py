@@ -221,4 +221,4 @@ def test_each_runner_has_graphs_of_its_own_function(make_runner):
 
 def test_a_number_that_is_not_even_itself_is_no_change():
     then = Facts({}, {"fill": math.nan, "scale": 1})
-    assert changed(then, Facts({}, {"fill": math.nan, "scale": 2})) == "scale was 1 and is 2"
+    assert changed(then, Facts({}, {"fill": math.nan, "scale": 2})) == "scale changed from 1 to 2"

@@ -14,8 +14,8 @@ from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
 
-#: Function that captures one key. It returns a pair: the problem (None if the key was captured) and
-#: the pauses of steps that were too long. It returns None if the runner no longer exists.
+#: Function that captures one key. It returns the problem (None if the key was captured) and the
+#: pauses of steps that exceeded the limit. It returns None if the runner no longer exists.
 CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
 
 
@@ -31,7 +31,7 @@ class BackgroundCapture:
 
     Attributes:
         keys: Keys to capture, in order.
-        pauses: Pauses of steps that were longer than the allowed maximum, with their causes.
+        pauses: Pauses of steps longer than ``max_pause_us``, with their causes.
     """
 
     def __init__(

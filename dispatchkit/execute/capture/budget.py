@@ -26,7 +26,7 @@ from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once, warn_at_call
 from dispatchkit.options import MemoryOptions
 
-# Number of evictions per allowed graph from which a ChurnWarning is issued.
+# A ChurnWarning is issued after this number of evictions per allowed graph.
 _CHURN = 4
 
 
@@ -56,7 +56,7 @@ class _ExceededBudget:
     Attributes:
         need: Required memory in bytes.
         limit: Allowed memory in bytes.
-        elsewhere: Required memory in bytes that evicting the pool would not free.
+        elsewhere: Part of ``need`` in bytes that evicting the pool would not free.
         is_shared: Whether several runners share the budget.
     """
 
@@ -112,8 +112,8 @@ class Admission:
         lane: Lane of the capture.
         forecast: Function that returns the expected memory of a key's graph in bytes, or None if
             unknown. Used if the backend has no rehearsals.
-        evict_others: Function that evicts an idle pool or a graph with memory of its own, and
-            returns whether there was any.
+        evict_others: Function that evicts an idle pool or a graph with its own memory, and returns
+            whether it found one.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Admission:
                 raise OverBudgetError(self._key, passed, fits_alone=fits)
 
     def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
-        """Return how many bytes a capture would add to a pool, measured or else forecast."""
+        """Return the measured or forecast number of bytes that a capture would add to a pool."""
         backend = self._lane.backend
         rehearsals = features_of(backend).rehearsals
         if rehearsals is not None:
@@ -182,16 +182,16 @@ class MemoryBudget:
 
     Args:
         limits: Limits of the runner.
-        lane: Lane of the graphs.
+        lane: Lane that the graphs are captured on.
         graphs: Live graphs of the lane.
-        counters: Counters of evictions and captures.
+        counters: Counters in which evictions and captures are counted.
         forecast: Function that returns the expected memory of a key's graph in bytes, or None if
             unknown.
 
     Attributes:
         limits: Current limits of the runner.
-        score: Function that returns the score of a graph; the lowest score is evicted first. None
-            uses ``limits.eviction``.
+        score: Function that returns the score of a graph; the graph with the lowest score is
+            evicted first. None uses ``limits.eviction``.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class MemoryBudget:
         """Change the limits, and evict graphs that exceed them.
 
         Returns:
-            Keys whose graphs were released with the whole pool, by member of the pool. They may fit
-            into a new pool.
+            Keys whose graphs were released with the whole pool, by member of the pool. Some of
+            these graphs may fit into a new pool.
         """
         self.limits = limits
         self._note_limit()
@@ -261,7 +261,7 @@ class MemoryBudget:
         return Admission(key, limit, self._lane, self._forecast, evict_others)
 
     def drop_pool(self) -> None:
-        """Release shared outputs, and start a new pool if the current pool has no graphs."""
+        """Release the shared outputs. If the pool has no graphs, also start a new pool."""
         self._lane.drop_outputs()
         group = self._lane.group
         if not group.num_graphs():
@@ -308,7 +308,7 @@ class MemoryBudget:
         self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
 
     def _evict_others(self, passed: _ExceededBudget) -> bool:
-        """Evict an idle pool or a graph with memory of its own; return whether there was any."""
+        """Evict an idle pool or a graph with its own memory; return whether one was found."""
         if passed.is_shared and self._evict_idle():
             return True
         holding = [

@@ -1,7 +1,7 @@
 """Capture of one key: its warmup and its graphs.
 
-Everything that a warmup changes is restored. Backends guarantee that a capture itself changes
-nothing. Therefore a capture never counts as a step of the caller.
+Everything that a warmup changes is restored, and backends guarantee that the capture itself changes
+nothing. A capture therefore has no effect on the caller's steps.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Capturer:
 
     Args:
         warmups: Warmups of the step.
-        lane: Lane of the graphs.
+        lane: Lane that the graphs are captured on.
         guard: Guard that records the modes at each capture.
         share_outputs: Function that returns whether graphs write their outputs to shared memory.
         prove_rows: Whether to prove that padding does not change the rows of a batch.
@@ -632,9 +632,10 @@ class Capturer:
     def _keep(
         self, parts: Sequence[GraphPart | EagerCall], *, draws: bool
     ) -> Callable[[], Snapshot] | None:
-        """Return a function that saves the step's state, to restore it if an eager call differs.
+        """Return a function that saves the step's state before a replay, or None.
 
-        Return None if there is nothing to restore.
+        The state is restored if an eager call returns a different result than in the capture. None
+        means that there is nothing to restore.
 
         Raises:
             CaptureError: The state is too large to save, or is in Python objects.

@@ -168,8 +168,8 @@ class CapturedPieces:
     Attributes:
         parts: Parts in the order in which they run.
         ends_eager: Whether the last piece is eager and returns the outputs.
-        keep: Function that saves the state before a replay, to restore it if a call differs from
-            the capture; None if there is nothing to restore.
+        keep: Function that saves the state before a replay; None if there is nothing to restore.
+            The state is restored if an eager call returns a different result than in the capture.
     """
 
     parts: tuple[GraphPart | EagerPart | EagerCall, ...]
@@ -192,7 +192,7 @@ class CapturedPieces:
         return f"{around}; operations: {each}"
 
     def launch(self, num_rows: int, *, has_effect: bool) -> Any:
-        """Run the parts in order and return the result of the last one.
+        """Run the parts in order, and return the result of the last part.
 
         Exceptions raised by an eager piece propagate unchanged.
 
@@ -261,9 +261,9 @@ class CapturedKey:
         input_path: How inputs reach the graphs.
         layout: Layout of the outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
-        clones: Whether to copy each leaf if the caller owns the results. False for values that are
-            not tensors and for tensors of the caller's own state.
-        graphs: Graphs to release with the key.
+        clones: For each leaf, whether it is copied if the caller owns the results. Tensors of the
+            caller's own state and values other than tensors are not copied.
+        graphs: Graphs that are released with the key.
         holds: Other objects that the graphs read, kept alive here.
         guard: Fingerprint of the modes and modules at the capture.
         facts: Addresses and values built into the graphs; None outside check mode.
@@ -271,7 +271,7 @@ class CapturedKey:
         draws: Whether the step drew random numbers in its warmup or capture.
         axis_cuts: Output dimensions that depend on an axis (see ``io.axes``).
         values: Watch for changes to the Python values built into the graphs.
-        rows: Whether smaller batches may replay.
+        rows: Result of the proof that smaller batches may replay.
         pieces: Graph pieces and the eager pieces between them; None if there is a single graph.
         row_values: Python values in the outputs, by number of rows and leaf index.
         own_bytes: Pool memory in bytes that no other graph can use while this graph lives.

@@ -127,7 +127,7 @@ class EagerCall:
             torch._foreach_zero_(tails)
 
     def _compared(self, value: Any) -> Sequence[tuple[Result, torch.Tensor]]:
-        """Compare the results with the capture and return those to copy.
+        """Compare the results with the capture, and return the results that must be copied.
 
         Raises:
             DifferentResultError: A result differs from the capture.

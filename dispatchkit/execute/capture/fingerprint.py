@@ -76,7 +76,7 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     found = [
         f"{name} moved"
         if isinstance(now.get(name), _Place)
-        else f"{name} was {value!r:.40} and is {now.get(name)!r:.40}"
+        else f"{name} changed from {value!r:.40} to {now.get(name)!r:.40}"
         for name, value in then.items()
         # Identity is compared first, because NaN does not equal itself.
         if now.get(name) is not value and now.get(name) != value

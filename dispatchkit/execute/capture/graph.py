@@ -68,7 +68,7 @@ class GraphMaker:
     """Factory for single graphs on one lane.
 
     Args:
-        lane: Lane of the graphs.
+        lane: Lane that the graphs are captured on.
         device: Device of the outputs.
         generators: Random generators of the step besides the default generators.
     """

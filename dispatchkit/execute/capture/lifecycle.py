@@ -77,13 +77,13 @@ class Lifecycle:
     """The life cycle of a lane's keys, which are captured in sessions or on demand.
 
     Args:
-        capturer: Capturer of the lane.
+        capturer: Factory for the captured keys of the lane.
         graphs: Live graphs of the lane.
-        budget: Budget that limits the graphs.
-        lane: Lane of the keys.
-        registry: Registry of the keys.
+        budget: Limits on the number and memory of graphs, with their evictions.
+        lane: Lane that the keys are captured on.
+        registry: Registry in which all changes of state are recorded.
         modes: Runtime modes that can be captured.
-        counters: Counters of captures.
+        counters: Counters in which captures are counted.
         lazy: Whether to capture keys on demand.
         capture_after: Number of requests after which a key is captured lazily.
 
@@ -253,10 +253,11 @@ class Lifecycle:
     def warm_up_family(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
         """Warm up the smallest key of a family without interruption, unless the family is warm.
 
-        Later captures let other steps run only if this warmup shows that the step has no effects.
+        Later captures let other steps run only if this warmup shows that the step has no effects
+        besides its outputs.
 
         Returns:
-            The pause of other steps if it was longer than ``max_pause_us``; otherwise empty.
+            The pauses of other steps that were longer than ``max_pause_us``; at most one.
         """
         turns = self._lane.group.turns
         turns.wait()
@@ -273,8 +274,8 @@ class Lifecycle:
     def warm_all(self) -> dict[GraphKey, str]:
         """Warm up all keys without a graph, largest first, without capturing them.
 
-        A library whose workspace grows with the batch size then allocates the full workspace before
-        the first graph captures its address.
+        Graphs store the address of a library's workspace. A workspace that grows with the batch
+        size then reaches its full size before the first capture.
 
         Returns:
             The error of each key whose warmup raised. These keys are not marked as failed.
@@ -537,7 +538,7 @@ class Lifecycle:
         self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Evict the graphs with the lowest score first; None uses ``budget.eviction``."""
+        """Set the score by which graphs are evicted, lowest first; None restores the option."""
         self._budget.score = score
 
     # -- as a member of a pool's group --------------------------------------------------

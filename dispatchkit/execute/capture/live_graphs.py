@@ -24,9 +24,9 @@ class LiveGraphs:
     A graph is released when no key uses it and it is not in flight.
 
     Args:
-        lane: Lane of the graphs.
-        registry: Registry of the keys.
-        counters: Counters of evictions.
+        lane: Lane that the graphs were captured on.
+        registry: Registry in which the state of each key is recorded.
+        counters: Counters in which evictions are counted.
         notify: Function that is called with each event.
 
     Attributes:
@@ -143,6 +143,6 @@ class LiveGraphs:
         if any(one is step for one in self.by_key().values()):
             return
         step.lane.synchronize()
-        step.lane.forget_plans()  # their views would keep the outputs alive
+        step.lane.forget_plans()  # cached views of plans would keep the outputs alive
         with step.lane.measuring("driver"):
             step.release()

@@ -26,9 +26,9 @@ class PacedRun(DispatchMode):
     Args:
         pacer: Pacer that lets steps run when the lock has been held long enough.
         part: Phase of the capture.
-        lane: Lane whose stream is synchronized after each operator. The stream then waits for steps
-            that ran in between, because steps and captures may share the workspace of a library.
-            None if operators are recorded but not executed.
+        lane: Lane whose stream is synchronized after each operator; None if operators are recorded
+            but not executed. The stream then waits for steps that ran in between, because steps and
+            captures may share the workspace of a library.
     """
 
     def __init__(self, pacer: Pacer, part: str, lane: Lane | None) -> None:

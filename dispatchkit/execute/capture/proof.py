@@ -1,29 +1,30 @@
 """Proof of rows: check that a graph computes the same rows as eager for a smaller batch.
 
 A graph computes its whole bucket, and the caller receives the first rows. They equal the rows of
-eager only under two conditions: no row depends on later rows or on the number of rows, and row i of
-each output belongs to row i of the batch. Therefore each new graph is replayed on three rows of
-noise, followed once by more noise and once by fill. Both replays must return bitwise equal results
-for the three rows. Eager also runs on one row and on three rows. Its results must have the same
-number of rows as those of the graph, and equal values within rounding.
+eager only if rows do not depend on later rows or on the number of rows, and if row i of each output
+belongs to row i of the batch. Therefore each new graph is replayed on three rows of noise, followed
+once by more noise and once by fill. Both replays must return bitwise equal results for the three
+rows. Eager also runs on one row and on three rows. Its results must have the same number of rows as
+those of the graph, and equal values within rounding.
 
-A comparison of the two replays detects dependences that a comparison with eager misses: a few more
-rows often change a mean or an attention weight by less than the difference between two kernels. The
-comparison with eager detects dependences that replays miss, such as ``x / x.shape[0]``, because the
-number of rows is built into the graph. The proof uses three rows, because the rest of the bucket is
-then padding and three rows do not fill a block of two or four. The eager results are valid for all
-sizes, so each graph costs only two replays.
+Comparing the two replays detects dependences that a comparison with eager misses. A few more rows
+often change a mean or an attention weight by less than the difference between two kernels. The
+comparison with eager detects dependences that replays miss: in ``x / x.shape[0]``, the number of
+rows is built into the graph. Three rows leave most of the bucket to padding, and do not fill a
+block of two or four rows. The eager results are valid for all sizes, so each graph costs only two
+replays.
 
-Noise has both signs, and rows after the first three differ from them in magnitude, because a step
-may depend only on negative values, on values above 1, or on the largest row. Noise is limited to
-0..1 if other numbers may be invalid. This is the case if an operation of the warmup converts
-floating-point numbers to integers (index 0 stays valid), draws with probabilities, asserts or is
-not part of torch. Noise is also limited if other numbers lead to a non-finite result of eager or of
-a replay, for example through a logarithm or an overflow.
+A step may depend on padding only if the padding is negative, above 1 or larger than all other rows.
+Noise therefore has both signs, and differs in magnitude between the first three rows and later
+rows. Noise is limited to 0..1 if other numbers may be invalid. This is the case if an operation of
+the warmup draws with probabilities, asserts, is not part of torch, or converts floating-point
+numbers to integers (numbers below 1 become index 0, which is valid). Noise is also limited if other
+numbers lead to a non-finite result of eager or of a replay, for example through a logarithm or an
+overflow.
 
-An input whose fill value hides positions is a mask that is added to scores. It is set to zero, so
-all positions are visible. With noise, a step that hides positions with nonzero values would hide
-every position.
+An input whose fill value hides positions is treated as a mask that is added to scores. The mask is
+set to zero, so all positions are visible. With noise, a step that hides positions with nonzero
+values would hide every position.
 
 Integers and booleans are not randomized, because a random slot could overwrite the row of a
 session. They contain fill, and each graph is proven again with the integers of a padded call. This
@@ -101,7 +102,7 @@ class RowProver:
 
     Args:
         warmups: Warmups of the step, which run it eager.
-        lane: Lane of the graphs.
+        lane: Lane that the graphs were captured on.
         keeps_outputs: Whether callers may still read the last results of a graph, so that a proof
             must restore them.
     """
@@ -765,7 +766,7 @@ class _Trial:
         return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def write_far_noise(self, count: int) -> bool:
-        """Write noise of a distant magnitude after the first rows; return False if not needed."""
+        """Write far larger noise after the first rows; return False if it is not needed."""
         size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
         if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
             return False
@@ -891,10 +892,10 @@ def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
 
 
 def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
-    """Return copies of the slots of the rows, and of declared state.
+    """Return copies of the session rows that the dummy rows write, and of declared state.
 
-    State is included if it is small and no integer selects its rows. Undeclared state is excluded,
-    because it may be a workspace that depends on the bucket instead of the batch.
+    Declared state is included if it is small and no integer selects its rows. Undeclared state is
+    excluded, because it may be a workspace that depends on the bucket instead of the batch.
     """
     lent = {} if rows.lent is None else rows.lent.now()
     found = {name: one for name, one in lent.items() if one.dtype in _COMPARED}
@@ -1028,8 +1029,8 @@ def _is_chance(
         one: First result.
         other: Second result.
         again: Results of repeated replays of the same rows.
-        rounding: Largest ``eps`` that the step computes with. Differences beyond rounding do not
-            come from the order of additions, so a single repeated replay is enough for them.
+        rounding: Largest ``eps`` that the step computes with. The order of additions cannot cause
+            larger differences, so only one repeated replay is checked for them.
     """
     difference, spread = _difference(one, other), 0.0
     if not difference:

@@ -22,7 +22,7 @@ class CaptureReport:
         num_graphs: Number of captured graphs.
         seconds: Host time of the session in seconds.
         num_bytes: Memory of the runner's graphs after the session, in bytes.
-        failed: Reason of the failure for each key that could not be captured.
+        failed: Reason for each key whose capture failed.
         skipped: Reason for each skipped key (a budget, too many failures).
     """
 
@@ -57,7 +57,7 @@ class CaptureReport:
 
 
 def largest_first(key: GraphKey) -> tuple[int, int, int]:
-    """Return a sort key that puts large graphs first, so that smaller ones reuse their memory."""
+    """Return a sort key that puts large graphs first, so that smaller graphs reuse their memory."""
     own = key.descriptor
     return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
 
@@ -75,7 +75,7 @@ def is_gradient_error(error: BaseException) -> bool:
 
 
 def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
-    """Convert an exception of a warmup or capture to a CaptureError."""
+    """Convert an exception raised by a warmup or capture to a CaptureError."""
     if isinstance(error, CaptureError):
         error.key = error.key or str(key)
         return error

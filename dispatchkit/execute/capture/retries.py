@@ -19,7 +19,7 @@ class Retries:
 
     def __init__(self) -> None:
         self._since_failure: Counter[GraphKey] = Counter()
-        # Number of steps that ran eager because of any failed key: in total, and up to the last
+        # Number of steps that ran eager because a key had failed, and this number at the last
         # failure of each key.
         self._num_eager = 0
         self._eager_before: Counter[GraphKey] = Counter()
@@ -41,7 +41,7 @@ class Retries:
 
     @classmethod
     def waits_for_first_call(cls, entry: GraphEntry) -> bool:
-        """Return whether a key must be captured after the step's first call."""
+        """Return whether a key waits for the step's first call before its next capture."""
         return cls.may_try(entry) and entry.reason.startswith(Reason.FIRST_CALL)
 
     def is_due(self, entry: GraphEntry) -> bool:
@@ -52,7 +52,7 @@ class Retries:
         """Return the number of steps until a failed key is retried; 0 in other states."""
         if not self.may_try(entry):
             return 0
-        if self.waits_for_first_call(entry):  # an eager step for any failed key is enough
+        if self.waits_for_first_call(entry):  # one eager step for any failed key suffices
             return int(self._num_eager == self._eager_before[entry.key])
         wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
         return max(0, wait - self._since_failure[entry.key])

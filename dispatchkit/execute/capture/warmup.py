@@ -182,15 +182,15 @@ class Warmups:
         return num_bytes <= self._state_limit
 
     def may_write(self) -> bool:
-        """Return whether the step may change state; True before it was watched."""
+        """Return whether the step may change state; True until a warmup has been watched."""
         return not self._peaks or self.writes()
 
     def may_draw(self, key: GraphKey) -> bool:
-        """Return whether the step of a key may draw random numbers; True before it was watched."""
+        """Return whether a key's step may draw random numbers; True until a warmup was watched."""
         return self._draws.get(family_of(key), True)
 
     def is_known(self, key: GraphKey) -> bool:
-        """Return whether a key of the same family was watched."""
+        """Return whether a warmup of the key's family was watched."""
         return family_of(key) in self._peaks
 
     def is_pure(self, key: GraphKey) -> bool:
@@ -468,7 +468,7 @@ class Warmups:
         contents = ContentWatch(self._reached(own), self._state_limit)
         try:
             yield
-        except PythonChangedError:  # its classification needs the recorded writes
+        except PythonChangedError:  # classifying the change needs the recorded writes
             self._note_written(contents, snapshot)
             raise
         self._note_written(contents, snapshot)

@@ -2,9 +2,9 @@
 
 By default, the batch dimension is dimension 0 of the first tensor, and of each tensor with the same
 size there. Recurrent states, whose dimension 0 counts layers, have dimension 1 as batch dimension.
-If no other tensor shares dimension 0 of the first tensor, but some share its dimension 1, the first
-tensor is taken as a time-first sequence. The batch dimension of all tensors is then dimension 1. A
-guess may be wrong, so captures prove it.
+If other tensors have the size of the first tensor's dimension 1, but none has that of its dimension
+0, the first tensor is taken as a time-first sequence. The batch dimension of all tensors is then
+dimension 1. A guess may be wrong, so captures prove it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def guess_batch_dims(
 
     Args:
         tensors: Tensors of the call.
-        known: Result for earlier calls of the same kind, or None. A tensor that was unbatched there
-            stays unbatched.
+        known: Result for earlier calls of the same kind, or None. A tensor that was unbatched in
+            those calls stays unbatched.
         time_first: Whether the target takes time-first sequences.
     """
     may_follow = [
@@ -56,7 +56,7 @@ def _dim_of(tensor: torch.Tensor, rows: int) -> int | None:
 def _is_time_first(
     first: torch.Tensor, tensors: Sequence[torch.Tensor], may_follow: Sequence[bool]
 ) -> bool:
-    """Return whether tensors share dimension 1, but not dimension 0, of the first tensor."""
+    """Return whether the first tensor shares its dimension 1, but not 0, with other tensors."""
     others = [one for one, may in zip(tensors, may_follow, strict=True) if may and one is not first]
     if first.dim() < 3 or not others:
         return False

@@ -93,7 +93,7 @@ def graphed(
         memory: ``GraphMemory``, or one of its groups, to share with other runners. By default, the
             graphs of all forms share a pool and the budget ``MemoryOptions.max_bytes``. This budget
             counts the same memory as the budget of a ``GraphMemory``.
-        pieces: Whether to capture in segments around eager calls: calls of functions with
+        pieces: Whether to capture in segments around eager calls: calls of functions marked with
             ``eager_region``, and operators declared as not capturable.
         settings: Further settings of ``GraphRunner``.
 

@@ -1,8 +1,8 @@
 """PlainSteps: runs eager calls with little overhead over calling the model.
 
 The work of a runner around an eager step can take longer than a small model. PlainSteps therefore
-only decides and counts a step, unless the step must be ordered among streams, measured or compared,
-or a capture must be retried.
+only decides and counts a step. Steps that must be ordered among streams, measured or compared go
+through the runner, as do steps that retry a capture.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def prove_padding(
     """Test whether a call may be padded along its axes; return None if an axis is too short.
 
     Args:
-        axes: Axes of the call.
+        axes: Axes along which padding is tested.
         shapes: Shapes of the call's tensors, with None for the batch.
         tensors: Tensors of the call.
         run: Function that runs the model eager on tensors like these, without effects or random

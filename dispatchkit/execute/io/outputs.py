@@ -1,10 +1,10 @@
 """Outputs: batch dimensions, shared output memory, and cutting to the real rows.
 
 The batch dimension of an output is declared with ``output_batch_dims`` or measured by running the
-step at two sizes. The dimension that equals the number of rows in both runs is the batch. A single
-run would not be enough, because another dimension may happen to have the same size. An output is
-*open* if two dimensions may be the batch, or if a dimension other than the batch changes. Open
-outputs cannot be cut, so only full buckets replay.
+step at two sizes. The dimension whose size equals the number of rows in both runs is the batch
+dimension. A single run would not be enough, because another dimension may happen to have the same
+size. An output is *open* if two dimensions may be the batch dimension, or if the size of another
+dimension changes. Open outputs cannot be cut, so only full buckets replay.
 
 All graphs of a lane write their outputs to the same memory, because a lane runs one step at a time.
 """

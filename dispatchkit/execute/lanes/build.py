@@ -92,14 +92,14 @@ def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
 def _why_not_shared(work: Workload, number: int) -> str:
     """Return why lanes need a pool of their own; empty if they may share one with other runners.
 
-    In a shared pool, steps of these lanes could overlap with steps of another runner, or their
-    results could be overwritten before they are read.
+    In a shared pool, steps of these lanes could overlap with steps of another runner, or results
+    could be overwritten before they are read.
     """
     options = work.spec.options
     if number > 1:
         return "several lanes"
     if work.step.can_split:
-        return "eager pieces between graphs"  # these may call another runner
+        return "eager pieces between graphs"  # eager pieces may call another runner
     if work.spec.outputs == "view" and not options.buffers.share_outputs:
         return "views of outputs in the pool"
     if options.memory.max_bytes is not None:

@@ -19,10 +19,10 @@ class LaneChooser:
     """The chooser of a lane for each step.
 
     Args:
-        policy: Lane policy that chooses.
+        policy: Lane policy to call for each step.
         origin: Source of the lane policy, for error messages.
-        router: For lane policies that need keys: a dispatcher that decides as if every declared
-            graph were captured. Its keys are used only to choose lanes.
+        router: Dispatcher for lane policies that need keys, otherwise None. It decides as if every
+            declared graph were captured, and its keys are used only to choose lanes.
     """
 
     def __init__(self, policy: LanePolicy, origin: str, router: Dispatcher | None) -> None:

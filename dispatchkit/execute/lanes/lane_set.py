@@ -7,9 +7,9 @@ time, under one lock, and the device runs them concurrently.
 Results are new tensors, or views of the lane's memory. A future raises instead of returning a view
 that a later step of the lane may have overwritten.
 
-Events order the streams: the lane waits for work queued on the caller's stream at submission, and
-waiting for the future waits for the lane. Inputs are copied on the lane's stream, so the caller's
-stream does not wait. They are kept alive until the step has finished.
+Events order the streams: the lane waits for the work queued on the caller's stream at submission,
+and a stream that waits for a future waits for its lane. Inputs are copied on the lane's stream, so
+the caller's stream does not wait. They are kept alive until the step has finished.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class LaneCost:
     """The expected memory of an assignment of keys to lanes.
 
     Attributes:
-        way: ``every lane``: each lane has all keys. ``assigned lanes``: each key is on the lanes
-            that the lane policy returns for it.
+        way: ``every lane`` if each lane has all keys; ``assigned lanes`` if each key is only on the
+            lanes that the lane policy returns for it.
         num_graphs: Number of graphs on all lanes.
         graph_bytes: Size of pools and outputs on all lanes, in bytes.
         static_bytes: Size of static inputs on all lanes and for all buckets of axes, in bytes.
@@ -254,8 +254,8 @@ class LaneQueue:
         """Add a step just launched on the lane's stream, and return its record."""
         done = self._unused.pop() if self._unused else self.executor.work.backend.new_event()
         done.record(self.stream)
-        # Check two steps for each new one. All are eventually released, without checking many of
-        # them in one submission.
+        # Checking two earlier steps per submission eventually releases every step, and no
+        # submission takes long.
         self.reap(2)
         step = InFlight(done, num_tokens, tensors, self._unused)
         self._in_flight.append(step)

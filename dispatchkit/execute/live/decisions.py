@@ -84,8 +84,8 @@ class DecisionRunner:
 
         Raises:
             ConfigError: The decision is not from this runner's dispatcher.
-            InputError: An input is missing or unknown, or has a wrong dtype, device or shape, or
-                the decision is for another number of rows or other buckets. The step has not run.
+            InputError: An input is missing, unknown, or of a wrong dtype, device or shape; or the
+                decision is for another number of rows or other buckets. The step has not run.
             ReplayError: The graph was evicted, was captured under other modes (autocast, training)
                 or could not be launched, or the current stream is capturing.
         """
@@ -144,7 +144,7 @@ class DecisionRunner:
     def known_axis_cuts(
         self, values: Sequence[int], key: GraphKey | None
     ) -> tuple[AxisCut, ...] | None:
-        """Return the output dimensions that follow an axis, as measured by captures.
+        """Return the output dimensions that depend on an axis, as measured by captures.
 
         Args:
             values: The values of all axes.

@@ -443,7 +443,7 @@ class _Device:
             self.library_bytes = max(0, self.library_bytes + num_bytes)
 
     def reconcile(self) -> None:
-        """Subtract memory that the driver freed later, such as graphs of a deleted runner."""
+        """Subtract memory that the driver freed later, such as that of deleted runners."""
         gone = self.outside() - self.start.used_bytes + self.start.reserved_bytes
         self.driver_bytes -= min(
             self.driver_bytes, max(0, self.driver_bytes + self.library_bytes - gone)

@@ -125,10 +125,10 @@ class PoolGroup:
     Args:
         backend: Backend that creates the pool and the stream.
         lock: Lock that each step of the lanes holds.
-        name: Name in accounts.
+        name: Name of the pool in memory accounts.
         memory: Shared budget that the pool counts toward, or None.
         is_open: Whether more lanes may join.
-        turns: Turns of the lock, if several groups share the lock.
+        turns: Turns for ``lock`` if other groups share them; by default new turns.
         sleeper: Backend support for sleeping memory, or None if the memory need not sleep.
 
     Attributes:
@@ -213,7 +213,7 @@ class PoolGroup:
         Raises:
             ConfigError: The device has no more streams, or its backend does not support priorities.
         """
-        del self.stream  # before the new one, so that there are never more streams than lanes
+        del self.stream  # first, so that there are never more streams than lanes
         self.stream = new_stream(self.backend, priority)
 
     # -- memory -------------------------------------------------------------------------

@@ -7,8 +7,8 @@ correct if steps neither read nor write the memory that the capture uses or rest
 ``Capturer.allows_turns``. Steps and captures do not overlap on the device: the work of a phase
 finishes before a step may run, and the next phase waits for that step.
 
-Steps neither capture nor evict on the device of a background capture. A step that did would wait
-for the capture while holding the lock that the capture waits for, which is a deadlock.
+Steps neither capture nor evict on the device of a background capture. A step that did so would
+cause a deadlock: it would wait for the capture while holding the lock that the capture needs.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Turns:
     def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
         """Run a capture that lets steps run, and return its result.
 
-        The lock must be held, exactly once.
+        The caller holds the lock, acquired exactly once.
         """
         self.wait()
         self.is_under_way, self._pacer = True, pacer

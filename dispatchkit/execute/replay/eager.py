@@ -49,8 +49,8 @@ class EagerRunner:
         axes: Inputs with axes, or None.
         row_count: Name of the input that receives the number of real rows, if any.
         lane: Lane that orders eager steps and replays.
-        lifecycle: Life cycle of the lane's graphs.
-        counters: Step counters.
+        lifecycle: Life cycle of the lane's graphs, which disables failed graphs.
+        counters: Counters in which eager steps are counted.
         checker: Checker in check mode, otherwise None.
         strict: Whether a downgrade to eager raises.
 
@@ -83,7 +83,7 @@ class EagerRunner:
         self.num_runs: int = 0
 
     def is_plain(self) -> bool:
-        """Return whether running a step eager only calls the step, without gradients.
+        """Return whether an eager run only calls the step under ``torch.no_grad()``.
 
         This is the case if no input is copied to the device, no changes to state must be ordered
         between streams, results are not compared, and eager steps are allowed.
@@ -146,11 +146,11 @@ class EagerRunner:
         return result
 
     def run_inside_capture(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run a validated call that a capture of the caller records.
+        """Run a validated call inside a capture that the caller has begun.
 
         Raises:
-            InputError: There are host inputs, and replays of the caller's graph would use their
-                current values.
+            InputError: There are host inputs, whose current values would be built into the caller's
+                graph.
         """
         if self._inputs.host:
             name = self._inputs.names[self._inputs.host[0]]

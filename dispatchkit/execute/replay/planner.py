@@ -44,11 +44,11 @@ class Planner:
     Args:
         dispatcher: Dispatcher. The reference is weak, because the dispatcher's table holds the
             plans.
-        lifecycle: Life cycle of the lane's graphs.
-        lane: Lane of the steps.
+        lifecycle: Life cycle of the lane's graphs, which captures and proves them on demand.
+        lane: Lane that the steps run on.
         eager: Runner of eager steps.
         guard: Guard that reads the modes that affect a capture.
-        counters: Step counters.
+        counters: Counters in which the plans count steps.
         timings: Timings that collect the measurements of steps.
         checker: Checker in check mode, otherwise None. Check mode measures nothing, because steps
             run twice.

@@ -235,7 +235,7 @@ class LazySplitPlan:
         parts: Parts in order.
         num_tokens: Number of rows of the batch.
         inputs: Static inputs, or the inputs with axes.
-        registry: Registry of keys and graphs.
+        registry: Registry in which the graphs of the parts are looked up.
         eager: Runner of eager steps, for steps before the captures.
         lifecycle: Life cycle of the lane's graphs.
         lane: Lane of the steps.

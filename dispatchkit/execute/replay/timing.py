@@ -58,7 +58,7 @@ class Measurement:
         decision: Decision of the step.
         step: Number of steps so far, including this step.
         queued: Whether earlier work was pending on the stream.
-        is_first: Whether this is the first eager run of its size.
+        is_first: Whether the step is the first eager run of its size.
         begun_ns: Host time at the start of the submission, in nanoseconds.
         submit_us: Duration of the submission on the host, in microseconds.
         was_ahead: Whether the submission finished before the device reached the step.

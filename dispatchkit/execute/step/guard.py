@@ -29,7 +29,7 @@ class Guard:
             single submodule are detected only in check mode.
 
     Attributes:
-        modules: Guarded modules.
+        modules: Modules added so far.
     """
 
     def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:

@@ -25,7 +25,7 @@ class Piece:
     """One part of a step.
 
     Attributes:
-        fn: Function of the piece.
+        fn: Function that the piece calls.
         is_graph: Whether the piece may be captured; otherwise it runs eager in PIECEWISE.
         names: Static inputs that the piece receives as keyword arguments.
         support: Batches for which the piece may be captured inside a FULL graph.
@@ -78,7 +78,7 @@ def eager_piece(
     """Mark a function as a part of a step that runs eager in PIECEWISE, such as attention.
 
     Args:
-        fn: Function of the piece.
+        fn: Function to mark.
         support: Batches for which the piece may be captured inside a FULL graph.
 
     Raises:
