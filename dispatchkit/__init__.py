@@ -155,7 +155,7 @@ def __getattr__(name: str) -> Any:
 
         if distribution_of("attribute", name) is not None:
             # If the distribution is missing, this raises ImportError, because `from dispatchkit
-            # import` hides the message of any other exception.
+            # import` would replace the message of an AttributeError.
             return load_attribute(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

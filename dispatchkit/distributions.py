@@ -1,7 +1,8 @@
 """The distributions that provide names outside the core.
 
-The core names its own plugins only here. A plugin is imported only if a user requests one of its
-names. The table provides the default policy and the installation hints in messages.
+In the core, only this file names dispatchkit's plugins. It contains the default policy, and the
+table behind the installation hints in messages. A plugin is imported only if a user requests one of
+its names.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dispatchkit.errors import MissingDistributionError
 #: Name of the policy used if neither the user nor a plugin chooses a policy.
 DEFAULT_POLICY = "vllm"
 
-#: Kind of name -> name -> distribution. Kinds are ``Spec.kind`` of each record, and ``attribute``
-#: for Python attributes of the package (``dispatchkit.<name>``).
+#: The distribution of each name, by kind of name. The kinds are the values of ``Spec.kind``, and
+#: ``attribute`` for Python attributes of the package (``dispatchkit.<name>``).
 DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
     "policy": {
         **dict.fromkeys((DEFAULT_POLICY, "vllm-drafter", "vllm-lora-count"), "dispatchkit-vllm"),

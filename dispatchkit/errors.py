@@ -85,7 +85,7 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 @attrs.frozen
 class Origin:
-    """The origin of a plugin.
+    """The source of a plugin: a distribution, or an object passed in.
 
     Attributes:
         plugin: Name of the plugin: the name of its entry point, or the name given with the object.
@@ -187,7 +187,7 @@ class InputError(DispatchkitError, ValueError):
     """An input of a call does not match the declared static input.
 
     Attributes:
-        name: Name of the input.
+        name: Name of the input at fault.
     """
 
     def __init__(self, name: str, message: str) -> None:
@@ -218,10 +218,10 @@ class PolicyError(DispatchkitError, RuntimeError):
     """A policy raised, or its decision violates a hard constraint.
 
     Attributes:
-        policy: Name of the policy.
+        policy: Name of the policy at fault.
         origin: The distribution that provides the policy, or the name under which it was passed in.
         hook: The method or hook at fault, such as ``declare``, ``decide`` or ``observe``.
-        value: The returned value.
+        value: The value that the method or hook returned.
     """
 
     policy: str
@@ -291,7 +291,7 @@ class SwapError(DispatchkitError, RuntimeError):
     """A swap was refused; the policy and configuration in effect have not changed.
 
     Attributes:
-        failed: Reason for each failed key, by the key as a string.
+        failed: Reason for each failure, by the failed key as text.
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:
@@ -315,7 +315,7 @@ class TraceError(DispatchkitError, ValueError):
     """A trace file is missing, malformed or not writable.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the trace file.
         line: 1-based line number; None if the error concerns the whole file.
     """
 
@@ -335,7 +335,8 @@ class RankError(DispatchkitError, RuntimeError):
         ranks: Global ranks at fault; empty if unknown.
         step: The last step on which all ranks are known to have agreed; 0 before the first step.
         reason: Short reason: ``late`` (or dead), ``raised``, ``left``, ``differs``, ``connection``,
-            or ``not_measured`` (the batch dimension of the outputs along an axis is unknown).
+            or ``not_measured`` (no capture has measured how outputs depend on an axis, so they
+            cannot be trimmed).
     """
 
     ranks: tuple[int, ...]

@@ -71,8 +71,8 @@ def check_output(
         hint: Sentence for the error message if the file exists.
 
     Raises:
-        ConfigError: The path is invalid, is a folder or an input, or is in a missing or read-only
-            folder. Or the file exists and ``overwrite`` is False.
+        ConfigError: The path is invalid, a folder, an input, or in a missing or read-only folder.
+            Also raised for an existing file if ``overwrite`` is False.
     """
     shown = check_path(path, "output")
     try:

@@ -21,7 +21,7 @@ def warn_at_call(message: str, category: type[Warning]) -> None:
 
 
 def line_of_call() -> str:
-    """Return file and line of the innermost user code; ``""`` if no frame is user code."""
+    """Return the file and line of the innermost user code; ``""`` if no frame is user code."""
     frame = inspect.currentframe()
     while frame is not None and _is_internal(frame.f_globals):
         frame = frame.f_back
@@ -40,7 +40,7 @@ def _package(names: dict[str, object]) -> str:
 
 
 class Once:
-    """A record of the keys that have been used.
+    """The set of keys for which ``first`` has been called.
 
     Thread safety: any thread. If several threads call ``first`` with a key, only one gets True.
     """

@@ -103,7 +103,7 @@ def _one(kind: type[Any]) -> Callable[[Any, str], Any]:
 @refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class CaptureOptions:
-    """Settings of captures.
+    """Settings for captures.
 
     Attributes:
         warmups: Number of eager runs before each capture.
@@ -158,7 +158,7 @@ class MemoryOptions:
 @refuses_unknown_names
 @attrs.frozen(kw_only=True, repr=False)
 class BufferOptions:
-    """Settings of static input and output buffers.
+    """Settings for static input and output buffers.
 
     Attributes:
         row_count: Name of a 0-d int64 input on the device, which the runner fills with the number
@@ -277,7 +277,7 @@ GROUPS: Final[Mapping[str, type[Any]]] = {
 
 
 def names_of(record: type[Any]) -> list[str]:
-    """Return the names of a record's settings in order."""
+    """Return the names of a record's settings, in the order of their fields."""
     names = [str(field.alias) for field in attrs.fields(record) if field.init]
     return [name for name in names if not name.startswith("_")]
 
@@ -349,8 +349,9 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
 
 
 def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the replacement for moved settings: arguments to write, a call to add, and settings to
-    omit. Keyword names stand for objects.
+    """Return the arguments to write, the call to add and the settings to omit, as text.
+
+    Objects that cannot be printed as code are represented by the name of their keyword.
     """
     written, called = [], ""
     if moved.pop("plugins", None) is not None:

@@ -137,7 +137,7 @@ class PluginSettings:
 
 @attrs.frozen
 class Setting:
-    """One setting.
+    """The definition of a setting: its name, group and field.
 
     Attributes:
         name: Name of the setting in Python and ``pyproject.toml``.
@@ -152,13 +152,13 @@ class Setting:
 
     @property
     def about(self) -> SettingInfo:
-        """The description of the setting."""
+        """The setting's help text, and the function that reads its value from text."""
         about: SettingInfo = self.field.metadata[ABOUT]
         return about
 
     @property
     def help(self) -> str:
-        """One-sentence description of the setting."""
+        """Help text of the setting: one sentence."""
         return self.about.help
 
     @property
@@ -217,7 +217,7 @@ class SettingValue:
 
     Attributes:
         value: The validated value.
-        source: The source as text.
+        source: Where the value comes from, as text.
         place: ``default``, ``file``, ``environment`` or ``call``.
     """
 
@@ -314,8 +314,8 @@ class Settings:
     def plugin_filter(self) -> dict[str, Any]:
         """Return keyword arguments for ``load_plugins``.
 
-        Given plugin settings already include the environment. ``load_plugins`` must not apply the
-        environment again.
+        Given plugin settings already include the environment, so ``load_plugins`` gets an empty
+        environment.
         """
         found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
         return {**found, "environ": {}} if self.chosen("plugins") else found
@@ -488,7 +488,7 @@ def _read_file(
     environ: Mapping[str, str],
     start: str | os.PathLike[str] | None,
 ) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the file and its table; (None, {}) if no file has the table."""
+    """Return the file and its [tool.dispatchkit] table; (None, {}) without the table."""
     wanted = file or environ.get(FILE_VARIABLE) or None
     if wanted is not None:
         path = Path(wanted)

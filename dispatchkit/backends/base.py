@@ -18,7 +18,7 @@ import attrs
 
 @attrs.frozen
 class BackendCapabilities:
-    """The capabilities of a backend.
+    """The features and limits of a backend.
 
     Attributes:
         graphs: Whether the backend can capture and replay graphs.
@@ -137,7 +137,7 @@ class GraphBackend(Protocol):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """The backend's capabilities."""
+        """Features and limits of the backend."""
         ...
 
     def device_info(self) -> dict[str, str]:

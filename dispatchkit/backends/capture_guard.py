@@ -1,8 +1,8 @@
 """Process-wide state of captures on all devices.
 
 Only one capture per device runs at a time, and captures in a thread cannot be nested. The garbage
-collector is disabled during captures. It could destroy an old graph, which the driver does not
-allow while a stream is capturing.
+collector is disabled during captures, because the driver does not allow it to destroy an old graph
+while a stream is capturing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HostSyncError(RuntimeError):
     """Raised for a call that waits for the device during a capture.
 
     Args:
-        call: Name of the call.
+        call: Name of the refused call, for the message.
         why: Reason for refusing the call.
         next_step: Sentence that suggests a change.
     """
@@ -136,7 +136,7 @@ def refuse_nested(device: str) -> None:
 
 
 def pause_capture() -> None:
-    """Pause this thread's capture: until it resumes, calls that wait are allowed."""
+    """Pause this thread's capture, and allow calls that wait for the device until it resumes."""
     _thread.device, _thread.paused = "", _thread.device or _thread.paused
 
 

@@ -59,7 +59,7 @@ class PriorityBackend(Protocol):
     """
 
     def new_stream(self, *, priority: int = 0) -> Stream:
-        """Return a stream.
+        """Return a new stream.
 
         Args:
             priority: Priority of the stream, at least 0. Work with larger numbers runs first, and
@@ -248,8 +248,8 @@ class SegmentingBackend(Protocol):
 
         The first segment is open when the callable is called. ``end`` returns the graph of a
         segment. The callable must not return with an open segment, whose graph would be lost. Calls
-        between segments take effect immediately. Otherwise, the rules of ``GraphBackend.capture``
-        apply.
+        between segments take effect immediately. In all other respects, the rules of
+        ``GraphBackend.capture`` apply.
 
         Args:
             run: Callable to capture, which ends and begins segments through its argument.
@@ -355,7 +355,7 @@ class CopyNode(Protocol):
 
     @property
     def data(self) -> Any:
-        """Host buffer for the rows of host inputs, which is read when the node is set."""
+        """Host buffer for the rows of host inputs, read when the node's parameters are set."""
         ...
 
     def record(self, stream: int) -> None:
@@ -369,7 +369,7 @@ class CopyNode(Protocol):
     def setter(
         self, regions: Sequence[CopyRegion], offsets: Sequence[int] = ()
     ) -> Callable[[Sequence[Any]], int]:
-        """Return a function that sets the node for batches of one size.
+        """Return a function that sets the node's parameters for batches of one size.
 
         The function accepts one contiguous tensor per region, except for the last ``len(offsets)``
         regions, whose rows are in ``data`` at these offsets. The graph reads the tensors when it

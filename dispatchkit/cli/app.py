@@ -69,7 +69,7 @@ class Commands(TyperGroup):
             if name in self.commands:
                 print_stderr(
                     f"Command {name!r} ({plugins.commands[name].origin}) is skipped: "
-                    "dispatchkit has a command with this name."
+                    "dispatchkit has a command with this name. Next: rename the plugin's command."
                 )
             elif self._plugin_command(plugins, name) is not None:
                 own.append(name)
@@ -95,7 +95,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _plugins(self) -> PluginSet | None:
-        """Return the loaded plugins; if that fails, print the error and return None."""
+        """Load and return the plugins; if loading fails, print the error and return None."""
         try:
             return load_installed_plugins()
         except DispatchkitError as error:

@@ -65,7 +65,10 @@ def bench(
                 print(done.stdout, end="")
             if done.returncode:
                 failed.append(name)
-                print_stderr(f"Benchmark {name!r} failed with exit code {done.returncode}.")
+                print_stderr(
+                    f"Benchmark {name!r} failed with exit code {done.returncode}. "
+                    f"Next: correct its error, then run `dispatchkit bench {name}`."
+                )
     if as_json:
         print_json({"ok": not failed, "failed": failed, "results": results})
     if failed:

@@ -119,7 +119,7 @@ def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]
     """Yield the findings of all checks, versions first.
 
     Args:
-        plugins: The loaded plugins.
+        plugins: The loaded plugins, whose policies and backends are checked.
         environ: The environment variables to check.
     """
     yield Finding(Level.OK, "dispatchkit", f"{__version__}, {facts.python()}.")
@@ -158,7 +158,7 @@ def _plugins(plugins: PluginSet) -> Iterator[Finding]:
 
 
 def _decisions(plugins: PluginSet) -> Iterator[Finding]:
-    """Time ``dispatch`` with the default policy."""
+    """Report the time of a decision of the default policy."""
     from dispatchkit.dispatch import Dispatcher
     from dispatchkit.keys import DispatchConfig
 

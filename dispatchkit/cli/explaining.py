@@ -228,4 +228,4 @@ def show(answer: Explanation, out: Console) -> None:
         for each in answer.candidates
     ]
     out.print()
-    out.print(table(["Smallest graphs that cover it", "Padding", "Verdict"], rows, right=[1]))
+    out.print(table(["Smallest graphs that fit", "Padding", "Verdict"], rows, right=[1]))

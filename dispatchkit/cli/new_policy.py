@@ -113,7 +113,7 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     if keyword.iskeyword(name):
         raise ConfigError("NAME", name, "a name other than a Python keyword")
     if name.startswith("dispatchkit-"):
-        hint = f"Use {name.partition('-')[2]!r}. The distribution's name gets the prefix."
+        hint = f"Use {name.partition('-')[2]!r}. The prefix is added to the distribution's name."
         raise ConfigError("NAME", name, "the name of the policy without the prefix", hint)
     target = directory / f"dispatchkit-{name}"
     if os.path.lexists(target):

@@ -278,7 +278,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
 
 
 def _fewest(num_tokens: int, query_len: int) -> int:
-    """Return a lower bound for the number of requests."""
+    """Return a lower bound for the number of requests of a batch."""
     return min(num_tokens, max(1, num_tokens // query_len if query_len else 1))
 
 

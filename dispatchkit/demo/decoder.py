@@ -67,7 +67,7 @@ class KVCache:
 
     Attributes:
         keys: One tensor of shape ((S + 1) * L, D) per layer.
-        values: Likewise.
+        values: Tensors of the same shapes as ``keys``.
     """
 
     keys: list[torch.Tensor]
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
     """A decoder-only language model with random weights.
 
     Args:
-        shape: Sizes.
+        shape: Sizes of the decoder and its cache.
         device: Device of the weights.
         seed: Seed of the weights; the same seed gives the same weights on every device.
     """

@@ -40,7 +40,7 @@ def decoder(
     Args:
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
         shape: Sizes of the model; by default chosen for the device.
-        sizes: Capture sizes.
+        sizes: Capture sizes in tokens; by default chosen for the device.
         max_num_tokens: Maximum tokens per step. The default is 2048 on a GPU and the largest
             capture size on the tape.
         options: Options of the runner. The other arguments replace its configuration and device.
@@ -87,7 +87,7 @@ def mlp(
         device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_layers: Number of linear layers, each followed by a ReLU.
         width: Width of all layers; by default chosen for the device.
-        sizes: Capture sizes.
+        sizes: Capture sizes in tokens; by default chosen for the device.
         max_num_tokens: Maximum tokens per step. The default is 2048 on a GPU and the largest
             capture size on the tape.
         options: Options of the runner. The other arguments replace its configuration and device.

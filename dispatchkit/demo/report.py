@@ -18,7 +18,7 @@ class KindTimes:
         kind: ``decode`` or ``mixed``, from the trace.
         mode: Runtime mode of the steps.
         steps: Number of steps.
-        num_tokens: Number of tokens before padding.
+        num_tokens: Number of tokens of these steps, before padding.
         padding: Number of padding tokens.
         eager_ms: Median milliseconds of an eager step.
         dispatched_ms: Median milliseconds of a dispatched step.
@@ -40,7 +40,7 @@ class Difference:
     Attributes:
         step: Number of the step, from 0.
         mode: Runtime mode of the step.
-        num_tokens: Number of tokens.
+        num_tokens: Number of tokens of the step, before padding.
         worst: Largest absolute difference; NaN if a result is NaN.
     """
 
@@ -100,7 +100,7 @@ class DemoReport:
     """The results that ``dispatchkit demo`` prints.
 
     Attributes:
-        policy: Name of the policy.
+        policy: Name of the policy of the dispatched run.
         policy_origin: Distribution and version of the policy.
         backend: Name of the backend.
         device: Facts about the device.

@@ -35,7 +35,7 @@ class PlannedStep:
         num_reqs: Number of requests in the step.
         uniform: Whether all requests are past their prompts and have ``query_len`` tokens.
         query_len: Number of tokens per request if uniform, else 0.
-        tokens: Token ids.
+        tokens: Id of each token.
         positions: Position of each token in its request, from 0.
         slots: Cache slot of each token's request.
         cut_tokens: Number of omitted tokens of the trace's step.
@@ -60,7 +60,7 @@ class Traffic:
     """The generated steps, and counts of the omitted parts of the trace.
 
     Attributes:
-        steps: The steps, in order.
+        steps: The steps, in the order of the trace.
         num_requests: Number of distinct requests.
         max_prompt: Maximum prompt length in tokens.
         num_tokens: Number of tokens of all steps, without omitted tokens.

@@ -57,6 +57,8 @@ def trial_keys(
 ) -> list[GraphKey]:
     """Try a policy on batches around its declared sizes; return its keys.
 
+    The trial treats all declared graphs as captured.
+
     Args:
         policy: Policy to try; no reference to it is kept.
         config: The configuration under which the policy decides.
@@ -68,7 +70,7 @@ def trial_keys(
         ConfigError: ``policy`` has neither ``declare`` nor ``decide``, or ``config`` is not a
             ``DispatchConfig``.
         PolicyError: A method is missing or raises, a declared key is invalid, or a decision breaks
-            a hard constraint. The trial treats all declared graphs as captured.
+            a hard constraint.
     """
     hint = "Write DispatchConfig(sizes=[8, 16]), for example."
     check_instance(config, DispatchConfig, "config", hint)
@@ -152,7 +154,7 @@ def describe_exception(error: Exception, batch: Batch | None = None) -> str:
 
 
 def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:
-    """Yield batches at and next to some of the sizes, where rules often fail."""
+    """Yield batches at and next to some declared sizes, where rules often fail."""
     sizes = sorted({key.num_tokens for key in keys})
     smallest = tuple(axis.buckets[0] for axis in config.axes)
     step = max(1, len(sizes) // _MAX_SIZES_TRIED)

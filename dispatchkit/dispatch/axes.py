@@ -1,7 +1,7 @@
 """Adapt policies that do not support axes to configurations with axes.
 
-A policy without axes declares keys and decides as if there were none. Each of its keys is declared
-for every combination of buckets. Its ``decide`` sees only the keys with the buckets of the batch.
+The keys and decisions of these policies have no axes. Each key is declared for every combination of
+buckets. ``decide`` receives a view that contains only the keys with the buckets of the batch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _MORE_TOKENS = (
     "Raise max_num_tokens for larger batches; batches above the largest capture size run eager."
 )
 _MORE_LORAS = "Raise max_loras for more adapters."
-#: Next steps only for numbers above a limit.
+#: Hints that apply only to numbers above a limit.
 _RAISE_LIMIT = (_MORE_TOKENS, _MORE_LORAS)
 _CODES = "Pass a RuntimeMode, or allowed_modes_code(modes)."
 

@@ -44,7 +44,7 @@ def may_be_split(batch: Batch) -> bool:
 
 
 def part_of(batch: Batch, num_tokens: int) -> Batch:
-    """Return a part of a batch; the rows of the part may belong to any requests."""
+    """Return a part of a batch, with an upper bound for its number of requests."""
     reqs = None if batch.num_reqs is None else min(batch.num_reqs, num_tokens)
     return attrs.evolve(batch, num_tokens=num_tokens, num_reqs=reqs)
 
@@ -97,7 +97,9 @@ def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None
         size = counted(batch.num_tokens, "token")
         return f"chose {key} for {size}; a bucket is never smaller than its batch."
     if not key.covers(batch):
-        return f"chose {key}, which cannot serve {batch}."
+        return (
+            f"chose {key}, which cannot serve {batch}. GraphView.covering() yields suitable keys."
+        )
     why = graphs.why_not(key)
     if why is not None:
         return f"chose {key}, which cannot run now: {why}."

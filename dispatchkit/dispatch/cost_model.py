@@ -69,7 +69,7 @@ class StepCost:
 
         Args:
             model: Cost model that returns the times.
-            decision: The decision for the step.
+            decision: The decision that the step received.
             num_tokens: Number of tokens of the step; a step of 0 tokens costs nothing.
         """
         is_pieces = decision.mode is RuntimeMode.PIECEWISE

@@ -102,7 +102,7 @@ class Part:
     """Some rows of a split batch, and the graph that serves them.
 
     Attributes:
-        key: The key of the graph.
+        key: Key of the graph that serves the rows.
         num_tokens: Number of rows, at least 1.
 
     Raises:
@@ -286,20 +286,20 @@ class Outcome:
     """The outcome of an executed step, passed to ``LearningPolicy.observe``.
 
     Attributes:
-        batch: The batch of the step.
+        batch: The batch that the step ran.
         decision: The bound decision of the step.
         elapsed_us: Time on the stream in microseconds, or None if not measured.
         clock: ``device`` if measured with timing events, ``host`` if measured with a host clock.
         queued: Whether earlier work was pending on the stream at the launch.
         completed: Whether the step completed; policies must not learn from incomplete steps.
-        won: False if another policy's decision ran instead, inside a composite policy.
+        won: False if the policy is part of a composite policy, and another part's decision ran.
         step: Number of steps so far, measured or not, including this step; 0 if unknown.
         is_first: Whether this is the first known eager run with this number of tokens. In this run,
             libraries choose kernels, which may take as long as many steps.
         host_us: Host time of the submission in microseconds, without waiting for the device; None
             if unknown.
-        device_us: Device time in microseconds without delays by the host. None unless the whole
-            step was submitted before the device started it.
+        device_us: Device time in microseconds, excluding delays caused by the host. None unless the
+            whole step was submitted before the device started it.
     """
 
     batch: Batch
@@ -323,7 +323,7 @@ class CellUpdate:
         batch: The batch of the cell: its tokens, query class, adapters and allowed modes.
         decision: The new decision; None to call ``decide`` again at the next use of the cell.
         one_shot: Whether the decision holds for one step, after which the steady decision applies
-            again. Without a decision, the waiting one-shot decisions of the cell are dropped.
+            again. If ``decision`` is None, True drops the waiting one-shot decisions of the cell.
         up_to: Without a decision, also empty the cells of larger, otherwise equal batches of up to
             this number of tokens; 0 for ``batch`` alone.
 

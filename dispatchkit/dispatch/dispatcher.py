@@ -7,8 +7,8 @@ techniques avoid further branches on the hot path:
 * An empty cell holds ``EMPTY``, whose limit of -1 requests every batch exceeds. Empty cells and
   batches with too many requests therefore fail the same comparison.
 * Decisions for more requests than the limit of a cell are in a separate dictionary.
-* An unused row is an empty tuple, and a batch above the table is beyond the end of its row, so both
-  raise IndexError.
+* An unused row is an empty tuple. Indexing it, or indexing any row with a batch above the table,
+  raises IndexError.
 * A waiting one-shot decision empties its cell. The next step uses the cold path, which returns the
   one-shot decision. After the last one-shot decision, it restores the steady decision.
 """
@@ -687,8 +687,8 @@ class Dispatcher:
             bound = _most_reqs(decision.parts)
         elif decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
-        # A number of requests above the configured limit fails the same comparison, and is
-        # validated on the cold path.
+        # The configured limit bounds every decision. A larger number of requests therefore takes
+        # the cold path, which validates it.
         bound = min(bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs)
         policy = decision.policy or self._epoch.proposal.parts.name
         return decision.at(batch.num_tokens, bound, policy, revision, one_shot)
@@ -728,8 +728,8 @@ class Dispatcher:
 def _most_reqs(parts: Iterable[Part]) -> int:
     """Return the largest number of requests for which a split holds.
 
-    A part has at most as many requests as rows. It sets a limit only if its graph was captured for
-    fewer requests than the part has rows.
+    A part has at most as many requests as rows. A part therefore sets a limit only if its graph was
+    captured for fewer requests than the part has rows.
     """
     limits = (
         part.key.descriptor.num_reqs

@@ -60,14 +60,14 @@ class Explanation:
     """A decision, its policy and cause, and the nearest graphs.
 
     Attributes:
-        batch: Explained batch.
+        batch: The batch whose decision is explained.
         decision: Decision that a step would receive now.
         policy: Name and origin of the policy, and for a composite policy the member that decided.
         candidates: The smallest graphs that cover the batch, by runtime mode.
         largest: Tokens of the largest declared graph; 0 if no graph is declared.
         fault: Error of the policy, if any. Explaining does not count it.
         problem: Cause of the decision if the batch exceeds ``max_num_tokens``, or if the smallest
-            graph that covers it is outdated or its capture failed; otherwise empty.
+            graph that covers the batch is outdated or failed to capture; otherwise empty.
         cost: Cost of the step, if a cost model is given.
         times: Times that a runner measured for steps with the same decision; None if steps are not
             measured.
@@ -212,7 +212,9 @@ class Explanation:
         if self.note:
             lines.append(f"   note: {self.note}")
         if self.times is not None:
-            measured = "; ".join(map(str, self.times)) or "no such step has been timed yet"
+            measured = (
+                "; ".join(map(str, self.times)) or "no step with this decision has been timed yet"
+            )
             lines.append(f"   measured here: {measured}")
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"

@@ -115,8 +115,8 @@ class Lanes:
     Attributes:
         count: Number of lanes.
         policy: The lane policy; None for the policy named in the options.
-        memory: A ``GraphMemory`` or one of its groups, with a pool, budget and account shared by
-            several runners. By default each lane has its own pool.
+        memory: A ``GraphMemory`` or one of its groups, through which several runners share pools, a
+            budget and memory accounts. By default each lane has its own pool.
 
     Raises:
         ConfigError: The number or the policy is invalid.
@@ -178,7 +178,7 @@ class KeyPlacement:
     Args:
         policy: The lane policy. If it has no ``lanes_for_key``, every lane has all keys.
         keys: The declared keys; read again in each call.
-        num_lanes: Number of lanes.
+        num_lanes: Number of lanes of the runner.
         origin: Source of the lane policy, for error messages.
 
     Attributes:

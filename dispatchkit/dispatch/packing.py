@@ -45,7 +45,7 @@ class Packer(Protocol):
 
         Args:
             lengths: Number of tokens of each item, at least 1.
-            limits: The limits of a bin.
+            limits: The captured sizes, and the largest number of items in a bin.
         """
 
 
@@ -75,11 +75,11 @@ def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: Pack
     """Describe why bins are invalid; empty if they are valid."""
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
-        return f"returned {bins!r}, which does not contain each of {len(lengths)} items once."
+        return f"returned {bins!r}, which must contain each of {len(lengths)} items exactly once."
     for one in bins:
         num_tokens = sum(lengths[item] for item in one)
         if not one:
-            return "returned a bin without items."
+            return "returned a bin without items; omit empty bins."
         if num_tokens > limits.max_tokens and len(one) > 1:
             most = f"{limits.max_tokens} (the largest captured size)"
             return f"put {num_tokens} tokens into a bin; the limit is {most}."

@@ -50,8 +50,8 @@ class GraphView:
         config: The configuration in force.
         hidden: Registry keys that the view does not show. They were captured in advance for the
             next policy, or belong to the previous policy and will be removed.
-        num_changes: Number of changes that affect which keys can run but are not in the registry,
-            such as switching lazy capture on.
+        num_changes: Number of changes outside the registry that affect which keys can run, such as
+            switching lazy capture on.
         may_split: Whether a mixed batch may be split over several graphs because its rows are
             independent. Graphs smaller than the batch can then be used, too.
     """
@@ -206,7 +206,7 @@ class ExplainingPolicy(Policy, Protocol):
     """A policy that reports what it has learned."""
 
     def explain(self) -> Iterable[Any]:
-        """Return one attrs record for each range of sizes; live reports show their fields."""
+        """Return one attrs record per range of sizes; live reports show its fields."""
         ...
 
 
@@ -235,7 +235,7 @@ class PolicyParts:
         """Read and validate the parts of a policy.
 
         Args:
-            policy: The policy to read.
+            policy: The policy whose parts are read.
             origin: Source of the policy, for error messages.
 
         Raises:

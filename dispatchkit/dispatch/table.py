@@ -48,7 +48,7 @@ class Table:
     """The decisions of one epoch, by allowed modes, query class, variant and tokens.
 
     Attributes:
-        epoch: Number of the epoch.
+        epoch: Number of the epoch to which the decisions belong.
         rows: The rows that the hot path indexes, by code of allowed modes, query class and variant.
             An unused row is an empty tuple, so indexing it raises IndexError.
         waiting: One-shot decisions by cell, in the order of use. The row entry of such a cell is
@@ -168,8 +168,8 @@ class Table:
 
         Args:
             cell: The first cell, with the fewest tokens.
-            up_to: Number of tokens of the last cell. Below the tokens of ``cell``, only ``cell`` is
-                emptied.
+            up_to: Number of tokens of the last cell. If it is smaller than the tokens of ``cell``,
+                only ``cell`` is emptied.
         """
         if up_to <= cell[3]:
             self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))

@@ -37,9 +37,9 @@ class Axis:
     Attributes:
         name: The name that callers and the step use.
         buckets: Values to capture graphs for, ascending.
-        exact: Whether a graph serves only the exact value of its bucket. Otherwise the graph also
-            serves smaller values, down to the next smaller bucket. Inputs that have the axis as a
-            dimension are then padded.
+        exact: Whether a graph serves only the exact value of its bucket. If False, the graph also
+            serves smaller values, down to the next smaller bucket, and inputs that have the axis as
+            a dimension are padded to the bucket.
 
     Raises:
         ConfigError: The name is not an identifier, there are no buckets, or a bucket is not a whole
@@ -91,10 +91,10 @@ class Variant(int):
 
 
 class Variants:
-    """Combine the number of adapters and the axis buckets into one number.
+    """A numbering of all combinations of adapter counts and axis buckets.
 
     Args:
-        axes: The axes, in order.
+        axes: The configured axes, in order.
         max_loras: Largest number of adapters.
 
     Attributes:
@@ -173,8 +173,8 @@ class Variants:
     def values(self, variant: int) -> tuple[int, ...]:
         """Return the value of each axis, or a value with the same bucket.
 
-        A plain int lacks the values, so each bucket is returned instead. For a value outside all
-        buckets, that is the largest bucket plus 1.
+        A plain int contains only buckets, so each bucket is returned as the value. The largest
+        bucket plus 1 represents a value outside all buckets.
         """
         if isinstance(variant, Variant):
             return variant.values

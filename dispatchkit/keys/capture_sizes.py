@@ -269,7 +269,7 @@ def derive_capture_sizes(
         max_num_batched_tokens: Largest number of tokens in a batch.
         user_sizes: The user's list, if given.
         user_max_size: The user's maximum, if given.
-        mode: The configured mode.
+        mode: The configured mode, which decides whether sizes are derived and rounded.
         query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
         enforce_eager: Whether graphs are switched off.
         tensor_parallel_size: Ranks that share one layer.

@@ -156,7 +156,7 @@ def read_flag(value: Any, setting: str) -> bool:
 
 
 def refuses_unknown_names(kind: type[_T]) -> type[_T]:
-    """Decorate a class with ``naming_unknown``, so that its constructor names unknown arguments."""
+    """Decorate a class so that errors of its constructor name missing and unknown arguments."""
     made: Any = kind
     made.__init__ = naming_unknown(made.__init__, kind.__name__)
     return kind

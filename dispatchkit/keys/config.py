@@ -70,7 +70,7 @@ class DispatchConfig:
             the number of draft tokens varies. The ``uniform`` argument of ``dispatch`` is a 1-based
             index of this tuple.
         varlen_decode: Whether decode graphs accept requests of varying length, up to the first
-            query length. This adds a class of batches after the uniform classes.
+            query length. This adds a query class after the classes of uniform batches.
         uniform_sizes: Sizes for uniform batches of more than one token per request; None means
             ``sizes``.
         max_loras: Largest number of adapters active in a batch; 0 means no adapters.

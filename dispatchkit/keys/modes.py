@@ -37,7 +37,7 @@ class ModeError(ConfigError, AssertionError):
 
 
 class RuntimeMode(enum.IntEnum):
-    """How a batch runs, ordered by how much of the step a graph covers.
+    """The way a batch runs, ordered by how much of the step a graph covers.
 
     Ranks that disagree use the smallest value, which is the most conservative mode.
     """
@@ -308,7 +308,7 @@ def resolve_mode(
     captures_piecewise: bool = True,
     rounds_sizes: bool = True,
 ) -> ModeResolution:
-    """Return the supported mode closest to the requested one.
+    """Return the supported mode that is closest to the requested mode.
 
     Args:
         mode: The requested mode.
@@ -346,7 +346,7 @@ def resolve_mode(
             CUDAGraphMode.FULL_AND_PIECEWISE
             if splits_attention
             else CUDAGraphMode.FULL_DECODE_ONLY,
-            f"attention is captured for {level} batches only, not for mixed ones",
+            f"attention is captured only for {level} batches, not for mixed batches",
         )
     pieces = CUDAGraphMode.PIECEWISE if splits_attention else CUDAGraphMode.NONE
     if resolved.decode_mode() is CUDAGraphMode.FULL and level is AttentionSupport.NEVER:

@@ -99,7 +99,7 @@ def changed_settings(record: Any) -> dict[str, Any]:
 
 
 def settings_repr(record: Any) -> str:
-    """Return a call that creates an equal record, without defaults.
+    """Return the call that creates an equal record, omitting default values.
 
     This is the ``__repr__`` of settings records. A field that defines ``repr`` is printed with that
     function.

@@ -138,7 +138,7 @@ class PolicyErrorEvent:
     they should be fast.
 
     Attributes:
-        policy: Name of the policy.
+        policy: Name of the policy at fault.
         method: The method that failed: ``declare``, ``decide`` or ``observe``.
         reason: The error, as text.
         origin: Distribution and version that provide the policy.
@@ -233,7 +233,7 @@ class Subscription:
 
 
 class Notifier:
-    """A notifier that calls the subscribers of events, in subscription order.
+    """The subscribers of each event class, which are called in subscription order.
 
     Thread safety: any thread may call any method. Tuples of subscriptions are immutable, so a new
     subscription does not affect an event that is being delivered.

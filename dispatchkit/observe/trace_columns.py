@@ -70,7 +70,7 @@ class TraceStep:
         uniform_decode: Whether all requests are past prefill and have the same number of tokens;
             None if not recorded.
         num_active_loras: Number of distinct adapters in the step, excluding the base model.
-        step: Number of the step.
+        step: Number of the step; None if not recorded.
         t_s: Start time of the step in seconds, from an arbitrary origin; None if not recorded.
         axes: Value of each axis before padding, by name.
     """

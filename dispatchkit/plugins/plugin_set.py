@@ -161,7 +161,7 @@ class PluginSet:
         """Create a policy.
 
         Args:
-            name: Name of the policy.
+            name: Name under which the policy is registered.
             options: Keyword arguments for the factory of the policy.
 
         Raises:
@@ -275,7 +275,7 @@ class PluginSet:
         """Add a plugin object, completely or not at all.
 
         Args:
-            name: Name of the plugin.
+            name: Name under which the plugin is listed.
             plugin: A module or an instance with functions marked ``@hookimpl``.
 
         Raises:
@@ -301,7 +301,7 @@ class PluginSet:
         """Register a policy without writing a plugin.
 
         Args:
-            name: Name of the policy.
+            name: Name by which users select the policy.
             factory: A class or function, called with the user's options as keyword arguments.
             summary: One-line description for listings.
 

@@ -198,7 +198,9 @@ class CaptureTests:
         rig.torch.testing.assert_close(
             rig.replayed(graph),
             x @ weight,
-            msg=lambda text: f"The replay used the values of weights during the capture. {text}",
+            msg=lambda text: (
+                f"The replay used the values that weights had during the capture. {text}"
+            ),
         )
 
     def test_intermediates_that_the_callable_stashed_stay(self, rig: Rig) -> None:

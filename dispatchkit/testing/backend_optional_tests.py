@@ -20,7 +20,7 @@ from dispatchkit.testing.backend_rig import Rig
 
 
 def offered(rig: Rig, part: str) -> Any:
-    """Return the protocol of a field of ``BackendFeatures``; skip the test without it."""
+    """Return a field of ``BackendFeatures``; skip the test if the backend does not offer it."""
     found = getattr(features_of(rig.backend), part)
     if found is None:
         pytest.skip(f"Backend {rig.backend.name!r} does not offer {part.replace('_', ' ')}.")
@@ -120,7 +120,9 @@ class OptionalTests:
         assert rig.read(rig.replayed(graph)[:2]) == [5.0, 5.0]
         for value in (1.0, 2.0):
             given_back = sleeper.sleep([graphs, tensors])
-            assert given_back >= x.nbytes, f"{given_back} bytes were released."
+            assert given_back >= x.nbytes, (
+                f"sleep() released {given_back} bytes, but the tensor alone has {x.nbytes}."
+            )
             assert rig.backend.pool_bytes(graphs) == 0, "A sleeping pool still uses memory."
             sleeper.wake([graphs, tensors])
             assert x.data_ptr() == address

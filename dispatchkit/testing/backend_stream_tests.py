@@ -142,7 +142,7 @@ class StreamTests:
         """Lanes that share a stream would wait for each other without an error."""
         limit = rig.backend.capabilities.max_streams
         if limit is None:
-            pytest.skip(f"Backend {rig.backend.name!r} reports no limit of streams.")
+            pytest.skip(f"Backend {rig.backend.name!r} reports no limit on streams.")
         streams = [rig.stream, *(rig.backend.new_stream() for _ in range(limit - 1))]
         distinct = len({stream.handle for stream in streams})
         assert distinct == limit, f"Only {distinct} of {limit} streams are distinct."

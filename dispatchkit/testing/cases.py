@@ -28,7 +28,7 @@ class Case:
 
     Attributes:
         policy: A fresh policy.
-        config: The configuration.
+        config: The configuration under which the policy decides.
         keys: The keys that the policy declares.
         registry: The registry of the keys and their graphs.
         graphs: The policy's view of the graphs.

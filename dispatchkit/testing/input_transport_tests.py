@@ -55,7 +55,7 @@ HOST = {
 #: A host input that copy nodes do not support, because it is batched along dimension 1.
 ACROSS = {"across": StaticInput((2, None), "float16", fill=5, host=True)}
 
-#: Repeats 0, 1, ..., 96, and is longer than ``large``. Calls pass slices of it.
+#: Values of inputs are slices of a tensor that repeats 0, 1, ..., 96, and is longer than ``large``.
 _PERIOD = 97
 _COUNTING = torch.arange(320_000 + _PERIOD, dtype=torch.int16).remainder(_PERIOD)
 
@@ -318,7 +318,7 @@ class Bench:
         self.ceiling = 1 if way.kind == "pieces" else 2
 
     def key(self, size: int) -> GraphKey:
-        """Return the key of a size."""
+        """Return the key of the graph with a capture size."""
         return GraphKey(self.way.key_mode, BatchDescriptor(size))
 
     def runner(
@@ -336,7 +336,7 @@ class Bench:
             draws: Whether the step also returns four random numbers.
             by_rows: Whether results contain only the rows of the call, without padding.
             lazy: Whether to capture graphs on first use instead.
-            lanes: Number of lanes.
+            lanes: Number of lanes of the runner.
             options: Further settings.
         """
         step = _returning(self.way.inputs, draws=draws)
@@ -457,7 +457,7 @@ class Bench:
 
 
 class _CoveringPolicy(OneBucketPolicy):
-    """Declares one key per size, and chooses the smallest ready graph that covers a batch."""
+    """A policy with one key per size, which chooses the smallest ready graph for a batch."""
 
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 

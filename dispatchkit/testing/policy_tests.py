@@ -207,7 +207,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_only_ready_graphs_are_chosen(self, case: Case) -> None:
-        """Graphs that are failed, evicted, stale, disabled or not captured are not chosen.
+        """Failed, evicted, stale, disabled and uncaptured graphs are not chosen.
 
         Such a graph cannot be replayed. The dispatcher counts a fault of the policy and runs the
         step eager, even if another graph is ready.
@@ -329,7 +329,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_number_of_requests_only_bounds(self, case: Case) -> None:
-        """A decision with ``num_reqs=None`` holds for any number of requests up to its bound.
+        """A decision for ``num_reqs=None`` holds for any number of requests up to its bound.
 
         The bound is the number of requests of the chosen key, or the decision's ``max_num_reqs`` if
         smaller. The table has no axis for requests. It stores one decision and compares the number
@@ -353,7 +353,7 @@ class PolicyTests(CaseRunner):
 
     @for_all_cases()
     def test_answers_depend_only_on_graphs_that_could_serve(self, case: Case) -> None:
-        """A decision does not depend on graphs that are too small or of modes not allowed.
+        """A decision does not depend on graphs that are too small or whose mode is not allowed.
 
         If a graph changes, the dispatcher clears only the cells that the graph could serve. A
         decision that depends on other graphs (for example, on the number of captured graphs) would

@@ -55,7 +55,7 @@ class RunnerTests:
         return TapeBackend()
 
     def make_config(self) -> DispatchConfig:
-        """Return the configuration."""
+        """Return the configuration of the runner."""
         return DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
 
     def make_step(self) -> Any:

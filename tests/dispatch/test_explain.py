@@ -35,7 +35,9 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
     assert str(more) == "3.0 µs, median of 2 steps, idle (host time)"
     lines = str(attrs.evolve(EAGER, times=(one, more))).splitlines()
     assert f"   measured here: {one}; {more}" in lines
-    assert "measured here: no such step has been timed yet" in str(attrs.evolve(EAGER, times=()))
+    assert "measured here: no step with this decision has been timed yet" in str(
+        attrs.evolve(EAGER, times=())
+    )
     assert "measured here" not in str(EAGER)
 
 

@@ -207,7 +207,7 @@ def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
     )
     runner.capture()
     assert runner.explain(3).times == ()
-    assert "no such step has been timed yet" in str(runner.explain(3))
+    assert "no step with this decision has been timed yet" in str(runner.explain(3))
     for _ in range(3):
         runner(torch.arange(3))
     runner(torch.arange(3), ceiling=0)

@@ -67,11 +67,12 @@ class CudaBackend:
         device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None for the current device.
         capture_error_mode: Which calls other threads may make during a capture; see
             ``torch.cuda.graph``. ``"thread_local"`` allows them to copy, allocate and poll.
-        refuse_host_syncs: Whether to refuse calls that wait for the device, and name them, before
-            the driver invalidates the capture. Set it to False for functions that fail under a
-            dispatch mode. (Functions wrapped in torch.compile do not.) Then torch or the driver
-            refuses the calls without naming them, and errors of torch that the function catches are
-            not detected. Failed captures are cleaned up in either case.
+        refuse_host_syncs: Whether to refuse calls that wait for the device before the driver
+            invalidates the capture; the error names the call. Set it to False only for functions
+            that fail under a dispatch mode. Functions wrapped in torch.compile do not fail. With
+            False, torch or the driver refuses the calls without naming them, and an error of torch
+            that the function catches is not detected. Failed captures are cleaned up in either
+            case.
         copy_node: Whether graphs begin with a kernel that copies small inputs, if the kernel is
             available. Otherwise, torch copies device inputs before each launch, and graphs copy
             host inputs from pinned memory.
@@ -121,7 +122,7 @@ class CudaBackend:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """The backend's capabilities."""
+        """Features and limits of the backend."""
         return BackendCapabilities(
             graphs=True,
             max_streams=MAX_STREAMS,
@@ -284,7 +285,7 @@ class CudaBackend:
     def device_memory(self) -> DeviceMemory:
         """Return the device memory in use, and the part held by torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._index)
-        # torch.cuda.memory_reserved() is not used, because each call leaves a reference cycle of
+        # torch.cuda.memory_reserved() is not used, because each call leaves a reference cycle with
         # 120 numbers (torch 2.11 to 2.13).
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         reserved, allocated = (
@@ -352,7 +353,7 @@ class CudaBackend:
 
         Args:
             run: The callable to capture.
-            stream: The stream to capture on.
+            stream: A stream from ``new_stream()``, on which the callable is captured.
             pool: The pool for the graph's memory.
             generators: Random generators, except the default generator.
             watched: Whether to watch each operation, which takes several microseconds per

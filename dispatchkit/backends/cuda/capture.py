@@ -118,7 +118,7 @@ class CaptureAttempt:
         return failure
 
     def close(self, interrupt: BaseException) -> None:
-        """End the capture, if it is not over, after a signal handler raised in this class."""
+        """End an unfinished capture after a signal handler raised in a method of this class."""
         if self._state is _State.NEW or self._state is _State.OVER:
             return
         if torch.cuda.is_current_stream_capturing():

@@ -16,7 +16,7 @@ its addresses and length allow.
 Measured on one H200 (torch 2.11, driver 580): writing three host inputs with numpy, setting the
 parameters and launching the graph takes 4.0 us with up to 2 KiB of data, 4.5 us with 8 KiB, 5.3 us
 with 16 KiB and 6.5 us with 29 KiB. Copies from pinned memory, guarded by an event, take 8.2 us
-including the launch. With them, each step must also wait for the previous step.
+including the launch, and each step must also wait for the previous step.
 
 Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management".
 """
@@ -51,7 +51,7 @@ _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 class Work(ctypes.Structure):
     """The kernel's first argument, with one entry per input.
 
-    Each fill is a pattern of eight bytes.
+    Each entry of ``fills`` is a pattern of eight bytes.
     """
 
     _fields_ = (
@@ -132,7 +132,7 @@ class CopyNode:
         num_bytes: Size of the largest input in bytes.
 
     Attributes:
-        data: Host buffer that is read when the node is set.
+        data: Host buffer that is read when the node's parameters are set.
     """
 
     def __init__(self, kernel: CopyKernel, num_regions: int, num_bytes: int) -> None:
@@ -174,7 +174,7 @@ class CopyNode:
     def setter(
         self, regions: Sequence[CopyRegion], offsets: Sequence[int] = ()
     ) -> Callable[[Sequence[torch.Tensor]], int]:
-        """Return a function that sets the node for batches of one size.
+        """Return a function that sets the node's parameters for batches of one size.
 
         The function accepts contiguous tensors and returns the CUDA error code. The tensors are
         read in stream order when the graph runs. ``data`` is read before the function returns.

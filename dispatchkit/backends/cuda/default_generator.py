@@ -7,11 +7,11 @@ unexpectedly" (aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_begin``; CUDAGenerato
 ``capture_prologue`` and ``increase``). Later versions register a state when a captured operation
 draws from it (pytorch/pytorch#176753).
 
-If a capture draws no random numbers, this module therefore gives torch a second state to register,
-with the same seed and offset. Before torch marks a state without graphs, it allocates memory for
-this state. A dispatch mode intercepts the allocation and restores the first state, advanced to the
-offset of the second. Other threads that draw in the meantime get the same numbers as without the
-replacement.
+For captures that draw no random numbers, this module therefore replaces the state by a second state
+with the same seed and offset, which torch then registers. When torch registers a state for its
+first graph, it allocates memory before it marks the state. A dispatch mode intercepts this
+allocation and restores the first state, advanced to the offset of the second. Threads that draw in
+the meantime get the same numbers as without the replacement.
 """
 
 from __future__ import annotations

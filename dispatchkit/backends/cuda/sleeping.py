@@ -68,7 +68,9 @@ def build(target: Path) -> None:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
-            raise UnavailableError(f"the C compiler {compiler[0]!r} is not installed") from None
+            raise UnavailableError(
+                f"the C compiler {compiler[0]!r} is not installed; install it, or set CC"
+            ) from None
         except subprocess.CalledProcessError as error:
             raise UnavailableError(f"{compiler[0]!r} failed: {error.stderr[:200]}") from None
         made.replace(target)  # atomic, because another process may also build it
@@ -91,7 +93,9 @@ def load_allocator() -> Allocator:
         folder = Path(tempfile.gettempdir(), f"dispatchkit-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise UnavailableError(f"{folder} belongs to another user")
+            raise UnavailableError(
+                f"{folder} belongs to another user; set TMPDIR to another folder"
+            )
         path = folder / f"sleep-{mark}.so"
         if not path.exists():
             build(path)

@@ -107,7 +107,7 @@ class CudaEvent:
         self._recorded = True
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for this event; no effect before it is recorded."""
+        """Make later work of a stream wait for this event; no effect on an unrecorded event."""
         if self._recorded:
             self._raw.wait(self._raw_stream(stream))
 

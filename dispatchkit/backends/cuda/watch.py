@@ -96,9 +96,10 @@ class CaptureWatch(OperationMode):
     """A mode that refuses calls that would invalidate a capture, and records memory to keep.
 
     Args:
-        compiled: Whether the callable calls functions wrapped in torch.compile. Their kernels are
-            then not watched. Calls that wait for the device are detected only by their operations,
-            because a function mode would cause recompilation inside the capture.
+        compiled: Whether the callable calls functions wrapped in torch.compile, whose kernels are
+            not watched. If True, a call that waits for the device is detected only if one of its
+            operations is watched, because a function mode would cause recompilation inside the
+            capture.
 
     Attributes:
         first_error: Error of the first refused call, even if the callable caught it.

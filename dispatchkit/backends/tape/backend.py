@@ -103,7 +103,7 @@ class TapeBackend:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """The backend's capabilities."""
+        """Features and limits of the backend."""
         return BackendCapabilities(
             graphs=True,
             max_streams=self._max_streams,
@@ -352,7 +352,7 @@ class TapeBackend:
         return self._run_exclusively(stream, grow)
 
     def _run_exclusively(self, stream: Any, run: Callable[[], _T]) -> _T:
-        """Run a capture without captures and deferred work of other threads; return its result."""
+        """Run a capture while other threads' captures and deferred work wait; return its result."""
         held = nullcontext() if self._scheduler is None else self._scheduler.lock
 
         def on_stream() -> _T:

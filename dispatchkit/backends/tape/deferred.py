@@ -57,7 +57,7 @@ _blocks = _Blocks()
 
 
 class _HostReads(TorchFunctionMode):
-    """A mode that makes host reads that bypass the dispatcher wait for the stream."""
+    """A mode that intercepts host reads that bypass the dispatcher, and waits for the stream."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
@@ -134,7 +134,7 @@ class _Deferred:
 
 
 def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation accesses no data, so it may run before queued work."""
+    """Return whether an operation accesses no data, so that it may run before queued work."""
     schema = func._schema
     if schema.is_mutable:
         return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"

@@ -239,7 +239,7 @@ class TapeEvent:
         self._mark = (stream or self._current()).mark()
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for this event; no effect before it is recorded."""
+        """Make later work of a stream wait for this event; no effect on an unrecorded event."""
         if self._mark is not None:
             (stream or self._current()).wait_mark(self._mark)
 

@@ -194,8 +194,8 @@ class DispatchMode(TorchDispatchMode):
 class OperationMode(DispatchMode):
     """A mode that receives only plain operations; subclasses define ``run_operation``.
 
-    Instead of operations on tensor subclasses and higher-order operators such as ``torch.cond``, it
-    receives the plain operations that they run.
+    Operations on tensor subclasses and higher-order operators (such as ``torch.cond``) are replaced
+    by the plain operations that they run.
 
     Attributes:
         is_paused: Whether operations bypass ``run_operation``.
@@ -227,8 +227,9 @@ def inference_mode(is_on: bool) -> AbstractContextManager[None]:
     """Return a context with inference mode on or off, for one ``with`` statement.
 
     ``torch.inference_mode`` ends the mode in Python code, and a signal handler may raise before
-    this code. The mode would then end only when the object is freed, and reset the gradient mode to
-    an old value. This context ends the mode in a C call, which a signal handler cannot prevent.
+    this code. The mode would then end only when the object is freed, and would reset the gradient
+    mode to an old value. This context ends the mode in a C call, which a signal handler cannot
+    prevent.
     """
     return torch._C._InferenceMode(is_on)
 

@@ -16,10 +16,10 @@ from dispatchkit import (
 
 
 class SmallestPolicy:
-    """Replay the smallest graph that covers the batch. Replace ``decide`` with your own rule."""
+    """A policy that chooses the smallest graph. Replace ``decide`` with your own rule."""
 
     name = "smallest"
-    # Properties that the test kit checks. Remove those that your rule does not have.
+    # The test kit checks these properties. Remove any property that your rule does not have.
     traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
